@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also after a power cut.
+"""Write files that are either complete or absent, also after a power cut.
 
 The protocol is the one that databases use: write under a temporary name in the destination directory, ``fsync`` the
 file, rename it, ``fsync`` the directory. A rename within a directory is atomic on POSIX file systems; without the two
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Start of every temporary name, so that debris of a killed process can be distinguished from data and removed."""
+"""Start of every temporary name, to distinguish leftovers of a killed process from data and remove them."""
 
 
 _TEMPORARY_FILE = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+-\d+-[0-9a-f]{{8}}", re.DOTALL)
@@ -40,24 +40,24 @@ _MAY_BE_WRITTEN_S = 60
 
 
 def temporary_name(name: str) -> str:
-    """A name for the same folder that no other process uses."""
+    """Return a name for the same folder that no other process uses."""
     return f"{TEMPORARY_PREFIX}{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def fsync_directory(directory: str | os.PathLike[str]) -> None:
-    """Make renames and new names within `directory` durable, where its file system can sync a directory."""
+    """Make renames and new names within `directory` durable, if its file system can sync a directory."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # what file systems answer that have no such thing, and need none
+        if error.errno != errno.EINVAL:  # file systems that cannot sync a directory, and need not, return this
             raise
     finally:
         os.close(descriptor)
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
-    """Bring the content of a file, which something else wrote, to the disk."""
+    """Bring the content of a file that other code wrote to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -68,7 +68,7 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
 def remove_debris(directory: str | os.PathLike[str]) -> list[str]:
     """Remove the temporary files that killed processes left in `directory`; return their names.
 
-    For the process that holds the directory. A file of the last minute stays: a command may be writing it.
+    Only the process that holds the directory may call it. A file of the last minute stays: a command may be writing it.
     """
     removed = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
@@ -82,32 +82,32 @@ def remove_debris(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Have the disk begin with bytes that were written, so that a later ``fsync`` is short. A hint, and no promise.
+    """Ask the kernel to start writing these bytes to disk, so that a later ``fsync`` is short. This is only a hint.
 
-    Linux starts to write dirty pages that are called unneeded, and keeps them until they are written. An error of the
-    disk is reported by that ``fsync``.
+    Linux starts to write dirty pages that are marked as not needed, and keeps them until they are written. That
+    ``fsync`` reports an error of the disk.
     """
     os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write every byte; ``os.write`` alone may stop short."""
+    """Write every byte; a single ``os.write`` may stop short."""
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def make_directory(path: str | os.PathLike[str], *, shared: bool | None = False) -> None:
-    """Make a directory and those above it that are missing; each is durable when this returns.
+    """Make a directory and its missing parents; each is durable when this returns.
 
     Args:
-        path: The directory; one that exists stays as it is.
-        shared: Who else may enter a new one: True leaves that to the umask, False admits nobody, None follows the
+        path: The directory; an existing one stays as it is.
+        shared: Who may enter a new one: True leaves that to the umask, False admits only this user, None follows the
             folder in which it is made.
 
     Raises:
-        FileExistsError: It is another kind of file.
-        NotADirectoryError: A part of its path is.
+        FileExistsError: Another kind of file is at `path`.
+        NotADirectoryError: A part of `path` is not a directory.
         OSError: It cannot be made.
     """
     directory = Path(path).absolute()
@@ -124,14 +124,14 @@ def make_directory(path: str | os.PathLike[str], *, shared: bool | None = False)
 
 
 def create_file(path: Path) -> None:
-    """Make an empty file with the permissions of `write_bytes_durably`, for code of others that opens it to write."""
+    """Make an empty file with the permissions of `write_bytes_durably`, for other code that opens it to write."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path.parent)))
 
 
 def _fsync_if_readable(directory: Path) -> None:
     try:
         fsync_directory(directory)
-    except PermissionError:  # a folder in which this user may make things and not list them cannot be synced
+    except PermissionError:  # a folder in which this user may create but not list files cannot be synced
         return
 
 
@@ -143,8 +143,8 @@ def write_bytes_durably(
     Args:
         path: The file.
         data: Its new content.
-        mode: Permissions before the umask; None is for this user alone, except in a shared folder.
-        waits_for_disk: Sync. Without that the file survives a kill, but no power cut.
+        mode: Permissions before the umask; None admits only this user, except in a shared folder.
+        waits_for_disk: Sync. Without it the file survives a kill, but not a power cut.
 
     Raises:
         OSError: The bytes could not be written; the old file, if any, is untouched and no temporary file remains.

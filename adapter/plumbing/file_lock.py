@@ -1,8 +1,8 @@
 """One writer per file: an exclusive lock that the kernel keeps (``flock``).
 
-The lock ends with the process, however that ends, so there is nothing to clean up after a kill. It also excludes a
-second holder in the same process. Nothing here waits for a lock for more than a moment, and the file is opened like
-every file of ours: no link is followed, and no other user's file is trusted.
+The lock ends with the process, no matter how, so there is nothing to clean up after a kill. It also excludes a second
+holder in the same process. Nothing here waits for a lock for more than a moment. The lock file is opened like all our
+files: no link is followed, and no other user's file is trusted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .operating_system import require_linux
 
 try:
     import fcntl
-except ImportError:  # as on Windows
+except ImportError:  # on Windows
     require_linux(__name__)
     raise
 
@@ -29,31 +29,31 @@ PAUSE_S = 0.05
 
 
 class LockHeldError(OSError):
-    """Another holder, of this process or another, has the lock; `holding_process` may tell which."""
+    """Another holder, in this process or another, has the lock; `holding_process` may find which."""
 
 
 class NoLocksError(OSError):
-    """The file system has no locks; ``strerror`` is what it said."""
+    """The file system has no locks; ``strerror`` is its answer."""
 
 
 class FileLock:
-    """A locked file, which is created when absent, for this user alone.
+    """A locked file, created if it is absent, with access only for this user.
 
     In a forked child, and in a copy, the file is closed, so that a data loader worker that outlives a killed run does
     not keep its lock. The file stays when the lock is released: removing it would let two processes lock two files of
-    one name.
+    the same name.
 
     Attributes:
-        descriptor: The open file; -1 once the lock was released, in a forked child and in a copy.
+        descriptor: The open file; -1 after the release, in a forked child and in a copy.
 
     Args:
         path: The file.
-        flags: As of ``os.open``.
+        flags: Flags of ``os.open``.
         mode: Permissions of a new file.
-        tries: How often to try, 50 ms apart: a process that only looks, or is being killed, holds it for a moment.
+        tries: How often to try, 50 ms apart: a process that only checks, or is being killed, holds it for a moment.
 
     Raises:
-        LockHeldError: It is held already.
+        LockHeldError: Somebody holds it already.
         NoLocksError: The file system has no locks.
         UnsafeFileError: A link, or another user's file, is in its place.
         OSError: It cannot be opened.
@@ -74,7 +74,7 @@ class FileLock:
         return {"descriptor": -1}
 
     def release(self) -> None:
-        """Give the lock back; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -95,10 +95,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 def is_held(path: str | os.PathLike[str]) -> bool:
     """Whether a lock is held on a file that only we should have written.
 
-    Creates nothing and keeps no lock; False also where the file cannot be opened or its file system has no locks.
+    Creates nothing and keeps no lock; False also if the file cannot be opened or its file system has no locks.
     """
     try:
-        os.close(_open_locked(path, os.O_RDONLY, 0o777, kind=fcntl.LOCK_SH))  # whose permissions stay as they are
+        os.close(_open_locked(path, os.O_RDONLY, 0o777, kind=fcntl.LOCK_SH))  # 0o777: narrow no permissions
     except LockHeldError:
         return True
     except OSError:
@@ -107,7 +107,7 @@ def is_held(path: str | os.PathLike[str]) -> bool:
 
 
 def holding_process(path: str | os.PathLike[str]) -> int | None:
-    """The process of this machine that holds a lock on a file; None where none does, or the kernel does not say."""
+    """Return the process of this machine that holds a lock on a file; None if there is none or the kernel hides it."""
     try:
         status, table = os.lstat(path), Path("/proc/locks").read_text(encoding="ascii")
     except OSError:
@@ -129,15 +129,15 @@ def _open_locked(
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # moved aside between open and lock: take the file that is there now
+        os.close(descriptor)  # the file was moved aside between open and lock: take the one that is there now
 
 
 def _lock(descriptor: int, path: str | os.PathLike[str], tries: int, kind: int) -> None:
-    for left in reversed(range(tries)):
+    for remaining in reversed(range(tries)):
         try:
             return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            if not left:
+            if not remaining:
                 raise LockHeldError(error.errno, error.strerror, os.fspath(path)) from None
         except OSError as error:
             raise NoLocksError(error.errno, error.strerror, os.fspath(path)) from None

@@ -1,4 +1,4 @@
-"""Permissions of what genlight makes: for this user alone, except in a folder that is shared on purpose."""
+"""Permissions of new files and folders: only for this user, except in a folder that is shared on purpose."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ROOT = 0
 
 
 def file_mode(directory: str | os.PathLike[str]) -> int:
-    """Permissions for a new file in `directory`, before the umask."""
+    """Return the permissions of a new file in `directory`, before the umask."""
     return 0o666 if _is_shared(directory) else 0o600
 
 
 def folder_mode(directory: str | os.PathLike[str]) -> int:
-    """Permissions for a new folder in `directory`, before the umask."""
+    """Return the permissions of a new folder in `directory`, before the umask."""
     return 0o777 if _is_shared(directory) else 0o700
 
 
 def _is_shared(directory: str | os.PathLike[str]) -> bool:
-    """Whether others are to use what lies in `directory`: they may write there, or it is a team's folder (setgid).
+    """Whether other users should use the files in `directory`: they may write there, or it is a team's folder (setgid).
 
-    A sticky folder such as ``/tmp`` is not shared: others may write there, but not use what is ours.
+    A sticky folder such as ``/tmp`` is not shared: others may write there, but not use our files.
     """
     status = os.stat(directory)
     is_of_team = status.st_mode & stat.S_ISGID and status.st_mode & stat.S_IRGRP
@@ -36,13 +36,13 @@ def _is_shared(directory: str | os.PathLike[str]) -> bool:
 
 
 def is_own_group(gid: int) -> bool:
-    """Whether a group has this user alone, as where each user has a group of its own name and a umask of 002."""
-    import grp  # here: only POSIX has them, and files can be read elsewhere
+    """Whether only this user is in a group, as on systems that make a group per user and use a umask of 002."""
+    import grp  # here, because only POSIX has these modules and other systems can read files
     import pwd
 
     try:
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
     except KeyError:
         return False
-    # To ask for all users whose first group it is would take minutes where a directory service knows them.
+    # Listing every user with this primary group would take minutes if a directory service knows them.
     return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

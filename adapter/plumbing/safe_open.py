@@ -1,13 +1,13 @@
-"""Opening files where another user may have put something in their place.
+"""Open files safely even if another user may have put something in their place.
 
-On a shared machine a neighbour may have been in a folder first: with a link that leads to a file of ours, a pipe that
-nobody writes to, a lock that never ends. So a file of ours is opened without following a link, never waits, must be
-regular and belong to a user who may be trusted with it; and what is read is bounded before memory is taken.
+On a shared machine another user may have planted a symlink to one of our files, a FIFO without a writer, or a lock held
+forever. So opening our own file follows no link and never waits; the file must be regular and belong to a trusted user.
+Reading has a limit on the size, checked before memory is allocated.
 
-Whom to trust: this user; root, who can do everything anyway; and the owner of the folder that the file lies in, since
-that one could put any file there. The last is also what keeps network file systems working that show all files as those
-of one user (``root_squash``, ``all_squash``, a mount with ``uid=``). Whether the folder itself may be trusted is for
-`distrust` to say, which is asked once, at the start.
+Three users are trusted: this user; root, who can do everything anyway; and the owner of the folder that holds the file,
+who could put any file there. The last one also keeps network file systems working that show all files as owned by one
+user (``root_squash``, ``all_squash``, a mount with ``uid=``). `distrust` decides once, at the start, whether to trust
+the folder itself.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ PRIVATE_FILE = 0o600
 
 
 class UnsafeFileError(OSError):
-    """Something is where a file should be that is not opened, or not read: a link, a pipe, a stranger's file."""
+    """The path holds something that must not be opened or read: a link, a pipe, another user's file."""
 
 
 def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE) -> int:
-    """A descriptor for a file that only we should write: a lock, a journal, a log, a note.
+    """Open a file that only we should write (a lock, a journal, a log, a note) and return its descriptor.
 
-    Permissions of a file of ours that are wider than `mode` are narrowed to it.
+    If our own file has wider permissions than `mode`, they are narrowed to it.
 
     Args:
-        path: The file; its last part is not followed where it is a link.
-        flags: As of ``os.open``. Not ``O_TRUNC``, which would act before the file was looked at.
+        path: The file; a link in its last part is not followed.
+        flags: Flags of ``os.open``. Not ``O_TRUNC``, because it would act before the file is checked.
         mode: Permissions of a new file.
 
     Raises:
@@ -74,7 +74,7 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = PRIVATE_FILE)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a file with, which may be anybody's and behind a link, but is regular.
+    """Open a file for reading and return its descriptor. It may belong to anybody and be behind a link.
 
     Raises:
         UnsafeFileError: It is a pipe, a device or a socket.
@@ -84,10 +84,10 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def open_below(folder: str | os.PathLike[str], path: str) -> int:
-    """A descriptor to read the regular file at `path` below `folder` with; no link on the way is followed.
+    """Open the regular file at `path` below `folder` for reading; follow no link below `folder`.
 
-    For a `path` that a stranger names: the kernel is asked which file was opened, so that nothing can be put in the
-    place of a folder on the way meanwhile.
+    For a `path` from an untrusted source: the kernel reports which file was opened, so that nobody can replace a folder
+    of the path in the meantime.
 
     Raises:
         UnsafeFileError: It is not a regular file, `path` is not a path of names, or a part of it is a link.
@@ -105,55 +105,55 @@ def open_below(folder: str | os.PathLike[str], path: str) -> int:
 
 
 def read_below(folder: str | os.PathLike[str], path: str, *, limit: int) -> bytes:
-    """The content of the regular file at `path` below `folder`, as `open_below` finds it.
+    """Return the content of the regular file at `path` below `folder`, opened with `open_below`.
 
     Raises:
-        UnsafeFileError: As `open_below`, or the file is larger than `limit` bytes.
+        UnsafeFileError: Like `open_below`, or the file is larger than `limit` bytes.
         OSError: It cannot be read.
     """
     return _read(open_below(folder, path), os.path.join(folder, path), limit)
 
 
 def read_own(path: str | os.PathLike[str], *, limit: int) -> bytes:
-    """The content of a file that only we should have written.
+    """Return the content of a file that only we should have written.
 
     Raises:
-        UnsafeFileError: As `open_own`, or the file is larger than `limit` bytes.
+        UnsafeFileError: Like `open_own`, or the file is larger than `limit` bytes.
         OSError: It cannot be read.
     """
     return _read(open_own(path, os.O_RDONLY), path, limit)
 
 
 def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
-    """The content of a file that may be anybody's.
+    """Return the content of a file that may belong to anybody.
 
     Raises:
-        UnsafeFileError: As `open_regular`, or the file is larger than `limit` bytes.
+        UnsafeFileError: Like `open_regular`, or the file is larger than `limit` bytes.
         OSError: It cannot be read.
     """
     return _read(open_regular(path), path, limit)
 
 
 def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> str | None:
-    """Why another user could change what lies in the directory `path`; None where none could.
+    """Return why another user could change the contents of the directory `path`, or None if nobody could.
 
-    A directory must belong to this user or to root, and no other user may write it. Four things look otherwise and are
-    none the less sound:
+    A directory must belong to this user or to root, and no other user may write to it. Four kinds break this rule and
+    are safe nonetheless:
 
-    - A group that is this user's own (as many systems make one for each user), or root's, which containers that run
-      under an arbitrary user rely on.
-    - The root of a mounted volume. Nobody but an administrator puts one there, and volumes of containers often belong
-      to root and are open to all (``emptyDir``), or to the user outside. What we make below it is ours alone.
-    - A file system that keeps no owners or permissions, or shows those of one user for all: a file that we make in the
+    - A group that belongs only to this user (many systems make one for each user), or root's group, which containers
+      that run under an arbitrary user rely on.
+    - The root of a mounted volume. Only an administrator can mount one, and volumes of containers often belong
+      to root and are open to all (``emptyDir``), or to the user outside. Only we can change what we make below it.
+    - A file system that keeps no owners or permissions, or shows one user's for all files: a file that we make in the
       directory then shows the same owner as the directory, or more permissions than we asked for. So a probe is made
       before anything is refused. Who else reaches such a file system as the same user cannot be found out.
     - With `may_be_sticky`, a directory like ``/tmp``: others may add files, but can neither remove nor replace ours.
 
-    Directories above `path` are not looked at: a user who may rename those has been given the machine's folders by its
-    administrator, and to refuse them would refuse the common layout of group folders with users' folders inside.
+    Directories above `path` are not checked: a user who may rename them got that power from the machine's
+    administrator, and refusing them would refuse the common layout of group folders with users' folders inside.
 
     Raises:
-        OSError: The directory cannot be looked at.
+        OSError: The directory cannot be read.
     """
     link, status = os.lstat(path), os.stat(path)
     ours = {os.geteuid(), ROOT}
@@ -174,7 +174,7 @@ def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> st
 
 
 def _other_writers(status: os.stat_result, *, may_be_sticky: bool) -> str | None:
-    """Who else may write a directory, in words."""
+    """Return which other users may write to a directory, in words, or None."""
     if may_be_sticky and status.st_mode & stat.S_ISVTX:
         return None
     if status.st_mode & stat.S_IWOTH:
@@ -185,7 +185,7 @@ def _other_writers(status: os.stat_result, *, may_be_sticky: bool) -> str | None
 
 
 def _status_of_new_file(directory: str | os.PathLike[str]) -> os.stat_result | None:
-    """The status that the file system shows of a file that we make for us alone; None where we can make none."""
+    """Return the status that the file system shows for a new file of ours, or None if we cannot make one."""
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
             return os.fstat(probe.fileno())
@@ -199,7 +199,7 @@ def open_checked(
     mode: int = PRIVATE_FILE,
     check: Callable[[int, os.stat_result], None] | None = None,
 ) -> int:
-    """A descriptor of a regular file, which `check` does not refuse; see `open_own` and `open_regular` for most uses.
+    """Open a regular file that `check` accepts; `open_own` and `open_regular` cover most uses.
 
     Raises:
         UnsafeFileError: It is a link that is not followed, a pipe, a device or a socket, or `check` refused it.
@@ -234,4 +234,4 @@ def _read(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
         if size > limit:
             text = f"it has {size:,} bytes, and at most {limit:,} are read"
             raise UnsafeFileError(errno.EFBIG, text, os.fspath(path))
-        return file.read(size)  # and no more, though it may grow meanwhile
+        return file.read(size)  # no more than that, even if the file grows meanwhile

@@ -1,7 +1,6 @@
-"""Checkpoints that are whole or absent, and resume to the same bits.
+"""Checkpoints that are complete or absent, and resume to the same bits.
 
-Names are resolved when they are first used (PEP 562): records, verification and listings need neither torch nor
-Lightning.
+Names are resolved on first use (PEP 562): records, verification and listings need neither torch nor Lightning.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The capture of a checkpoint: the state taken apart into JSON and tensors, and a copy of the tensors of one moment.
+"""The capture of a checkpoint: the state taken apart into JSON and tensors, and a copy of the tensors at one moment.
 
-Runs in the training thread and touches no disk, but for links of frozen weights. `CheckpointStore` writes what was
-captured.
+Runs in the training thread and does not touch the disk, except to link frozen weights. `CheckpointStore` writes the
+captured state.
 
 A copy goes into host memory that is reused from one save to the next. Copying into memory that was touched before takes
 a third of the time of copying into fresh memory, whose pages the kernel has to find and clear. For tensors of an
-accelerator the memory is pinned, so that the copies run at the speed of the bus and need one synchronisation for all.
+accelerator the memory is pinned, so that the copies run at the speed of the bus and need one synchronization for all.
 
-Frozen weights are parameters that require no gradient and that no optimizer holds, as the start of training finds them.
-They are written once in a run. Each later checkpoint has a hard link to that file, so that its folder is whole by
-itself: it can be removed, copied or moved without a look at the others. A file system without hard links gets them with
-every checkpoint. With ``weights="trained"`` they are left out, as long as they are what the class builds: the record
-says what their bytes were, and a resume takes them from the module, and from no other bytes than those. At each save
-their bytes are compared with those of the start. Version counters would not do: those miss writes through
-``tensor.data``, with which many a class moves its averaged copy of the weights.
+Frozen weights are parameters that require no gradient and that no optimizer holds at the start of training. They are
+written once in a run. Each later checkpoint has a hard link to that file, so that its folder is self-contained: it can
+be removed, copied or moved independently of the others. On a file system without hard links they are written with
+every checkpoint. With ``weights="trained"`` they are omitted, as long as they equal those that the class builds: the
+record has the digest of their bytes, and a resume takes them from the module only if its bytes are the same. At each
+save their bytes are compared with those at the start. Version counters would not do: they miss writes through
+``tensor.data``, with which many classes move their averaged copy of the weights.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ __all__ = ["CONTRACT_KEY", "Captured", "Frozen", "HostBuffer", "capture", "descr
 log = logging.getLogger(__name__)
 
 CONTRACT_KEY = "genlight"
-"""The member of a Lightning checkpoint that holds what the trainer contract adds; its ``state`` is the payload."""
+"""Member of a Lightning checkpoint for the additions of the trainer contract; its ``state`` is the payload."""
 
 _WEIGHTS = WEIGHTS[1]
 
 
 @dataclass(frozen=True)
 class FrozenFile:
-    """A durable file of frozen tensors, which later checkpoints link."""
+    """A durable file of frozen tensors that later checkpoints link to."""
 
     keys: frozenset[str]
     size: int
     xxh3_128: str
     path: Path
     identity: tuple[int, int, int]
-    """Inode, bytes and time of change, when it became durable."""
+    """Inode, bytes and time of change, taken when it became durable."""
 
 
 @dataclass
 class Captured:
-    """A checkpoint that was taken apart and is not written yet."""
+    """A checkpoint that was taken apart and is not yet written."""
 
     meta: RecordMeta
     state: Any
@@ -78,32 +78,32 @@ class Captured:
     sharded_tensors: dict[tuple[str, str], SlicedTensor]
     """All sharded tensors, by file and key, without their slices."""
     staging: Staging
-    """Where it is made; holds the files of the trainer's own hook, and the link to `linked`."""
+    """The folder in which it is made; holds the files of the trainer's own hook, and the link to `linked`."""
     linked: FrozenFile | None = None
     """The file of an earlier checkpoint that this one shares."""
     left_out: list[LeftOut] = field(default_factory=list)
     frozen: Frozen | None = None
-    """Set apart by it; hears of the checkpoint."""
+    """The training's frozen weights, if they were separated; they remember the file once it is durable."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that will be written, about."""
+        """Approximate number of bytes to write."""
         return len(self.rest) + sum(entry.nbytes for entry in self.entries)
 
     def snapshot(self, buffer: HostBuffer) -> Captured:
-        """The same with the values of now, in `buffer`; what is written once, frozen tensors, gets its own memory."""
+        """Return a copy with the current values, in `buffer`; frozen tensors, written once, get separate memory."""
         once = [entry for entry in self.entries if entry.file == FROZEN_FILE]
         again = [entry for entry in self.entries if entry.file != FROZEN_FILE]
         own = [_with(entry, entry.source.detach().to("cpu", copy=True)) for entry in once]
         return replace(self, entries=own + buffer.copy(again))
 
     def has_finite_weights(self) -> bool | None:
-        """Whether all parameters that this rank holds are finite; None where it cannot tell them from buffers.
+        """Whether all parameters that this rank holds are finite; None if it cannot tell them from buffers.
 
-        An infinite buffer is nothing unusual: a mask is one.
+        An infinite buffer is not unusual: a mask is one.
         """
         weights = [entry for entry in self.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
-        if are_finite([entry.source for entry in weights]):  # what is linked or left out was finite from the start
+        if are_finite([entry.source for entry in weights]):  # linked and omitted ones were finite from the start
             return True if weights or self.linked or self.left_out else None
         names = self.meta.parameters
         known = [entry.source for entry in weights if entry.box is not None or entry.key in names]
@@ -113,7 +113,7 @@ class Captured:
 
 
 def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -> Captured:
-    """Take a checkpoint apart into JSON and tensors; its tensors are referred to, not copied.
+    """Take a checkpoint apart into JSON and tensors; it refers to the tensors and does not copy them.
 
     Raises:
         UnstorableStateError: A value cannot be stored; names its path.
@@ -139,9 +139,9 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -
 
 
 def _as_stored(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[str, Any] | None:
-    """The result of the hook, which goes into the record as it is, where orchestrators read it.
+    """Return the result of the hook as it goes into the record, for orchestrators to read.
 
-    Its ``primary_path`` is made to hold after the folder got its name, and wherever it is moved to.
+    Its ``primary_path`` is changed to stay valid after the folder gets its name, or is moved.
     """
     if result is None:
         return None
@@ -157,7 +157,7 @@ def _as_stored(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[st
 
 
 def tensor_files(entries: Iterable[Entry], rank: int = 0) -> Iterator[tuple[str, bytes, list[Entry]]]:
-    """The files of `entries`: name, header, and what follows that, large elements first, so that all are aligned.
+    """Yield the files of `entries`: name, header, and their entries, large elements first, so that all are aligned.
 
     Slices are in files of the same names in the folder of their `rank`.
     """
@@ -172,22 +172,22 @@ def tensor_files(entries: Iterable[Entry], rank: int = 0) -> Iterator[tuple[str,
 
 
 _LEAST_BYTES = 4096
-"""Fewer bytes are written again: a file and a link take as much."""
+"""Fewer bytes than this are written again: a file and a link cost as much."""
 
 
 def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """By name, the finite parameters of `module` that require no gradient and that none of `optimizers` holds."""
+    """Return by name the finite parameters of `module` that require no gradient and that no optimizer holds."""
     held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     parameters = module.named_parameters(remove_duplicate=False)
-    found: dict[str, torch.Tensor] = {
+    frozen: dict[str, torch.Tensor] = {
         name: p for name, p in parameters if not p.requires_grad and id(p) not in held and is_plain(p)
     }
-    is_worth_it = sum(p.nbytes for p in found.values()) >= _LEAST_BYTES
-    return found if is_worth_it and are_finite([p.detach() for p in found.values()]) else {}
+    is_worth_it = sum(p.nbytes for p in frozen.values()) >= _LEAST_BYTES
+    return frozen if is_worth_it and are_finite([p.detach() for p in frozen.values()]) else {}
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
-    """The entries of a record for tensors that it leaves out; none for those that this process does not hold whole."""
+    """Return the entries of a record for tensors that it omits; none for those that this process holds only in part."""
     return {
         key: LeftOut(key, *Entry(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
         for key, tensor in tensors.items()
@@ -199,10 +199,10 @@ class Frozen:
     """The frozen weights of a training, from one checkpoint to the next.
 
     Args:
-        tensors: What `frozen_in` found, at the start.
-        leaves_out: Whether checkpoints leave out what is as the class built it.
-        loaded: The checkpoint that the training goes on from: only what it leaves out is as the class built it, and its
-            file is shared if it has the same bytes.
+        tensors: The result of `frozen_in` at the start.
+        leaves_out: Whether checkpoints omit weights that are unchanged since the class built them.
+        loaded: The checkpoint that the training resumes from: only weights that it omits are as the class built them,
+            and its file is shared if it has the same bytes.
     """
 
     def __init__(
@@ -219,15 +219,15 @@ class Frozen:
             self._file = file if file is not None and _has_the_bytes(file, stored) else None
 
     def divide(self, captured: Captured) -> Captured:
-        """`captured` with its frozen weights set apart: left out, linked from the last checkpoint, or in one file."""
-        asked = {e.key: e for e in captured.entries if e.file == MODEL_FILE and e.key in self._digests}
-        digests = content_digests([entry.source for entry in asked.values()])
-        same = {key for key, digest in zip(asked, digests, strict=True) if digest == self._digests[key]}
+        """Return `captured` with frozen weights separated: omitted, linked from the last checkpoint, or in a file."""
+        present = {e.key: e for e in captured.entries if e.file == MODEL_FILE and e.key in self._digests}
+        digests = content_digests([entry.source for entry in present.values()])
+        same = {key for key, digest in zip(present, digests, strict=True) if digest == self._digests[key]}
         left_out = [left for key, left in self._left_out.items() if key in same]
         keys = frozenset(same - self._left_out.keys())
         linked = None
         if self._file is not None and keys == self._file.keys:
-            # At once, while it is there for certain.
+            # Link at once, while the file certainly exists.
             linked = self._file if _link(self._file, captured.staging.path / FROZEN_FILE) else None
         gone = same if linked is not None else same - keys
         entries = [e for e in captured.entries if e.file != MODEL_FILE or e.key not in gone]
@@ -235,15 +235,15 @@ class Frozen:
         return replace(captured, entries=entries, linked=linked, left_out=left_out, frozen=self)
 
     def learn(self, record: CheckpointRecord, captured: Captured) -> None:
-        """Take note of the file of `record`, which is durable: the next checkpoint links it."""
+        """Remember the file of the durable `record`: the next checkpoint links to it."""
         written = frozenset(entry.key for entry in captured.entries if entry.file == FROZEN_FILE)
         keys = captured.linked.keys if captured.linked is not None else written
         self._file = _file_of(record, keys)
 
 
 def _link(file: FrozenFile, target: Path) -> bool:
-    """Make `target` a hard link to `file`; False where that is not possible, so that it has to be written again."""
-    with contextlib.suppress(OSError):  # gone, no links here, too many of them, or not allowed to this user
+    """Make `target` a hard link to `file`; return False if that fails, so that the file is written again."""
+    with contextlib.suppress(OSError):  # the file is gone; links are not supported, too many, or not permitted
         os.link(file.path, target, follow_symlinks=False)
         if _identity_of(target) == file.identity:
             return True
@@ -260,13 +260,13 @@ def _file_of(record: CheckpointRecord, keys: frozenset[str]) -> FrozenFile | Non
 
 
 def _identity_of(path: Path) -> tuple[int, int, int]:
-    """Inode, bytes and time of change: what a file still has that nobody has replaced or written to."""
+    """Return inode, bytes and time of change; they differ after a file was replaced or written to."""
     status = os.lstat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether `file`, which was proven when it was loaded, is what writing `tensors` would give."""
+    """Whether writing `tensors` would give the same bytes as `file`, whose digest was proven at the load."""
     hasher = xxhash.xxh3_128()
     for _, header, entries in tensor_files(Entry(FROZEN_FILE, key, each.detach()) for key, each in tensors.items()):
         hasher.update(header)
@@ -278,15 +278,15 @@ def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> boo
 _ALIGNMENT = 64
 """Every tensor of a snapshot starts at a multiple of this many bytes."""
 _SPARE = 1 << 20
-"""Bytes for what a later save has beside tensors of the same size, so that it need not take all the memory anew."""
+"""Spare bytes, so that a later save with a little more than these tensors need not allocate the memory again."""
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of this process."""
 LARGEST_PINNED = 0.5
-"""Share of the machine's memory that is pinned at most: the system cannot take pinned pages back."""
+"""Largest share of the machine's memory to pin: the system cannot reclaim pinned pages."""
 
 
 def _aligned(nbytes: int) -> int:
-    """The bytes that a tensor of `nbytes` takes in a snapshot."""
+    """Return the bytes that a tensor of `nbytes` takes in a snapshot."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -296,7 +296,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._made_for = "cpu"
-        """The kind of device that copies fast to this memory."""
+        """The kind of device from which copies to this memory are fast."""
 
     @property
     def nbytes(self) -> int:
@@ -304,7 +304,7 @@ class HostBuffer:
         return self._memory.numel()
 
     def copy(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The entries with their values as of now, in this buffer; valid until the next call."""
+        """Return the entries with their current values, in this buffer; valid until the next call."""
         tensors = [entry.source for entry in entries]
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
         offsets = [0, *itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
@@ -318,39 +318,39 @@ class HostBuffer:
 
     @staticmethod
     def room_for(sizes: Iterable[int]) -> int:
-        """The bytes that tensors of so many bytes take here together."""
+        """Return the bytes that tensors of these sizes take here together."""
         return sum(map(_aligned, sizes))
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Hold at least `nbytes` for copies from `device`."""
+        """Allocate at least `nbytes` for copies from `device`."""
         if nbytes <= self.nbytes and device.type in ("cpu", self._made_for):
             return
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # before other memory is taken
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free it before allocating more
         self._memory = torch.zeros(nbytes + _SPARE if nbytes else 0, dtype=torch.uint8, device="cpu")
         self._made_for = device.type
         if device.type != "cpu" and nbytes:
             self._pin(device)
 
     def _pin(self, device: torch.device) -> None:
-        """Pin the memory for `device`; it stays as it is where that is too much, or refused.
+        """Pin the memory for `device`; leave it pageable if it is too large, or if pinning fails.
 
-        Just these bytes are registered with CUDA: torch's own pinned memory is rounded up to a power of two, and kept
-        for good.
+        Only these bytes are registered with CUDA: torch's own pinned memory is rounded up to a power of two, and never
+        freed.
         """
         nbytes, most = self.nbytes, int(LARGEST_PINNED * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         size = size_text(nbytes)
         if nbytes > most:
-            log.info("Snapshots of %s are taken in pageable memory: at most %s are pinned", size, size_text(most))
+            log.info("Snapshots of %s use pageable memory: at most %s may be pinned", size, size_text(most))
             return
         try:
-            # The part of a device's module that has CUDA's own calls, on AMD's devices too.
+            # A device's module has CUDA's own calls in this part, on AMD's devices too.
             runtime = getattr(torch.get_device_module(device), "cudart", lambda: None)()
             if hasattr(runtime, "cudaHostRegister"):
                 self._register(runtime, device)
             else:
                 self._memory = self._memory.pin_memory()
-        except Exception as error:  # noqa: BLE001 - without it copies are slower, and training goes on
-            log.warning("Snapshots of %s are taken in pageable memory, which is slower: %s", size, error)
+        except Exception as error:  # noqa: BLE001 - copies are slower without it, and training continues
+            log.warning("Snapshots of %s use pageable memory, which is slower: %s", size, error)
         else:
             log.info("%s of host memory are pinned for snapshots of checkpoints", size)
 
@@ -359,20 +359,20 @@ class HostBuffer:
             address = self._memory.data_ptr()
             code = int(runtime.cudaHostRegister(address, self.nbytes, _PORTABLE))
             if code:
-                with contextlib.suppress(RuntimeError):  # else the next kernel of the training would report it
+                with contextlib.suppress(RuntimeError):  # otherwise the next kernel of the training would report it
                     torch.zeros(1, device=device)
                 raise RuntimeError(f"cudaHostRegister returned {code}")
-        # Or CUDA would take these pages for pinned when they belong to something else.
+        # Otherwise CUDA would still consider these pages pinned when they belong to something else.
         weakref.finalize(self._memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """The start of `memory` as a tensor with the type and shape of `tensor`."""
+    """Return the start of `memory` as a tensor with the type and shape of `tensor`."""
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _with(entry: Entry, source: torch.Tensor) -> Entry:
-    """`entry` with other values; `dataclasses.replace` would take longer than the copy of a small tensor."""
+    """Return `entry` with other values; `dataclasses.replace` would take longer than copying a small tensor."""
     return Entry(entry.file, entry.key, source, entry.box)

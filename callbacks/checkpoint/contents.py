@@ -1,17 +1,17 @@
-"""What the files of a checkpoint hold: headers, the index of slices, references, and the proof that they fit.
+"""Contents of a checkpoint's files: headers, the index of slices, references, and the proof that they match.
 
-A header says where each tensor's bytes lie. The format is that of safetensors, written here rather than by its package,
-because the bytes are hashed while they stream to the file and never exist twice; every file is readable by
-``safetensors.safe_open``.
+A header has the position of each tensor's bytes. The format is safetensors, written here rather than by its package,
+because the bytes are hashed while they stream to the file and never exist twice; ``safetensors.safe_open`` can read
+every file.
 
-The index ``slices.json`` says of each sharded tensor which part of it lies in ``rank-00001/*.safetensors``, where the
-bytes of that are, and their digest, so that a rank reads and proves just the slices that it needs.
+For each sharded tensor, the index ``slices.json`` lists the parts in ``rank-00001/*.safetensors``, the positions of
+their bytes, and their digests, so that a rank reads and proves only the slices that it needs.
 
-A reference of a state tree names a stored tensor. It is compared with the bytes that the file has before memory is
-taken for it. A digest says that nothing has changed since a file was written; it does not say that its author meant
+A reference of a state tree names a stored tensor. It is compared with the bytes in the file before memory is
+allocated for it. A digest proves that nothing has changed since a file was written, but not that its author meant
 well. So before a checkpoint is chosen, its headers, indices and references are decoded and compared with the sizes of
-the files, without reading a tensor. What is wrong in them is then a broken checkpoint that is passed over, and never a
-crash, or memory for a tensor that the file has no bytes for, once the run depends on it.
+the files, without reading a tensor. A fault in them then means that the checkpoint is broken and is skipped. It never
+means a crash, or memory for a tensor that the file has no bytes for, once the run depends on it.
 
 The module imports neither torch nor Lightning.
 """
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 RAW = "U8"
-"""Carriers for the bytes of element types that the format does not know."""
+"""Type that carries the bytes of element types that the format does not know."""
 
 _KNOWN_TYPES = {
     "bool": ("BOOL", 1),
@@ -73,12 +73,12 @@ _KNOWN_TYPES = {
     "float64": ("F64", 8),
     "complex64": ("C64", 8),
 }
-"""What the format calls torch's element types that it knows, and their bytes."""
+"""Torch's element types that the format knows: their names in the format, and their bytes."""
 TORCH_TYPES = {name: stored for name, (stored, _) in _KNOWN_TYPES.items()}
-"""Element types that the format knows, by the name torch has for them."""
+"""Names in the format of torch's element types."""
 _RAW_TYPES = {"float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "complex32": 4, "complex128": 16}
 _ELEMENT_BYTES = dict(_KNOWN_TYPES.values()) | _RAW_TYPES
-"""Size of an element of each type of the format, and of types of torch that are stored raw."""
+"""Size of an element, for each type of the format and for torch's types that are stored raw."""
 _WHOLE_NUMBERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 _MOST_ELEMENTS = 2**62
 
@@ -103,11 +103,11 @@ class TypedShape(msgspec.Struct, frozen=True):
 
 
 Stored = dict[tuple[str, str], TypedShape]
-"""What the files of a checkpoint hold, by file and key."""
+"""The tensors in a checkpoint's files, by file and key."""
 
 
 def build_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
-    """The start of a file that holds `tensors` (key, element type, shape, bytes) one after the other."""
+    """Return the start of a file that holds `tensors` (key, element type, shape, bytes) one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for key, dtype, shape, size in tensors:
@@ -119,7 +119,7 @@ def build_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> byte
 
 
 def header_from(read: Callable[[int], bytes], nbytes: int) -> dict[str, TypedShape]:
-    """The tensors of a file of `nbytes`, of which `read` gives the next bytes; as `parse_header`."""
+    """Return the tensors of a file of `nbytes`; `read` returns its next bytes. Raises like `parse_header`."""
     size = int.from_bytes(read(8), "little")
     if size > min(nbytes - 8, HEADER_LIMIT):
         raise ValueError("it has a header longer than the file, or than the format allows")
@@ -127,14 +127,14 @@ def header_from(read: Callable[[int], bytes], nbytes: int) -> dict[str, TypedSha
 
 
 def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
-    """The tensors of a header (without its length), in the order of their bytes.
+    """Return the tensors of a header (without its length), in the order of their bytes.
 
     Args:
         text: The header.
         data_bytes: How many bytes follow it in the file; the tensors fill them exactly.
 
     Raises:
-        ValueError: The header is malformed, or describes other bytes than the file has.
+        ValueError: The header is malformed, or does not match the bytes in the file.
         RecursionError: It is nested too deeply.
     """
     header = msgspec.convert(parse_json(text), dict[str, Any])
@@ -158,7 +158,7 @@ def parse_header(text: bytes, data_bytes: int) -> dict[str, TypedShape]:
 
 
 def read_header(record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
-    """The tensors of a safetensors file of `record`, from its header alone.
+    """Return the tensors of a safetensors file of `record`, reading only its header.
 
     Raises:
         BrokenCheckpointError: The file is missing, or its header is malformed.
@@ -173,7 +173,7 @@ _FOLDER_PREFIX = "rank-"
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """A part of a tensor: where it begins and how large it is, in elements, for each dimension."""
+    """A part of a tensor: its offset and its shape, in elements for each dimension."""
 
     offset: tuple[_Offset, ...]
     shape: tuple[_Offset, ...]
@@ -184,7 +184,7 @@ class Box:
         return math.prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """The intersection of two slices of one tensor; None where it is empty."""
+        """Return the intersection of two parts of one tensor, or None if it is empty."""
         begins = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = (min(a, b) for a, b in zip(self.ends, other.ends, strict=True))
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -197,16 +197,15 @@ class Box:
 
 
 def tile_exactly(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
-    """Whether `boxes` fill a tensor of `shape` without gap and overlap; none of them is empty."""
-    found = list(boxes)
-    whole = Box((0,) * len(shape), tuple(shape))
-    if sum(box.size for box in found) != whole.size or any(box.overlap(whole) != box for box in found):
+    """Whether `boxes`, none of them empty, fill a tensor of `shape` without gap and overlap."""
+    parts = sorted(boxes)
+    everything = Box((0,) * len(shape), tuple(shape))
+    if sum(box.size for box in parts) != everything.size or any(box.overlap(everything) != box for box in parts):
         return False
-    # Parts of equal total size that are pairwise disjoint fill the whole; sorted, only neighbours in the first
-    # dimension can overlap, which keeps thousands of slices of one dimension cheap.
-    found.sort()
-    for index, box in enumerate(found):
-        for other in found[index + 1 :]:
+    # Pairwise disjoint parts with the same total size fill the tensor. In sorted order, only neighbors in the first
+    # dimension can overlap. That keeps thousands of slices along one dimension cheap.
+    for index, box in enumerate(parts):
+        for other in parts[index + 1 :]:
             if other.offset[0] >= box.ends[0]:
                 break
             if box.overlap(other) is not None:
@@ -220,45 +219,45 @@ class StoredSlice(msgspec.Struct, frozen=True):
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
     box: Box
     begin: _Offset
-    """Its first byte within the file."""
+    """Offset of its first byte in the file."""
     xxh3_128: str
-    """Hexadecimal, of its bytes."""
+    """Hexadecimal digest of its bytes."""
 
 
 class SlicedTensor(msgspec.Struct, frozen=True):
     """A sharded tensor."""
 
     file: str
-    """The name of its file in the folder of each rank, which is the tensor's file in its reference."""
+    """Name of its file in each rank's folder, and of the file in its reference."""
     key: str
     dtype: str
-    """As torch calls it."""
+    """Torch's name for it."""
     shape: tuple[_Offset, ...]
     slices: tuple[StoredSlice, ...]
 
 
 def part_folder(rank: int) -> str:
-    """``rank-00001`` for 1: the folder of a rank's part within the checkpoint's."""
+    """Return the folder of a rank's part within the checkpoint's: ``rank-00001`` for 1."""
     return f"{_FOLDER_PREFIX}{rank:05d}"
 
 
 def rank_of(name: str) -> int | None:
-    """The rank whose part the file `name`, as in ``rank-00001/model.safetensors``, is of; None if of no rank's."""
+    """Return the rank that wrote the file `name`, as in ``rank-00001/model.safetensors``; None if it is no rank's."""
     folder, slash, _ = name.partition("/")
     number = folder.removeprefix(_FOLDER_PREFIX)
     return int(number) if slash and number != folder and number.isdigit() else None
 
 
 def is_of_tensors(name: str) -> bool:
-    """Whether the file `name` of a data folder has tensors that one rank wrote for all."""
+    """Whether the file `name` of a data folder has tensors that rank zero wrote for all ranks."""
     return name.endswith(".safetensors") and not name.startswith(f"{TRAINER_FOLDER}/") and rank_of(name) is None
 
 
 def sliced_tensors(record: CheckpointRecord) -> list[SlicedTensor]:
-    """The tensors that were saved in slices by several ranks; the index is proven, the slices not yet.
+    """Return the tensors that several ranks saved in slices; the index is proven, the slices not yet.
 
     Raises:
-        BrokenCheckpointError: The index is missing, changed or malformed, or names bytes that no file has.
+        BrokenCheckpointError: The index is missing, changed or malformed, or names bytes that are in no file.
     """
     files = {record.file_name(entry): entry for entry in record.files}
     if SLICES_FILE not in files:
@@ -268,14 +267,14 @@ def sliced_tensors(record: CheckpointRecord) -> list[SlicedTensor]:
 
 
 def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
-    """The sharded tensors of an index.
+    """Return the sharded tensors of an index.
 
     Args:
-        data: The index, as `msgspec.json` encodes a list of them.
-        sizes: Of the checkpoint's files, by name.
+        data: The index, a list of them as `msgspec.json` encodes it.
+        sizes: Sizes of the checkpoint's files, by name.
 
     Raises:
-        ValueError: It is none, slices do not make a tensor whole, or a file does not have their bytes.
+        ValueError: It is not an index, slices do not tile a tensor, or a file does not have their bytes.
         RecursionError: It is nested too deeply.
     """
     tensors = msgspec.convert(parse_json(data), list[SlicedTensor])
@@ -284,18 +283,18 @@ def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
         dimensions = {len(tensor.shape), *(len(part) for box in boxes for part in (box.offset, box.shape))}
         ranks = {each.rank for each in tensor.slices}
         if element is None or len(dimensions) > 1 or dimensions == {0} or len(ranks) < len(boxes):
-            raise ValueError(f"it does not say what {tensor.key!r} is")
+            raise ValueError(f"its description of {tensor.key!r} is malformed")
         if not tile_exactly(tensor.shape, boxes):
-            raise ValueError(f"the slices of {tensor.key!r} do not make it whole")
+            raise ValueError(f"the slices of {tensor.key!r} do not tile it exactly")
         for each in tensor.slices:
             size = each.box.size * element
             if not size or each.begin + size > sizes.get(f"{part_folder(each.rank)}/{tensor.file}", 0):
-                raise ValueError(f"no file has the bytes that {tensor.key!r} needs of rank {each.rank}")
+                raise ValueError(f"no file has the bytes that {tensor.key!r} needs from rank {each.rank}")
     return tensors
 
 
 def _typed_shape(tensor: SlicedTensor) -> TypedShape:
-    """As a header would describe it if it were whole in one file."""
+    """Return the header's description of `tensor` as if one file held all of it."""
     nbytes = math.prod(tensor.shape) * (_element_bytes(tensor.dtype) or 0)
     if tensor.dtype in TORCH_TYPES:
         return TypedShape(TORCH_TYPES[tensor.dtype], tensor.shape, (0, nbytes))
@@ -315,42 +314,42 @@ class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_tensor(reference: Any, stored: Stored) -> TypedShape:
-    """Compare a reference to a tensor with what is stored, and return that, with the type of the reference.
+    """Compare a reference to a tensor with the stored one; return the latter with the type of the reference.
 
     Args:
-        reference: As the state tree has it.
-        stored: What the files hold.
+        reference: The reference in the state tree.
+        stored: The tensors in the files.
 
     Raises:
-        ValueError: It is malformed, or the file has other bytes.
+        ValueError: It is malformed, or does not match the bytes in the file.
     """
     facts = msgspec.convert(reference, TensorReference)
     where = f"{facts.file}:{facts.key}"
-    found = stored.get((facts.file, facts.key))
-    if found is None:
+    entry = stored.get((facts.file, facts.key))
+    if entry is None:
         raise ValueError(f"there is no tensor {where}")
-    shape = list(found.shape) if facts.dtype is None else facts.shape or []
-    element = _ELEMENT_BYTES[found.dtype] if facts.dtype is None else _element_bytes(facts.dtype)
-    if element is None:  # as no type that this module knows, but perhaps this torch
+    shape = list(entry.shape) if facts.dtype is None else facts.shape or []
+    element = _ELEMENT_BYTES[entry.dtype] if facts.dtype is None else _element_bytes(facts.dtype)
+    if element is None:  # this module does not know the type, but perhaps this torch does
         element = dtype_of(facts.dtype or "").itemsize
     if math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"no tensor has the shape {shape}")
-    if math.prod(shape) * element != found.nbytes:
-        raise ValueError(f"{where} has {found.nbytes} bytes, but its reference needs {math.prod(shape) * element}")
+    if math.prod(shape) * element != entry.nbytes:
+        raise ValueError(f"{where} has {entry.nbytes} bytes, but its reference needs {math.prod(shape) * element}")
     if facts.stride is not None and not is_dense(shape, facts.stride):
-        raise ValueError(f"the strides of {where} leave its bytes, or name some of them twice")
-    if (facts.requires_grad or facts.parameter) and (facts.dtype or found.dtype) in _WHOLE_NUMBERS:
-        raise ValueError(f"{where} holds whole numbers, which have no gradient")
-    return found if facts.dtype is None else TypedShape(facts.dtype, tuple(shape), found.data_offsets)
+        raise ValueError(f"the strides of {where} go beyond its bytes, or name some of them twice")
+    if (facts.requires_grad or facts.parameter) and (facts.dtype or entry.dtype) in _WHOLE_NUMBERS:
+        raise ValueError(f"{where} holds integers, which have no gradient")
+    return entry if facts.dtype is None else TypedShape(facts.dtype, tuple(shape), entry.data_offsets)
 
 
 def _element_bytes(dtype: str) -> int | None:
-    """Size of an element of a torch type; None for one that is not known here."""
+    """Return the size of an element of a torch type; None if the type is not known here."""
     return _ELEMENT_BYTES.get(TORCH_TYPES.get(dtype, dtype))
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill their range without gaps or repetition, in whatever order of dimensions."""
+    """Whether the elements fill their range without gaps or repetition, in any order of dimensions."""
     if len(shape) != len(stride):
         return False
     expected = 1
@@ -364,14 +363,14 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def read_contents(
     record: CheckpointRecord, read: Callable[[CheckpointRecord, FileEntry], dict[str, TypedShape]] = read_header
 ) -> tuple[dict[str, Any], Stored, list[SlicedTensor]]:
-    """The content of the state file, what the files hold, and which of that lies there in slices.
+    """Return the content of the state file, the tensors in all files, and those that are stored in slices.
 
     Args:
-        record: Of the checkpoint.
+        record: The checkpoint's record.
         read: Reads a file of tensors and returns its header.
 
     Raises:
-        BrokenCheckpointError: One is missing or malformed, or two files have the same tensor.
+        BrokenCheckpointError: A file is missing or malformed, or two files have the same tensor.
     """
     stored: Stored = {}
     content: Any = None
@@ -391,7 +390,7 @@ def read_contents(
     stored |= {(tensor.file, tensor.key): _typed_shape(tensor) for tensor in sliced}
     for left in record.left_out:
         if left.dtype not in TORCH_TYPES.values() or (MODEL_FILE, left.key) in stored:
-            raise BrokenCheckpointError(record.name, f"it does not say what {left.key!r} is that it leaves out")
+            raise BrokenCheckpointError(record.name, f"its description of the omitted tensor {left.key!r} is malformed")
         size = math.prod(left.shape) * _ELEMENT_BYTES[left.dtype]
         stored[MODEL_FILE, left.key] = TypedShape(left.dtype, left.shape, (0, size))
     return content, stored, sliced

@@ -1,12 +1,12 @@
 """Checkpoints for other tools: one safetensors file, a Lightning ``.ckpt``, or a folder for ``from_pretrained``.
 
-Each is whole or absent, like a checkpoint; the checkpoint is proven before anything is exported.
+Each export is complete or absent, like a checkpoint. The checkpoint is proven before anything is exported.
 
-A folder needs files besides weights. ``genlight-pretrained/PATH/`` beside the checkpoints of a run has ``config.json``
-and ``generation_config.json`` of the Hugging Face model at PATH in the trained module, and the files of the tokenizer.
-They are written where training starts, by the objects that the class made: an export then needs neither the class nor
-transformers, and unpickles nothing. Checkpoints share them, because they follow from the class, and a tokenizer can be
-larger than the weights that are trained.
+A folder needs more files than the weights. ``genlight-pretrained/PATH/`` next to the checkpoints of a run has
+``config.json`` and ``generation_config.json`` of the Hugging Face model at PATH in the trained module, and the files of
+the tokenizer. They are written at the start of training, by the objects that the class made. So an export needs
+neither the class nor transformers, and unpickles nothing. All checkpoints share them, because they depend only on the
+class, and a tokenizer can be larger than the trained weights.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ __all__ = ["export_lightning", "export_pretrained", "export_safetensors", "keep_
 log = logging.getLogger(__name__)
 
 _FOLDER = "genlight-pretrained"
-"""No name that a folder of the user's has, as it is replaced."""
+"""A name that a user's folder is unlikely to have, because it is replaced."""
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
 _WEIGHTS_FILE = "model.safetensors"
 _LARGEST_BYTES = 512 << 20
-"""Of a file of the configuration, of which a tokenizer is the largest."""
+"""Limit on the size of a configuration file; a tokenizer is the largest."""
 
 
 def export_safetensors(
     path: str | os.PathLike[str], target: Path, *, strip_prefix: str = "", base: Base | None = None
 ) -> Path:
-    """The model's weights as one file.
+    """Write the model's weights as one file.
 
     Args:
         path: The checkpoint.
         target: The file to make; an existing one is replaced.
-        strip_prefix: Only tensors whose name starts with this, and without it: ``model.`` for what hangs there.
-        base: The model's tensors, of which those are taken that the checkpoint leaves out.
+        strip_prefix: Export only tensors whose name starts with this, and remove it: ``model.`` for a submodule.
+        base: The model's tensors; those that the checkpoint omits are taken from here.
 
     Raises:
-        CheckpointError: No tensor has such a name, or what the checkpoint leaves out is not in `base`.
-        BrokenCheckpointError: The checkpoint is not whole.
+        CheckpointError: No tensor has such a name, or `base` lacks a tensor that the checkpoint omits.
+        BrokenCheckpointError: The checkpoint is not intact.
     """
     weights = load_weights(path, base=base)
     chosen = {
@@ -80,37 +80,37 @@ def export_safetensors(
         raise CheckpointError(
             f"the checkpoint at {path} has no weights named {strip_prefix}…; its first names are: {names}"
         )
-    return _whole(target, lambda temporary: save_file(chosen, temporary, {"format": "pt"}), load_file)
+    return _write_proven(target, lambda temporary: save_file(chosen, temporary, {"format": "pt"}), load_file)
 
 
 def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base | None = None) -> Path:
-    """A checkpoint file of stock Lightning, which ``load_from_checkpoint`` and ``ckpt_path`` take.
+    """Write a checkpoint file of stock Lightning, for ``load_from_checkpoint`` and ``ckpt_path``.
 
-    Types that ``torch.load(weights_only=True)``, Lightning's default, does not know would make it refuse the whole
-    file. So the export omits what only genlight restores (random states, the trainer's payload), and with a warning
-    also hyperparameters and states of callbacks, data modules and loaders that hold such a type.
+    A type that ``torch.load(weights_only=True)``, Lightning's default, does not know would make it refuse the complete
+    file. So the export omits the state that only genlight restores (random states, the trainer's payload), and with a
+    warning also hyperparameters and states of callbacks, data modules and loaders that hold such a type.
 
     Raises:
-        CheckpointError: What the checkpoint leaves out is not in `base`, or torch would not load the file.
-        BrokenCheckpointError: The checkpoint is not whole.
+        CheckpointError: `base` lacks a tensor that the checkpoint omits, or torch would not load the file.
+        BrokenCheckpointError: The checkpoint is not intact.
     """
     checkpoint = {name: value for name, value in load(path, base=base).items() if name != CONTRACT_KEY}
     if omitted := _omit_unknown_types(checkpoint):
         names = ", ".join(omitted)
-        log.warning("%s is without %s, whose types make torch.load(weights_only=True) refuse a file", target, names)
-    return _whole(target, lambda temporary: torch.save(checkpoint, temporary), _load_as_lightning)
+        log.warning("%s omits %s, whose types make torch.load(weights_only=True) refuse a file", target, names)
+    return _write_proven(target, lambda temporary: torch.save(checkpoint, temporary), _load_as_lightning)
 
 
-_LOADED_WHOLE = frozenset({"state_dict", "optimizer_states", "lr_schedulers", "loops"})
-"""Parts without which stock Lightning would not resume, or not as it was."""
+_NEVER_OMITTED = frozenset({"state_dict", "optimizer_states", "lr_schedulers", "loops"})
+"""Parts without which stock Lightning would not resume, or not in the same state."""
 
 
 def _omit_unknown_types(checkpoint: dict[str, Any]) -> list[str]:
-    """Remove from `checkpoint` what torch would not load and Lightning can do without; return the paths."""
+    """Remove the values from `checkpoint` that torch would not load and Lightning does not need; return their paths."""
     loops: dict[str, Any] = checkpoint.get("loops") or {}
     holders = {f"loops.{name}.state_dict.": loop.get("state_dict") for name, loop in loops.items()}
     holders |= {f"{name}.": checkpoint.get(name) for name in ("callbacks", "hyper_parameters")}
-    holders[""] = {name: value for name, value in checkpoint.items() if name not in _LOADED_WHOLE}
+    holders[""] = {name: value for name, value in checkpoint.items() if name not in _NEVER_OMITTED}
     omitted = []
     for path, holder in holders.items():
         for name in [name for name, value in (holder or {}).items() if not _is_known_to_torch(value)]:
@@ -120,22 +120,22 @@ def _omit_unknown_types(checkpoint: dict[str, Any]) -> list[str]:
 
 
 def _is_known_to_torch(value: Any) -> bool:
-    """Whether ``torch.load(weights_only=True)`` gives `value` back."""
+    """Whether ``torch.load(weights_only=True)`` can load `value`."""
     memory = io.BytesIO()
     try:
         torch.save(value, memory)
         memory.seek(0)
         torch.load(memory, weights_only=True)
-    except Exception:  # noqa: BLE001 - whatever pickling raises for a class
+    except Exception:  # noqa: BLE001 - a class may raise anything in pickling
         return False
     return True
 
 
 def _load_as_lightning(path: Path) -> None:
-    """Load an export as torch and Lightning do by default.
+    """Load an export with the defaults of torch and Lightning.
 
     Raises:
-        CheckpointError: They refuse it; says what they said.
+        CheckpointError: They refuse it; the message has their reason.
     """
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -144,7 +144,7 @@ def _load_as_lightning(path: Path) -> None:
         name = re.search(r"GLOBAL (\S+)", str(error))
         what = f"an object of {name[1]}" if name else str(error)
         raise CheckpointError(
-            f"torch.load(weights_only=True) would refuse the file, which holds {what}; export the weights alone, with "
+            f"torch.load(weights_only=True) would refuse the file, which holds {what}; export only the weights, with "
             "--to FILE.safetensors"
         ) from error
 
@@ -157,21 +157,21 @@ def export_pretrained(
     base: Base | None = None,
     replace: bool = False,
 ) -> Path:
-    """A Hugging Face model as the folder that ``from_pretrained`` loads: weights, configuration, tokenizer.
+    """Write a Hugging Face model as a folder for ``from_pretrained``: weights, configuration, tokenizer.
 
-    Each file is whole or absent, and ``config.json`` comes last.
+    Each file is complete or absent, and ``config.json`` comes last.
 
     Args:
-        path: The checkpoint, beside which `keep_configurations` has left what it needs.
-        target: The folder, which may have other files.
-        strip_prefix: Where the model hangs, as names of weights have it: ``model.``; empty where there is one model.
-        base: As of `export_safetensors`.
-        replace: Whether files that are there are replaced.
+        path: The checkpoint, next to the files of `keep_configurations`.
+        target: The folder; it may contain other files.
+        strip_prefix: Prefix of the model in names of weights, such as ``model.``; empty if there is only one model.
+        base: The same as in `export_safetensors`.
+        replace: Whether to replace existing files.
 
     Raises:
-        CheckpointError: No configuration was kept, or that of several models; or as of `export_safetensors`.
-        BrokenCheckpointError: The checkpoint is not whole.
-        FileExistsError: One of the files is there, and `replace` is false.
+        CheckpointError: No configuration was kept, or several were; or see `export_safetensors`.
+        BrokenCheckpointError: The checkpoint is not intact.
+        FileExistsError: One of the files exists, and `replace` is false.
     """
     root = Path(path).absolute().parent / _FOLDER
     kept = _kept_configurations(root)
@@ -179,9 +179,9 @@ def export_pretrained(
     if len(chosen) != 1:
         among = ", ".join(f"--strip-prefix {name}." for name in kept)
         raise CheckpointError(
-            f"choose one of the models that were trained: {among}"
+            f"choose one of the trained models: {among}"
             if kept
-            else f"beside {path} there is no configuration of a Hugging Face model: none was trained, or the "
+            else f"there is no configuration of a Hugging Face model next to {path}: no such model was trained, or the "
             f"checkpoint was moved away from its folder {_FOLDER}. Export its weights with --to FILE.safetensors"
         )
     ((name, files),) = chosen.items()
@@ -201,9 +201,9 @@ def export_pretrained(
 
 
 def _kept_configurations(root: Path) -> dict[str, dict[str, str]]:
-    """The files of each model below `root`, by the model's name: the path below its folder, and that below `root`.
+    """Return the files of each model below `root`, by the model's name: paths below its folder, and below `root`.
 
-    A run may come from elsewhere, so no link is followed on the way.
+    A run may come from elsewhere, so no link on the way is followed.
     """
     files = [
         Path(folder, name).relative_to(root)
@@ -220,23 +220,23 @@ def _kept_configurations(root: Path) -> dict[str, dict[str, str]]:
 
 
 def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, or the weights of a checkpoint, that another checkpoint leaves out.
+    """Return the tensors of a safetensors file or the weights of a checkpoint, as a base for another checkpoint.
 
     Raises:
-        CheckpointError: The file is not one of safetensors, or the checkpoint leaves tensors out itself.
-        BrokenCheckpointError: The checkpoint is not whole.
-        FileNotFoundError: There is neither.
+        CheckpointError: The file is not a safetensors file, or the checkpoint itself omits tensors.
+        BrokenCheckpointError: The checkpoint is not intact.
+        FileNotFoundError: There is neither a file nor a checkpoint.
     """
     if Path(path).suffix != ".safetensors":
         return load_weights(find_checkpoint(path))
-    os.close(open_regular(path))  # or a pipe would be waited for
+    os.close(open_regular(path))  # otherwise a pipe would block
     try:
         return load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 
-def _whole(target: Path, write: Callable[[Path], None], load_back: Callable[[Path], object]) -> Path:
+def _write_proven(target: Path, write: Callable[[Path], None], load_back: Callable[[Path], object]) -> Path:
     """Run `write` on a temporary name next to `target`, prove that others can load it, and rename the result."""
     target = target.absolute()
     make_directory(target.parent, shared=None)
@@ -255,13 +255,13 @@ def _whole(target: Path, write: Callable[[Path], None], load_back: Callable[[Pat
 
 
 def keep_configurations(directory: Path, module: nn.Module) -> None:
-    """Write what the Hugging Face models in `module` need besides weights, in place of what was there; rank zero only.
+    """Write configurations and tokenizer of the Hugging Face models in `module`, replacing older ones; on rank zero.
 
-    A failure is logged: training does not depend on it.
+    A failure is only logged: training does not depend on it.
 
     Args:
-        directory: That of the checkpoints.
-        module: The trained module, which may host a trainer class.
+        directory: The folder of the checkpoints.
+        module: The trained module; it may host a trainer class.
     """
     models: dict[str, Any] = {path: each for path, each in _outermost(module) if not hasattr(each, "peft_config")}
     if not models:
@@ -277,19 +277,19 @@ def keep_configurations(directory: Path, module: nn.Module) -> None:
             generation: Any = getattr(model, "generation_config", None)
             if generation is not None:
                 write_bytes_durably(folder / _GENERATION_FILE, generation.to_json_string().encode())
-            if len(models) == 1:  # of several nothing tells whose tokenizer it is
+            if len(models) == 1:  # with several models, the owner of a tokenizer is unknown
                 for tokenizer in _tokenizers(module):
                     tokenizer.save_pretrained(str(folder))
         shutil.rmtree(directory / _FOLDER, ignore_errors=True)
         os.rename(temporary, directory / _FOLDER)
         fsync_directory(directory)
-    except Exception as error:  # noqa: BLE001 - it comes from classes of others
+    except Exception as error:  # noqa: BLE001 - raised by classes of other packages
         shutil.rmtree(temporary, ignore_errors=True)
-        log.warning("the configuration of the model was not kept, so that an export to a folder has none: %s", error)
+        log.warning("the configuration of the model was not kept, so an export to a folder is not possible: %s", error)
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The models in `module` that are in no other one: a language model consists of models itself."""
+    """Yield the models in `module` that are inside no other model: a language model itself consists of models."""
     inside: tuple[str, ...] = ()
     for path, each in module.named_modules():
         is_model = hasattr(getattr(each, "config", None), "to_json_string") and hasattr(each, "save_pretrained")
@@ -299,10 +299,10 @@ def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _tokenizers(module: nn.Module) -> list[Any]:
-    """Tokenizers and processors that the module, its trainer class or what that built holds."""
+    """Return tokenizers and processors that the module, its trainer class or the class's state holds."""
     state = getattr(module, "contract_state", None)
     held = [*vars(module).values(), *vars(getattr(module, "plugin", module)).values()]
     held += state.values() if isinstance(state, Mapping) else vars(state).values() if hasattr(state, "__dict__") else ()
-    found = (each for each in held if callable(each) and hasattr(each, "save_pretrained"))
-    # Neither a class nor what holds weights, such as a pipeline.
-    return list({id(each): each for each in found if not isinstance(each, type) and not hasattr(each, "to")}.values())
+    savable = (each for each in held if callable(each) and hasattr(each, "save_pretrained"))
+    # Exclude classes, and holders of weights such as a pipeline.
+    return list({id(each): each for each in savable if not isinstance(each, type) and not hasattr(each, "to")}.values())

@@ -1,8 +1,8 @@
-"""Lightning's way in: a checkpoint plugin, and a strategy whose sharded tensors go through it too.
+"""Integration with Lightning: a checkpoint plugin, and a strategy that saves sharded tensors through it.
 
-The plugin writes whole, durable checkpoints without pickle. A `ModelParallelStrategy` has a way of its own, which knows
-one format per way of sharding, and writes it around the plugin. Here it saves and restores through the plugin: every
-rank the slices that it holds, and reads those that it needs, whatever the number of ranks that saved them.
+The plugin writes complete, durable checkpoints without pickle. A stock `ModelParallelStrategy` bypasses the plugin and
+writes a format that depends on the way of sharding. Here it saves and restores through the plugin: every rank writes
+the slices that it holds, and reads those that it needs, for any number of ranks that saved them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class DurableCheckpointIO(CheckpointIO):
     ``Trainer(plugins=[DurableCheckpointIO()])`` works for any LightningModule; ``ModelCheckpoint`` and ``ckpt_path``
     behave as with Lightning's own plugin, on local file systems. The checkpoint ``P.ckpt`` consists of a record file
     ``P.ckpt`` and a folder ``P/`` next to it (``P~1/`` if that name is taken). ``.ckpt`` files of stock Lightning can
-    be loaded too, always with ``weights_only=True``, whatever the caller asks for, so that loading never executes code.
+    be loaded too, always with ``weights_only=True``, even if the caller asks otherwise: loading never executes code.
 
-    Where Lightning opens a file itself, as in ``load_from_checkpoint`` or in a Trainer without this plugin, it knows
-    files of torch alone: ``genlight checkpoints export PATH --to FILE.ckpt`` makes one.
+    If Lightning opens a file itself, as in ``load_from_checkpoint`` or in a Trainer without this plugin, it can read
+    only files of torch: ``genlight checkpoints export PATH --to FILE.ckpt`` makes one.
 
     Args:
-        asynchronous: Copy the tensors and write in the background. The next save waits for the one in flight; a failed
-            save is raised by the next call.
+        asynchronous: Copy the tensors and write in the background. The next save waits for the one in flight; the next
+            call raises the error of a failed save.
     """
 
     def __init__(self, *, asynchronous: bool = False) -> None:
@@ -61,13 +61,13 @@ class DurableCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write `checkpoint`; durable when this returns, unless it is asynchronous.
+        """Write `checkpoint`; durable when this returns, unless the plugin is asynchronous.
 
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
             CheckpointError: The disk has no space for it.
-            UnwrittenCheckpointError: It could not be written; the checkpoint that was there before still is.
-            TypeError: `storage_options` is given.
+            UnwrittenCheckpointError: It could not be written; the previous checkpoint is unchanged.
+            TypeError: `storage_options` is not None.
             ValueError: `path` is a URL.
         """
         if storage_options is not None:
@@ -81,24 +81,24 @@ class DurableCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint at `path`, proven before any of it is used; its tensors are on the host.
+        """Return the checkpoint at `path`, proven before any of it is used; its tensors are on the host.
 
         Raises:
-            BrokenCheckpointError: It differs from what was saved.
-            FileNotFoundError: There is none.
-            TypeError: `map_location` is another place.
+            BrokenCheckpointError: A file differs from its record.
+            FileNotFoundError: There is no checkpoint.
+            TypeError: `map_location` is not the host.
             ValueError: `path` is a URL.
         """
         if map_location is not None and str(map_location) != "cpu":
             raise TypeError(
                 f"Invalid `map_location`. {type(self).__name__} loads tensors to the host, but received "
-                f"{map_location!r}; move what you need."
+                f"{map_location!r}; move them after loading."
             )
         return self.store.load(local_path(path, "path"))
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at `path`, after the save in flight has become durable.
+        """Remove the checkpoint at `path`, after the save in flight is durable.
 
         A file or folder there that is not a checkpoint stays, with a warning.
         """
@@ -109,7 +109,7 @@ class DurableCheckpointIO(CheckpointIO):
         """Wait for the save in flight.
 
         Raises:
-            Exception: That save failed. Logged instead while another exception ends the run, which is the root cause.
+            Exception: That save failed. Only logged if another exception already ends the run: it is the root cause.
         """
         if sys.exc_info()[1] is None:
             self.store.close()
@@ -118,11 +118,11 @@ class DurableCheckpointIO(CheckpointIO):
 
 
 class ImpliedCheckpointIO(DurableCheckpointIO):
-    """The plugin of a Trainer whose user asked for the `Checkpoint` callback only, and not for a plugin.
+    """The plugin of a Trainer whose user asked only for the `Checkpoint` callback, not for a plugin.
 
-    It loads the checkpoints of that callback. Files of others, as of ``ModelCheckpoint`` and
+    It loads the checkpoints of that callback. Other files, such as those from ``ModelCheckpoint`` and
     ``trainer.save_checkpoint``, are written and removed as Lightning does without genlight, so that
-    ``load_from_checkpoint`` and other programs read them. They are without what only genlight restores.
+    ``load_from_checkpoint`` and other programs can read them. They lack the state that only genlight restores.
     """
 
     @override
@@ -149,9 +149,9 @@ class ImpliedCheckpointIO(DurableCheckpointIO):
 
 
 def install_plugin(strategy: Strategy, *, for_others: bool = True) -> DurableCheckpointIO:
-    """The `DurableCheckpointIO` of `strategy`, which replaces Lightning's own default but no other plugin.
+    """Return the `DurableCheckpointIO` of `strategy`; it replaces Lightning's own default but no other plugin.
 
-    A `ModelParallelStrategy` uses it from now on as other strategies do by themselves.
+    From now on a `ModelParallelStrategy` uses it, as other strategies do anyway.
 
     Args:
         strategy: The strategy of a Trainer.
@@ -159,32 +159,32 @@ def install_plugin(strategy: Strategy, *, for_others: bool = True) -> DurableChe
             plugin. Always so with a `ModelParallelStrategy`.
 
     Raises:
-        TypeError: The trainer was given another checkpoint plugin.
+        TypeError: The trainer has another checkpoint plugin.
     """
     plugin = strategy.checkpoint_io
     if not isinstance(plugin, DurableCheckpointIO):
         if type(plugin) is not TorchCheckpointIO:
             raise TypeError(
                 "Invalid `plugins`. Checkpoints and sharded parameters are saved through DurableCheckpointIO, but the "
-                f"trainer was given {type(plugin).__name__}; leave that plugin out."
+                f"trainer has {type(plugin).__name__}; remove that plugin."
             )
         writes_all = for_others or isinstance(strategy, ModelParallelStrategy)
         strategy.checkpoint_io = plugin = DurableCheckpointIO() if writes_all else ImpliedCheckpointIO()
     if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, _SavesThroughPlugin):
         name = f"Durable{type(strategy).__name__}"
-        # The Trainer has bound this object in many places already, so it cannot be replaced by another one.
+        # The Trainer has already bound this object in many places, so no other object can replace it.
         strategy.__class__ = type(name, (_SavesThroughPlugin, type(strategy)), {})
     return plugin
 
 
 def remove_plugin(trainer: pl.Trainer) -> None:
-    """Undo `install_plugin` where a process hands its weights to the one that started it, which may know no other."""
+    """Undo `install_plugin` in a process that returns its weights to its parent: that may lack our plugin."""
     if trains_in_copies(trainer):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
 
 def url_faults(trainer: pl.Trainer) -> list[str]:
-    """Which callbacks of `trainer` would save to a URL, which our plugin refuses, and which ranks cannot share."""
+    """Return a fault for each callback of `trainer` that would save to a URL; our plugin and sharding refuse those."""
     plugin, is_model_parallel = trainer.strategy.checkpoint_io, isinstance(trainer.strategy, ModelParallelStrategy)
     writes_all = isinstance(plugin, DurableCheckpointIO) and not isinstance(plugin, ImpliedCheckpointIO)
     if not writes_all and not is_model_parallel:
@@ -200,17 +200,17 @@ def url_faults(trainer: pl.Trainer) -> list[str]:
 
 
 def keep_sharded_for(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
-    """For the time in which a state is collected that `strategy` will save: sharded tensors stay so if it can."""
+    """Return a context for collecting a state that `strategy` will save: sharded tensors stay sharded if it can."""
     return contextlib.nullcontext() if rank_groups_of(strategy) is None else keep_sharded()
 
 
 def rank_groups_of(strategy: Strategy) -> RankGroups | None:
-    """How the ranks speak about a save that all of them write; None where rank zero writes alone."""
+    """Return the channels of the ranks for a save that all of them write; None if only rank zero writes."""
     return strategy.rank_groups if isinstance(strategy, _SavesThroughPlugin) else None
 
 
 class _SavesThroughPlugin(ModelParallelStrategy):
-    """The checkpoint methods of `Strategy` itself, for tensors that are sharded."""
+    """Checkpoint methods of the `Strategy` base class, for sharded tensors."""
 
     checkpoint_io: DurableCheckpointIO
 
@@ -257,7 +257,7 @@ class _SavesThroughPlugin(ModelParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = [
-            # A wrapper may have another form of a state dict.
+            # A wrapped optimizer may have another form of state dict.
             place_state(list(parameters_of(optimizer)), state) if "state" in state else state
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         ]
@@ -265,7 +265,7 @@ class _SavesThroughPlugin(ModelParallelStrategy):
 
 
 def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
-    """A loaded tensor sharded as its parameter is, where it has its shape."""
+    """Return a loaded tensor, sharded like its parameter if the shapes are equal."""
     is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if is_whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return sharded_like(value, parameter)
@@ -273,7 +273,7 @@ def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
 
 
 def _by_number(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with a parameter's number where it has its address, which differs between ranks and processes."""
+    """Return `state` with parameters' numbers in place of their addresses, as these differ between processes."""
     numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
 
     def renamed(value: Any) -> Any:
@@ -281,5 +281,5 @@ def _by_number(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             return value
         return {numbers.get(key, key) if type(key) is int else key: renamed(each) for key, each in value.items()}
 
-    made: dict[str, Any] = renamed(state)
-    return made
+    result: dict[str, Any] = renamed(state)
+    return result

@@ -1,4 +1,4 @@
-"""The policy of checkpoints: when one is saved, which ones stay, and what a resumed run takes over."""
+"""The policy of checkpoints: when to save one, which ones to keep, and the state that a resumed run restores."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ __all__ = ["Checkpoint", "WritesTrainerFiles", "savers_of", "wait_after_failure"
 log = logging.getLogger(__name__)
 
 _ADAM_STATES = 2
-"""Copies of the parameters that the usual optimizer adds; for the estimate before it exists."""
+"""Copies of the parameters in the usual optimizer's state; for an estimate before that state exists."""
 _LOOK_EVERY_S = 1.0
-"""How far apart the clock is read, at the pace of the last steps."""
+"""Seconds between readings of the clock, at the pace of the last steps."""
 
 _trained_here: set[Path] = set()
-"""Directories of checkpoints that trainings of this process write to."""
+"""Directories of checkpoints that trainings in this process write to."""
 
 
 @runtime_checkable
 class WritesTrainerFiles(Protocol):
-    """A LightningModule whose trainer has files of its own to add; asked on rank zero, inside the checkpoint."""
+    """A LightningModule whose trainer adds its own files to a checkpoint; called on rank zero."""
 
     def save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
-        """Write into `output_dir`, which becomes ``trainer/`` of the checkpoint; the result goes into the record."""
+        """Write into `output_dir`, later ``trainer/`` of the checkpoint; the result goes into the record."""
         ...
 
 
 class Checkpoint(Hook, LightningCheckpoint):
     """Saves durable checkpoints from which a run resumes bit for bit.
 
-    ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])`` is all you need. Files of other callbacks, as
-    of ``ModelCheckpoint``, stay Lightning's own, unless you install `DurableCheckpointIO`, train a trainer class or
-    train under ``ModelParallelStrategy``: then they have this format as well, which stock Lightning cannot load
-    (``genlight checkpoints export`` converts one).
+    ``Trainer(callbacks=[Checkpoint("checkpoints", every_n_steps=200)])`` is all you need. Files of other callbacks,
+    such as ``ModelCheckpoint``, keep Lightning's format, unless you install `DurableCheckpointIO`, train a trainer
+    class or train under ``ModelParallelStrategy``. Then they have this format as well, and stock Lightning cannot load
+    them (``genlight checkpoints export`` converts one).
 
     The callback also stores the random state of every rank and the gradients of an unfinished accumulation window, and
     restores them when you pass ``ckpt_path``. When a checkpoint is durable, every callback receives
@@ -88,15 +88,15 @@ class Checkpoint(Hook, LightningCheckpoint):
     share it to save, too; this is checked before training starts.
 
     Args:
-        dirpath: Where checkpoints go; None means ``<default_root_dir>/checkpoints``.
+        dirpath: Folder for checkpoints; None means ``<default_root_dir>/checkpoints``.
         every_n_steps: Save when ``trainer.global_step`` crosses a multiple of this; 0 never does.
         every_n_epochs: Save at the end of every such epoch; 0 never does.
         every_minutes: Save when this many minutes have passed since the last save, by rank zero's clock; 0 never does.
-        keep_last: How many of the newest step checkpoints are kept; None keeps all. Only checkpoints that this callback
+        keep_last: How many of the newest step checkpoints to keep; None keeps all. Only checkpoints that this callback
             wrote in the same run count, and none is removed while a link in `dirpath` points to it.
-        keep_best: How many of the best are kept, if `monitor` is set.
-        monitor: Logged metric, or score, that decides what `keep_best` keeps. A score that comes later, from an
-            `EvaluateCommand` say, counts for the checkpoint of its own step.
+        keep_best: How many of the best checkpoints to keep, if `monitor` is set.
+        monitor: Logged metric, or score, that decides which checkpoints `keep_best` keeps. A score that comes later,
+            for example from an `EvaluateCommand`, counts for the checkpoint of its own step.
         mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
         save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
         asynchronous: Copy the tensors, then write the checkpoint in the background while training continues. The next
@@ -105,7 +105,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: Allow training to begin at step 0 when `dirpath` holds checkpoints of another run, and replace
             them. By default this is refused.
         weights: ``all`` stores every weight; those that are frozen from the start (they require no gradient and no
-            optimizer holds them) are written once and shared. ``trained`` leaves those out: a resume takes them from
+            optimizer holds them) are written once and shared. ``trained`` omits those: a resume takes them from
             the class and verifies their digests.
 
     Raises:
@@ -148,16 +148,16 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
         self.run = RecordMeta()
-        """Facts for every record of this run; the runtime sets run_id, attempt, max_steps and spec digest."""
+        """Facts for every record of this run; the runtime sets run id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(every_minutes, 0)
         self._scores = Scores()
         self._is_scored = False
-        """Whether the monitored value is a score, which only steps have that are evaluated."""
+        """Whether the monitored value is a score, so that only evaluated steps have one."""
         self._resume = ResumeState()
         self._store = CheckpointStore()
         self._boundaries = Boundaries(self)
         self._durable: deque[tuple[CheckpointRecord, float]] = deque()
-        """Checkpoints that are durable and not reported yet, with the seconds that each took; two threads use it."""
+        """Durable checkpoints not yet reported, with the seconds that each took; two threads use it."""
         self._in_use: list[Callable[[], Collection[Path]]] = []
         self._has_reserved = self._saves_after_module_hook = self._is_between_batches = False
         self._last_saved_step: int | None = None
@@ -170,10 +170,10 @@ class Checkpoint(Hook, LightningCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
             raise TypeError(
-                f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has a format of its own that "
-                "no plugin writes. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
+                f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has its own format that no "
+                "plugin can write. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
             )
-        # What a trainer class stores only genlight reads anyway.
+        # Only genlight reads the files of a trainer class anyway.
         is_of_trainer_class = hasattr(type(pl_module), "contract_state")
         self._store = install_plugin(trainer.strategy, for_others=is_of_trainer_class).store
         if faults := url_faults(trainer):
@@ -194,7 +194,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._clock = SaveClock(self.every_minutes, trainer.global_step)
         self._has_reserved = self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
-        if trainer.ckpt_path is not None:  # the run state of a checkpoint names the one before it
+        if trainer.ckpt_path is not None:  # the run state in a checkpoint names the previous checkpoint
             loaded = self._store.loaded
             self._run_state.latest_checkpoint_uri = os.fspath(trainer.ckpt_path if loaded is None else loaded.path)
         self._resume.begin_training(trainer, pl_module)
@@ -212,15 +212,15 @@ class Checkpoint(Hook, LightningCheckpoint):
             keep_configurations(self.directory, pl_module)
 
     def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
-        """Refuse to train where checkpoints cannot go, rather than to fail at the first of them. Collective.
+        """Refuse to train if checkpoints could not be saved, rather than fail at the first save. Collective.
 
         Raises:
-            StartupContractError: The directory holds another run's checkpoints, and none was named to go on from; or a
-                file that is not a checkpoint has the name of one.
-            CheckpointError: It has no space for one, or a rank does not see it.
+            StartupContractError: The directory holds another run's checkpoints, and the user named none to resume from;
+                or a file that is not a checkpoint has the name of one.
+            CheckpointError: The disk has no space for one, or a rank does not see the directory.
         """
         fault = self._directory_fault(trainer, listed) if trainer.is_global_zero else None
-        fault = trainer.strategy.broadcast(fault)  # the other ranks would wait for rank zero
+        fault = trainer.strategy.broadcast(fault)  # all ranks must raise, or the others would wait for rank zero
         if fault is not None:
             raise ending_the_run(StartupContractError("startup.artifacts_in_use", fault))
         _trained_here.add(self.directory)
@@ -233,9 +233,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             require_space(self.directory, weights + _ADAM_STATES * trained)
 
     def _directory_fault(self, trainer: pl.Trainer, listed: list[Listed]) -> str | None:
-        """The reason why this training must not save into its directory, or None."""
-        begins_anew = trainer.ckpt_path is None and trainer.global_step == 0
-        if begins_anew and not self.replace_existing and (fault := _in_use_fault(self.directory, listed)):
+        """Return the reason why this training must not save into its directory, or None."""
+        starts_over = trainer.ckpt_path is None and trainer.global_step == 0
+        if starts_over and not self.replace_existing and (fault := _in_use_fault(self.directory, listed)):
             return fault
         loaded = self._store.loaded
         is_of_this_run = loaded is not None and loaded.path.parent == Path(os.path.realpath(self.directory))
@@ -246,7 +246,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_settled = self._store.is_settled  # before the poll, which sees what ends meanwhile
+        is_settled = self._store.is_settled  # read before the poll, because that may settle it
         self.poll(trainer)
         is_due = self._boundaries.crosses(trainer.global_step)
         if self.every_minutes:
@@ -255,20 +255,20 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._wake()
         self._is_between_batches = True
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
-            return  # to a checkpoint, which is then saved anew
+            return  # to a checkpoint that is then saved again
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
             if not self._has_reserved and self.asynchronous and self.saves_while_training:
-                self._has_reserved = True  # now that optimizers have their state
+                self._has_reserved = True  # only now do the optimizers have their state
                 sizes = _sizes_of_snapshot(trainer, pl_module)
                 self._store.reserve(sizes, trainer.strategy.root_device, owner=self)
             return
-        if awaits_module_hook(trainer, pl_module):  # what that changes, a moving average say, belongs to the step
+        if awaits_module_hook(trainer, pl_module):  # its changes, such as a moving average, belong to this step
             self._saves_after_module_hook = True
         else:
             self._save_what_is_due(trainer, pl_module)
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # All ranks have agreed to end after this step; what it reached must be on disk before the run ends.
+        # All ranks have agreed to end after this step; its state must be on disk before the run ends.
         is_ending = run_state_of(trainer).stop_reason is not None
         if is_ending and self._last_saved_step == trainer.global_step:
             self.wait(trainer)
@@ -287,20 +287,20 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         value = float(scores.get(self.retention.monitor or "", math.nan))
         if trainer.is_global_zero and self.retention.monitor is not None and math.isfinite(value):
-            self._is_scored, self._scores[step] = True, value  # its checkpoint may be on its way
+            self._is_scored, self._scores[step] = True, value  # its checkpoint may not be written yet
             for name in (step_name(step), FINAL_NAME):
                 with contextlib.suppress(FileNotFoundError, BrokenCheckpointError):
                     self._add_score(read_record(self.directory / f"{name}.json"))
 
     def _add_score(self, record: CheckpointRecord) -> None:
-        """Note the score of the step of `record`, if that came after it was saved."""
+        """Store the score for the step of `record`, if it came after the save."""
         name, value = self.retention.monitor or "", self._scores.get(record.step)
         is_own = record.writer == WRITER and record.run_id == self._run_id
         if is_own and value is not None and record.metrics.get(name) != value:
             try:
                 add_score(record, name, value)
             except OSError as error:
-                log.warning("%s of step %d is not kept: %s", name, record.step, error.strerror or error)
+                log.warning("%s of step %d could not be stored: %s", name, record.step, error.strerror or error)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -344,7 +344,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             reason = f"its random states or gradients cannot be restored: {error!r:.500}"
             raise BrokenCheckpointError(name, reason) from error
         if self._resume.is_within_epoch:
-            # Of the instance, and until then: a hook that is there is called in every step.
+            # Set on the instance, and only until the first batch: Lightning calls an existing hook in every step.
             self.on_train_batch_start = self.restore_pending_rng  # type: ignore[method-assign, assignment]
 
     @override
@@ -357,7 +357,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def join_run(self, run: RunContext) -> None:
         if run.record is not None:
             self.run = run.record
-            self.replace_existing = True  # the run has decided already what it goes on from
+            self.replace_existing = True  # the run has already decided what to resume from
 
     @property
     def _run_id(self) -> str:
@@ -365,20 +365,20 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @property
     def directory(self) -> Path:
-        """Where checkpoints go; known from ``setup`` on."""
+        """Folder for checkpoints; known after ``setup``."""
         assert self.dirpath is not None
         return self.dirpath
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint, or the newest without a monitor, which ``ckpt_path="best"`` asks for; empty for none."""
+        """Path of the best checkpoint (of the newest without a monitor), for ``ckpt_path="best"``; empty if none."""
         own = [] if self.dirpath is None else own_records(list_checkpoints(self.directory))
         chosen = best_first(own, self.retention.monitor, self.retention.mode)[:1] or own[-1:]
         return "".join(str(record.path) for record in chosen)
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        # Lightning tells it in a process whose children have trained, and may train on there; no `setup` says where.
+        # Lightning sets it in a process whose children have trained. That process may resume, and has run no `setup`.
         if path:
             self.dirpath, self.replace_existing = Path(path).parent, True
 
@@ -389,7 +389,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @property
     def saves_anything(self) -> bool:
-        """Whether a run with this callback saves checkpoints of its own accord."""
+        """Whether a run with this callback saves checkpoints on its own."""
         return self.saves_while_training or self.save_final
 
     def save(
@@ -398,7 +398,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Save a checkpoint of this moment. Collective.
 
         Returns:
-            Where its record is, or will be once it is durable.
+            The path of the record; it exists once the checkpoint is durable.
 
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
@@ -440,7 +440,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         return path
 
     def _meta(self, trainer: pl.Trainer, trainer_checkpoint: Mapping[str, Any] | None, *, final: bool) -> RecordMeta:
-        """The facts for the record of a checkpoint of this moment."""
+        """Return the facts for the record of a checkpoint of this moment."""
         return replace(
             self.run,
             step=trainer.global_step,
@@ -455,7 +455,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         )
 
     def _metrics(self, trainer: pl.Trainer) -> dict[str, float]:
-        """The monitored value of this step; a score of an older one is that of another checkpoint."""
+        """Return the monitored value of this step; a score of an earlier step belongs to another checkpoint."""
         name, step = self.retention.monitor, trainer.global_step
         if name is None:
             return {}
@@ -465,7 +465,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if name in logged:
             return {name: float(logged[name])}
         log.warning(
-            "The metric %r by which checkpoints are kept had not been logged by step %d; there were: %s",
+            "The metric %r by which checkpoints are kept had not been logged by step %d; logged metrics: %s",
             name,
             step,
             ", ".join(sorted(logged)) or "none",
@@ -473,7 +473,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         return {}
 
     def _note_end(self, ended: Future[CheckpointRecord | None], began_s: float) -> None:
-        """Called in the thread that wrote. What failed there, the store raises."""
+        """Remember a durable checkpoint; called in the writing thread. The store raises failures."""
         record = None if ended.exception() is not None else ended.result()
         if record is not None:
             self._durable.append((record, time.monotonic() - began_s))
@@ -488,7 +488,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.report_durable(trainer)
 
     def wait_until_durable(self) -> None:
-        """Return when the save in flight is durable; all callbacks hear of it after a later step.
+        """Return when the save in flight is durable; callbacks receive it after a later step.
 
         Raises:
             Exception: It could not be written.
@@ -496,15 +496,15 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._store.wait(self)
 
     def poll(self, trainer: pl.Trainer) -> None:
-        """Report what became durable since the last call, and raise what a save in the background raised."""
+        """Report checkpoints that became durable since the last call, and raise a failed background save."""
         if self._durable:
             self.report_durable(trainer)
         self._store.poll(self)
 
     def report_durable(self, trainer: pl.Trainer) -> None:
-        """Tell all callbacks what became durable; only then may older checkpoints go.
+        """Report durable checkpoints to all callbacks; only then may older ones be removed.
 
-        The training does so after a step. A session that ends the process while training hangs in one does it before.
+        Training calls this after a step. A session that ends the process while training hangs in a step calls it then.
         """
         while self._durable:
             record, seconds = self._durable.popleft()
@@ -516,16 +516,16 @@ class Checkpoint(Hook, LightningCheckpoint):
                 self._store.prune(self.directory, self._surplus)
 
     def keep_while_in_use(self, files_in_use: Callable[[], Collection[Path]]) -> None:
-        """Keep checkpoints of which `files_in_use` names a file, because a command reads it, say.
+        """Keep checkpoints that have a file in the result of `files_in_use`, for example because a command reads it.
 
-        It is asked on rank zero, in the background, when older checkpoints are about to go; what it kept goes after
-        the first save that finds it no longer named.
+        It is called on rank zero, in the background, before older checkpoints are removed. A checkpoint that it kept
+        is removed after the first save at which it is no longer in use.
         """
         if files_in_use not in self._in_use:
             self._in_use.append(files_in_use)
 
     def _surplus(self, listed: list[Listed]) -> list[CheckpointRecord]:
-        """Checkpoints of the run that no rule keeps, nothing uses, and no link in the directory points to."""
+        """Return checkpoints of the run that no rule keeps, nothing uses, and no link in the directory points to."""
         own = [record for record in own_records(listed) if record.run_id == self._run_id]
         with os.scandir(self.directory) as entries:
             needed = {os.path.realpath(entry) for entry in entries if entry.is_symlink()}
@@ -533,23 +533,23 @@ class Checkpoint(Hook, LightningCheckpoint):
         return to_delete(own, self.retention, needed)
 
     def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Take over the random state that was loaded; once, at the point from which a run draws as it did before."""
+        """Restore the loaded random state, once, at the point from which an uninterrupted run would draw from it."""
         vars(self).pop("on_train_batch_start", None)
         self._resume.restore_rng(trainer)
 
     def _restore_rng_before_batch(self, trainer: pl.Trainer) -> None:
-        if "on_train_batch_start" in vars(self):  # a batch may be drawn of random numbers, before that hook
+        if "on_train_batch_start" in vars(self):  # fetching a batch may draw random numbers, before that hook
             self.restore_pending_rng(trainer)
 
     def _wake(self) -> None:
-        """From now on something goes on in the background: look after each step for how it ended."""
+        """Work in the background has started: check after every step whether it has finished."""
         self.next_due_step = 0
 
 
 def _sizes_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> list[int]:
-    """Bytes of each tensor that this rank copies at a save: its slices of sharded ones, on rank zero also whole ones.
+    """Return the bytes of each tensor that this rank copies at a save: its slices; on rank zero also unsharded tensors.
 
-    What is frozen is copied once, elsewhere, and shared by all checkpoints.
+    Frozen tensors are copied once, elsewhere, and shared by all checkpoints.
     """
     moments = (value for o in trainer.optimizers for entry in o.state.values() for _, value in named_values(entry))
     trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -562,17 +562,17 @@ class Scores(dict[int, float]):
     """Monitored scores by step."""
 
     def rewind(self, step: int) -> None:
-        """The run was put back to `step`, and what came after it is undone."""
+        """Forget the scores of steps after `step`, to which the run was put back."""
         for later in [scored for scored in self if scored > step]:
             del self[later]
 
 
 class SaveClock:
-    """Whether a save is due by the clock. Rank zero decides, and tells the others; all look in the same steps.
+    """Decides whether a save is due by the clock. Rank zero decides for all; all ranks check in the same steps.
 
     Args:
-        every_minutes: How far saves are apart; they count from now.
-        step: Training begins after it.
+        every_minutes: Minutes between saves, counted from now.
+        step: Training begins after this step.
     """
 
     def __init__(self, every_minutes: float, step: int) -> None:
@@ -582,15 +582,15 @@ class SaveClock:
         self.note_save()
 
     def rewind(self, step: int) -> None:
-        """The run was put back to `step`."""
+        """Continue from `step`, to which the run was put back."""
         self._next_look = step + 1
 
     def note_save(self) -> None:
-        """A save of whatever reason begins."""
+        """Restart the interval: a save begins, for any reason."""
         self._saved_s = time.monotonic()
 
     def is_due(self, hook: Hook, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        """Whether `hook` has to save after this step, the same on all ranks; it is called again at the next look."""
+        """Whether `hook` must save after this step, the same on all ranks; it is called again at the next check."""
         step, is_due = trainer.global_step, False
         if step >= self._next_look and not suppressed(pl_module):
             answer = time.monotonic() - self._saved_s >= self._every_s, self._pace.next_look(step)
@@ -600,30 +600,30 @@ class SaveClock:
 
 
 def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
-    """Why a training must not begin at step 0 in `directory`: `Checkpoint` has left something there.
+    """Return why a training must not begin at step 0 in `directory`: `Checkpoint` has left checkpoints there.
 
-    None where it has not, or where this very process has trained there.
+    None if there are none, or if this process has trained there.
     """
     if directory in _trained_here:
         return None
     # A broken one may still be the user's only copy.
-    found = [entry for entry in listed if not entry.path.is_symlink()]
-    names = [record.path.name for record in own_records(found)] + [e.path.name for e in found if e.is_own_but_broken]
+    files = [entry for entry in listed if not entry.path.is_symlink()]
+    names = [record.path.name for record in own_records(files)] + [e.path.name for e in files if e.is_own_but_broken]
     if not names:
         return None
     return (
-        f"{os.fspath(directory)!r} holds checkpoints of another run. Go on from them with "
+        f"{os.fspath(directory)!r} holds checkpoints of another run. Resume from them with "
         f"`trainer.fit(…, ckpt_path={os.fspath(directory / names[-1])!r})`, choose another `dirpath`, move them away, "
-        "or have them replaced with `Checkpoint(replace_existing=True)`."
+        "or replace them with `Checkpoint(replace_existing=True)`."
     )
 
 
 def _clear_the_way(directory: Path, *, moves_aside: bool) -> str | None:
-    """Find what would end a later save: files that are no checkpoints, but have the name of one.
+    """Handle files that would make a later save fail: they are not checkpoints, but have the name of one.
 
     Args:
         directory: The folder of checkpoints.
-        moves_aside: Rename them with a warning, because the folder is the run's own.
+        moves_aside: Rename them with a warning, because the folder belongs to the run.
 
     Returns:
         The reason to refuse the training, or None.
@@ -635,13 +635,13 @@ def _clear_the_way(directory: Path, *, moves_aside: bool) -> str | None:
         return f"{error.filename}: {error.strerror}; let this user read it, or move it away"
     if moved:
         renamed = ", ".join(f"{name} -> {free}" for name, free in moved.items())
-        log.warning("Not checkpoints, but in the way of one; renamed in %s: %s", directory, renamed)
+        log.warning("These files are not checkpoints, but have the name of one; renamed in %s: %s", directory, renamed)
         return None
     if not paths:
         return None
     names = ", ".join(path.name for path in paths)
     return (
-        f"{os.fspath(directory)!r} holds {names}, which is not a checkpoint, but has the name of one that this run may "
+        f"{os.fspath(directory)!r} holds {names}, which is not a checkpoint but has the name of one that this run may "
         "save. Move it away, or choose another `dirpath`."
     )
 
@@ -651,10 +651,10 @@ def _trainer_files(
 ) -> tuple[Staging | None, Mapping[str, Any] | None]:
     """Have the trainer of `pl_module` write its own files for the checkpoint whose record will be `path`.
 
-    On ranks other than zero they do not count: what a trainer asks of sharded modules needs all ranks.
+    On ranks other than zero the files are discarded: a trainer may need all ranks to read its sharded modules.
 
     Returns:
-        The folder that holds them until the checkpoint is committed, and what the hook returned; None and None where
+        The folder that holds them until the checkpoint is committed, and the result of the hook; None and None if
         there is no such trainer.
 
     Raises:
@@ -673,5 +673,5 @@ def _trainer_files(
 
 
 def savers_of(trainer: pl.Trainer) -> list[Checkpoint]:
-    """The `Checkpoint` callbacks of `trainer`, in their order."""
+    """Return the `Checkpoint` callbacks of `trainer`, in their order."""
     return [callback for callback in callbacks_of(trainer) if isinstance(callback, Checkpoint)]

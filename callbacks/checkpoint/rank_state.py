@@ -1,8 +1,8 @@
-"""The state of each rank in a checkpoint: random states, gradients, and whatever differs from rank zero.
+"""The state of each rank in a checkpoint: random states, gradients, and all values that differ from rank zero's.
 
-Rank zero writes the checkpoint. What the ranks have alike, nearly all of it, is stored once; what differs (a generator
-seeded by rank, a replay buffer, a hidden state) is found by digests and brought to rank zero by its place in the tree.
-Nothing but digests travels where nothing differs.
+Rank zero writes the checkpoint. State that all ranks share, nearly all of it, is stored once. Differing values (a
+generator seeded by rank, a replay buffer, a hidden state) are found by comparing digests and sent to rank zero with
+their paths in the tree. If nothing differs, only digests are sent.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 SHARDED_GRADIENTS = "sharded_gradients"
-"""The member of a checkpoint's own part that holds them."""
+"""Member of a checkpoint's genlight part that holds sharded gradients."""
 OPTIMIZER_DEVICES = "optimizer_devices"
-"""The member that says, for each optimizer, which tensors of its state are on an unusual device."""
+"""Member that lists, for each optimizer, the tensors of its state that are on an unusual device."""
 
 
 def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
-    """Those of the training loaders."""
+    """Return the generators of the training loaders."""
     loaders = trainer.train_dataloader
     return [] if loaders is None else generators_of(CombinedLoader(loaders).flattened)
 
 
 def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """The random state of this process and of `generators`, as plain values and tensors."""
+    """Return the random state of this process and of `generators`, as plain values and tensors."""
     version, words, gauss = random.getstate()
     return {
-        # The 625 words as one tensor, which is stored far faster than as many numbers.
+        # One tensor of the 625 words is stored far faster than as many numbers.
         "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
@@ -78,10 +78,10 @@ def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> list[str]:
-    """Take over a captured state; that of generators where as many are given as were captured.
+    """Restore a captured state; states of generators only if their number is the captured one.
 
     Returns:
-        What could not be restored here, in words, such as a device that this process does not have.
+        The parts that could not be restored here, in words, such as a device that this process does not have.
     """
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -98,26 +98,26 @@ def _restore_generators(state: dict[str, Any], generators: Sequence[torch.Genera
 
 
 def restore_rng_of_rank(states: list[Any], rank: int, generators: Sequence[torch.Generator] = ()) -> list[str]:
-    """As `restore_rng` with this rank's state of `states`; one that the checkpoint does not have keeps its own."""
+    """Call `restore_rng` with this rank's state in `states`; a rank without a saved state keeps its own."""
     return restore_rng(states[rank], generators) if rank < len(states) else []
 
 
 def _warn_of_lost_rng(lost: Sequence[str], saved_by: int, rank: int, world_size: int) -> None:
-    """Say once what of the random states is lost, by devices that are not here or by another number of ranks."""
+    """Warn once of random states that are lost because of missing devices or another number of ranks."""
     if saved_by != world_size and rank == 0:
         log.warning(
-            "The checkpoint was saved by %s and is resumed by %d: the ranks that both have keep their random states, "
+            "The checkpoint was saved by %s and is resumed by %d: ranks in both runs keep their random states, "
             "%s, and the run will not be bit-equal to one that was never interrupted",
             "1 rank" if saved_by == 1 else f"{saved_by} ranks",
             world_size,
-            "others begin with their own" if saved_by < world_size else "the others' are lost",
+            "others begin with new ones" if saved_by < world_size else "the others' are lost",
         )
     for what in lost:
         log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", what)
 
 
 def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and trained tensors that are none, where a part of `module` names some."""
+    """Yield the parameters, and the trained plain tensors that a part of `module` names."""
     yield from module.named_parameters()
     for prefix, holder in module.named_modules():
         for name, tensor in getattr(holder, "named_bare_parameters", tuple)():
@@ -127,15 +127,15 @@ def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
 def _gathered(
     gradients: dict[str, torch.Tensor | None], channel: Channel
 ) -> list[dict[str, torch.Tensor] | dict[str, torch.Tensor | None]]:
-    """Gradients of every rank on rank zero; for other ranks only those that differ from its own. Collective.
+    """Return the gradients of every rank on rank zero; for other ranks only those that differ from its own. Collective.
 
-    After an update the gradients of replicas are equal, and to bring them all to rank zero would take as much memory as
-    there are ranks. None is a gradient that a rank does not have.
+    After an update the gradients of replicas are equal, and bringing all of them to rank zero would multiply the memory
+    by the number of ranks. None stands for a gradient that a rank does not have.
     """
-    found: list[dict[str, torch.Tensor | None]] = [{}] * channel.size
+    by_rank: list[dict[str, torch.Tensor | None]] = [{}] * channel.size
     for rank, differing in enumerate(differences_of_ranks(gradients, channel)):
-        found[rank] = {name: gradient for one in differing for name, gradient in one.members()}
-    return [_present(gradients), *found[1:]] if channel.rank == 0 else []
+        by_rank[rank] = {name: gradient for one in differing for name, gradient in one.members()}
+    return [_present(gradients), *by_rank[1:]] if channel.rank == 0 else []
 
 
 def _present(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -145,30 +145,31 @@ def _present(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Te
 def gradients_of_rank(
     parts: Sequence[Mapping[str, torch.Tensor | None]], rank: int, world_size: int
 ) -> dict[str, torch.Tensor]:
-    """The gradients that this rank restores: those of rank zero, but for what its own part has otherwise.
+    """Return the gradients that this rank restores: rank zero's, replaced by this rank's own if they differ.
 
-    With another number of ranks it is the mean over those that saved: the gradients of an open window are averaged over
-    the ranks in the end, and no rank's part of it may be lost or count twice.
+    With another number of ranks, return the mean over the ranks that saved: the gradients of an open window are
+    averaged over the ranks in the end, and no rank's share may be lost or count twice.
     """
     complete = [_present({**parts[0], **part}) for part in parts]
     if not parts or len(parts) == world_size:
         return complete[rank] if parts else {}
-    names = dict.fromkeys(name for of_rank in complete for name in of_rank)
-    found = {name: [of_rank[name] for of_rank in complete if name in of_rank] for name in names}
-    return {name: functools.reduce(torch.add, of_ranks) / len(complete) for name, of_ranks in found.items()}
+    names = dict.fromkeys(name for gradients in complete for name in gradients)
+    of_ranks = {name: [gradients[name] for gradients in complete if name in gradients] for name in names}
+    return {name: functools.reduce(torch.add, tensors) / len(complete) for name, tensors in of_ranks.items()}
 
 
 def uncompiled_name(name: str) -> str:
-    """The name of a parameter or module without the parts that compiled modules add."""
+    """Return the name of a parameter or module without the parts that compiled modules add."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def restore_gradients(
     module: pl.LightningModule, gradients: dict[str, torch.Tensor], *, clears_others: bool = False
 ) -> None:
-    """Put saved gradients back where they were; without a gradient on request where none was saved.
+    """Restore saved gradients; with `clears_others`, remove the gradients of parameters for which none was saved.
 
-    One that `configure` has made, as a part of a tensor of all gradients say, gets the values and stays that part.
+    An existing gradient, for example a view that `configure` has made into one tensor of all gradients, stays that
+    view and gets the values.
     """
     parameters = {uncompiled_name(name): parameter for name, parameter in _trained(module)}
     gradients = {uncompiled_name(name): gradient for name, gradient in gradients.items()}
@@ -191,18 +192,18 @@ def restore_gradients(
 def restore_optimizers_as_stored(
     optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], devices: Sequence[Any]
 ) -> None:
-    """`restore_as_stored` for each of `optimizers`, with its state and what `capture_parts` noted of it."""
+    """Call `restore_as_stored` for each of `optimizers`, with its state and the devices that `capture_parts` noted."""
     for at, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         if not has_state_of_its_own(optimizer):
             restore_as_stored(optimizer, state, devices[at] if devices else ())
 
 
 def _stands_between_batches(trainer: pl.Trainer) -> bool:
-    """Whether no batch is being trained and the epoch is not over; before the first batch that is true as well."""
+    """Whether no batch is being trained and the epoch is not over; also true before the first batch."""
     # Lightning declares the counters as a base class with fewer fields.
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     epochs: Any = trainer.fit_loop.epoch_progress.current
-    # An epoch also ends, for Lightning, where ``max_steps`` ends the run within it; a longer run goes on with that.
+    # For Lightning, an epoch also ends if ``max_steps`` ends the run within it; a longer run continues that epoch.
     is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     is_epoch_over = is_last and epochs.processed == epochs.started
     return bool(batches.ready == batches.processed and not is_epoch_over)
@@ -211,14 +212,14 @@ def _stands_between_batches(trainer: pl.Trainer) -> bool:
 def capture_parts(
     trainer: pl.Trainer, pl_module: pl.LightningModule, parts: dict[str, Any], *, has_trained: bool, channel: Channel
 ) -> None:
-    """Add what `ResumeState` takes over to `parts` of a checkpoint. Collective.
+    """Add the state that `ResumeState` restores to `parts` of a checkpoint. Collective.
 
     Args:
         trainer: The trainer that saves.
         pl_module: The module that it trains.
-        parts: The checkpoint's own part of genlight.
-        has_trained: Whether a batch was trained to its end since training began.
-        channel: How the ranks bring to rank zero what they have for themselves.
+        parts: The genlight part of the checkpoint.
+        has_trained: Whether a batch was completed since training began.
+        channel: Brings each rank's own state to rank zero.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     is_between_batches = has_trained and _stands_between_batches(trainer)
@@ -227,34 +228,34 @@ def capture_parts(
         parts["rng"] = channel.gather(capture_rng(loader_generators(trainer)))
     if any(unusual := [unusual_devices(optimizer) for optimizer in trainer.optimizers]):
         parts[OPTIMIZER_DEVICES] = unusual
-    # Of manual optimization only the module knows its windows; one that clears its gradients has none to store.
+    # With manual optimization only the module knows its windows; one that clears its gradients has none to store.
     is_open = progress.current.ready % trainer.accumulate_grad_batches != 0 and not progress.is_last_batch
     held: dict[str, torch.Tensor | None] = {}
     if not pl_module.automatic_optimization or (is_open and is_between_batches):
         held = {name: tensor.grad for name, tensor in _trained(pl_module)}
-    # A name for each parameter, or ranks that have other gradients would bring all of them to rank zero.
+    # Name each parameter, even without a gradient: otherwise ranks with other gradients would send all of them.
     gradients = {name: gradient for name, gradient in held.items() if not isinstance(gradient, DTensor)}
     has_some = any(gradient is not None for gradient in gradients.values())
     if trainer.strategy.reduce_boolean_decision(has_some, all=False):
         parts["gradients"] = _gathered(gradients, channel)
     if sharded := {name: gradient for name, gradient in held.items() if isinstance(gradient, DTensor)}:
-        parts[SHARDED_GRADIENTS] = sharded  # of which each rank saves its slice
+        parts[SHARDED_GRADIENTS] = sharded  # each rank saves its slice of these
 
 
 class ResumeState:
-    """Loaded state that is restored later, at the points from which a run draws on it."""
+    """Loaded state that is restored later, at the points from which an uninterrupted run would use it."""
 
     def __init__(self) -> None:
         self._gradients: dict[str, Any] = {}
         self._optimizer_states: Sequence[Mapping[str, Any]] = ()
         self._optimizer_devices: Sequence[Any] = ()
         self._rng: list[Any] = []
-        """Random states of all ranks, until they were put back at such a point."""
+        """Random states of all ranks, until they are restored at such a point."""
         self._is_between_batches = False
         self.is_within_epoch = False
-        """Whether the run goes on between two batches of an epoch.
+        """Whether the run resumes between two batches of an epoch.
 
-        After the last batch Lightning's loop goes on with an epoch whose iterator draws as it would have.
+        After the last batch, Lightning's loop continues with a new epoch, whose iterator draws as it would have.
         """
         self._elapsed_before_s = 0.0
         self._started_at_s: float | None = None
@@ -266,7 +267,7 @@ class ResumeState:
         return self._elapsed_before_s + here
 
     def load(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any]) -> None:
-        """Take what `capture_parts` added; random states are put back at once, and once more by `restore_rng`."""
+        """Take the state that `capture_parts` added; restore random states now, and again in `restore_rng`."""
         self._optimizer_states = checkpoint.get("optimizer_states", ())
         self._optimizer_devices = parts.get(OPTIMIZER_DEVICES, ())
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
@@ -275,8 +276,8 @@ class ResumeState:
         self._is_between_batches = bool(parts.get("is_between_batches"))
         self.is_within_epoch = self._is_between_batches and not parts.get("is_last_batch")
         if "rng" in parts:
-            # Now, for what draws before the first batch; where batches went before, once more at the next one,
-            # because making the loader's iterator anew draws what the interrupted epoch had drawn already.
+            # Restore now for code that draws before the first batch. If batches were trained before, restore again at
+            # the next one: creating the loader's iterator again draws numbers that the interrupted epoch already drew.
             self._rng = parts["rng"]
             lost = restore_rng_of_rank(self._rng, trainer.global_rank)
             _warn_of_lost_rng(lost, len(self._rng), trainer.global_rank, trainer.world_size)
@@ -292,51 +293,51 @@ class ResumeState:
             warn_of_lost_positions(trainer, is_within_epoch=self.is_within_epoch)
 
     def restore_generators(self, trainer: pl.Trainer) -> None:
-        """Put those of loaders back where a new epoch begins, before its iterators draw from them."""
+        """Restore the generators of loaders when a new epoch begins, before its iterators draw from them."""
         if not self.is_within_epoch:
             states, self._rng = self._rng, []
             for state in states[trainer.global_rank : trainer.global_rank + 1]:
                 _restore_generators(state, loader_generators(trainer))
 
     def restore_rng(self, trainer: pl.Trainer) -> None:
-        """Put random states back; once, at the point from which a run draws as it did before."""
+        """Restore random states, once, at the point from which an uninterrupted run would draw from them."""
         if self._is_between_batches:
             restore_rng_of_rank(self._rng, trainer.global_rank, loader_generators(trainer))
         self._rng = []
 
 
 _LARGEST_LIST = 1_000
-"""A list with more items is compared and stored as one value: a digest for each would take longer than it saves."""
+"""Longest list that is compared by item; a digest for each item of a longer one would take longer than it saves."""
 _PLAIN = (bool, int, float, str, type(None))
 
 Sources = dict[tuple[str, str], torch.Tensor]
 Digests = dict[Path, str]
-"""Of every node of a tree, by its path: of a container what its members are called, of a leaf what it holds."""
+"""Digests of every node of a tree, by path: of a container's keys, or of a leaf's content."""
 
 
 @dataclass(frozen=True)
 class Differing:
-    """A value that differs on a rank from that of rank zero."""
+    """A value on a rank that differs from rank zero's."""
 
     path: Path
-    """Keys and indices that lead to it."""
+    """Keys and indices of its place."""
     value: Any
 
     def __str__(self) -> str:
         return format_path(self.path)
 
     def members(self) -> list[tuple[Any, Any]]:
-        """Key and value of a member of the tree, or of all where the tree itself differs."""
+        """Return key and value of a member of the tree, or of all members if the tree itself differs."""
         return list(self.value.items()) if not self.path else [(self.path[0], self.value)]
 
 
 def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Differing]]:
-    """The differences of each rank's `tree` from rank zero's, in the order of ranks; on rank zero alone. Collective.
+    """Return the differences of each rank's `tree` from rank zero's, in the order of ranks, on rank zero. Collective.
 
-    Sharded tensors are left out: each rank stores its own slices of them anyway.
+    Sharded tensors are ignored: each rank stores its own slices of them anyway.
 
     Returns:
-        An empty list where nothing differs, and on other ranks.
+        An empty list if nothing differs, and on other ranks.
 
     Raises:
         UnstorableStateError: A value cannot be stored; names its path.
@@ -349,27 +350,26 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Di
     if len(set(channel.gather_everywhere(own))) == 1:
         return []
     of_zero: Digests = channel.share(digests)
-    found = [] if channel.rank == 0 else list(_differing(tree, (), digests, of_zero))
-    return [
-        [_unpacked(*one) for one in sent] for sent in channel.gather([_packed(path, value) for path, value in found])
-    ]
+    differences = [] if channel.rank == 0 else list(_differing(tree, (), digests, of_zero))
+    packed = [_packed(path, value) for path, value in differences]
+    return [[_unpacked(*one) for one in sent] for sent in channel.gather(packed)]
 
 
-def apply_differences(tree: dict[str, Any], found: list[Differing]) -> None:
-    """Put the values of one rank to their places in `tree`, which was loaded and has those of rank zero.
+def apply_differences(tree: dict[str, Any], differences: list[Differing]) -> None:
+    """Set the values of one rank in the loaded `tree`, in place of rank zero's.
 
     Raises:
         BrokenCheckpointError: `tree` has no such place.
     """
-    for differing in found:
+    for differing in differences:
         try:
             _with_value(tree, differing.path, differing.value)
         except (LookupError, TypeError) as error:
-            raise BrokenCheckpointError("the checkpoint", f"it has no {differing} of rank 0: {error!r}") from error
+            raise BrokenCheckpointError("the checkpoint", f"rank 0's state has no {differing}: {error!r}") from error
 
 
 def _with_value(node: Any, path: Path, value: Any) -> Any:
-    """`node` with another value at `path`; changed in place where it can be."""
+    """Return `node` with another value at `path`; changed in place if possible."""
     if not path:
         return value
     key, *rest = path
@@ -382,7 +382,7 @@ def _with_value(node: Any, path: Path, value: Any) -> Any:
 
 
 def _members(value: Any) -> list[tuple[Any, Any]] | None:
-    """The members of a container, by key or index; None for a leaf."""
+    """Return the members of a container, by key or index; None for a leaf."""
     if type(value) in (dict, OrderedDict):
         return list(value.items()) if all(type(key) in (str, int) for key in value) else None
     if type(value) in (list, tuple) and len(value) <= _LARGEST_LIST:
@@ -391,22 +391,22 @@ def _members(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def digests_of(tree: Any) -> Digests:
-    """A digest of every node of `tree`, by its path; values of tensors are compared on their devices."""
-    found: dict[Path, tuple[Any, list[Any]]] = {}
+    """Return a digest of every node of `tree`, by its path; values of tensors are hashed on their devices."""
+    nodes: dict[Path, tuple[Any, list[Any]]] = {}
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, value = stack.pop()
         members = _members(value)
         if members is None:
             stored, table = _taken_apart(path, value)
-            found[path] = stored, [entry.source for entry in table.entries if entry.box is None]
+            nodes[path] = stored, [entry.source for entry in table.entries if entry.box is None]
         else:
-            found[path] = [type(value).__name__, [key for key, _ in members]], []
+            nodes[path] = [type(value).__name__, [key for key, _ in members]], []
             stack.extend(((*path, key), member) for key, member in reversed(members))
-    digests = iter(content_digests([source for _, sources in found.values() for source in sources]))
+    digests = iter(content_digests([source for _, sources in nodes.values() for source in sources]))
     return {
         path: digest_of(json.dumps([content, [next(digests) for _ in sources]]).encode())
-        for path, (content, sources) in found.items()
+        for path, (content, sources) in nodes.items()
     }
 
 
@@ -424,17 +424,17 @@ def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterat
 
 
 def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
-    """A value on its way to rank zero: as in a file, so that no class of the user is looked up to receive it."""
+    """Encode a value to send it to rank zero, as in a file, so that receiving it looks up no class of the user."""
     stored, table = _taken_apart(path, value)
     for _, key in table.sharded_tensors:
         raise CheckpointError(
-            f"{key} is sharded, and what holds it differs between ranks: a state_dict has to put the same sharded "
+            f"{key} is sharded, and its container differs between ranks: a state_dict must put the same sharded "
             "tensors in the same places on all ranks"
         )
-    # A part of larger memory would be sent with all of it.
+    # Without the copy, a view would be sent with all of its memory.
     return path, stored, {(entry.file, entry.key): entry.source.cpu().clone() for entry in table.entries}
 
 
 def _unpacked(path: Path, stored: Any, sources: Sources) -> Differing:
-    """A value that another rank has packed."""
+    """Decode a value that another rank has packed."""
     return Differing(path, decode(stored, lambda of: restore_flags(sources[of["file"], of["key"]], of)))

@@ -1,9 +1,9 @@
-"""The check of a checkpoint's content before it is chosen: would a load restore it in this process?
+"""Check before a checkpoint is chosen whether a load could restore its contents in this process.
 
 Digests prove that nothing has changed since a file was written, not that its author meant well. A reference without
-bytes, a type that does not exist or a part of another form than Lightning expects would end the run at the load, with
-an error that names no checkpoint. So they are looked for before a run depends on the checkpoint, without reading a
-tensor. Values that a trainer class or a callback of the user's stores are theirs, and are not checked.
+bytes, a type that does not exist or a part in another form than Lightning expects would end the run at the load, with
+an error that names no checkpoint. So the check finds them before a run depends on the checkpoint, without reading a
+tensor. Values that a trainer class or a user's callback stores are not checked.
 
 The module imports neither torch nor Lightning: a tensor is a `TypedShape` here.
 """
@@ -28,7 +28,7 @@ _PYTHON_WORDS = (625,)
 
 
 class _PythonState(msgspec.Struct):
-    """``random.getstate()``."""
+    """Result of ``random.getstate()``."""
 
     version: Literal[3]
     words: TypedShape
@@ -46,7 +46,7 @@ class _RandomStates(msgspec.Struct):
 
 
 class _OwnPart(msgspec.Struct):
-    """What the `Checkpoint` callback adds."""
+    """Part that the `Checkpoint` callback adds."""
 
     elapsed_s: _Seconds = 0.0
     rng: list[_RandomStates] = []
@@ -70,27 +70,27 @@ class _Parts(msgspec.Struct):
 
 
 def _check_parts(checkpoint: Any) -> None:
-    """Compare a decoded checkpoint with what a load can restore.
+    """Compare a decoded checkpoint with the form that a load can restore.
 
     Raises:
-        ValueError: A part has another type; names its path.
+        ValueError: A part has another type; the message names its path.
     """
     for of_rank in msgspec.convert(checkpoint, _Parts).genlight.rng:
         of_torch = {(state.dtype, len(state.shape)) for state in (of_rank.torch, *of_rank.generators)}
         if of_rank.python.words.shape != _PYTHON_WORDS or of_torch != {("U8", 1)}:
-            raise ValueError("its random states are not those of Python and torch")
+            raise ValueError("its random states do not have the form of Python's and torch's")
 
 
 def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> None:
-    """Prove that the parts of a checkpoint, whose digests hold, fit together and can be restored in this process.
+    """Prove that the parts of a checkpoint whose digests match fit together and can be restored in this process.
 
     Args:
         record: The checkpoint.
-        knows_types: Whether the modules are imported whose types it may name. If not, a type of a module that is not
-            imported may still come to be known.
+        knows_types: Whether the modules are imported whose types it may name. If not, a module that is imported later
+            may still provide a missing type.
 
     Raises:
-        BrokenCheckpointError: They don't, or a file cannot be read; says which file, or which value.
+        BrokenCheckpointError: They do not, or a file cannot be read; the message names the file or the value.
     """
     if record.is_old:
         return
@@ -101,10 +101,10 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
         ("state", record.state),
     ):
         try:
-            found = check(tree, lambda reference: check_tensor(reference, stored), knows_types=knows_types)
+            decoded = check(tree, lambda reference: check_tensor(reference, stored), knows_types=knows_types)
             if where == "checkpoint":
-                _check_parts(found)
-            elif where == "weights_metadata" and not isinstance(found, dict | None):
+                _check_parts(decoded)
+            elif where == "weights_metadata" and not isinstance(decoded, dict | None):
                 raise ValueError("it is not a dictionary")
         except (BrokenCheckpointError, OSError, MemoryError):
             raise

@@ -1,7 +1,7 @@
-"""Which checkpoints a directory has, with their scores; which of them to resume from, and which a run keeps.
+"""Checkpoints of a directory with their scores: which of them to resume from, and which a run keeps.
 
-A score may come after its checkpoint was saved, from a command that evaluates it while training goes on. A record is
-never changed. So such scores go into a file of their own in the checkpoint's folder, with which they go.
+A score may come after its checkpoint was saved, from a command that evaluates it while training continues. A record
+never changes, so such scores go into a separate file in the checkpoint's folder, and are removed with it.
 
 The module imports neither torch nor Lightning.
 """
@@ -52,14 +52,14 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 MOST_WARNINGS = 10
-"""How many broken checkpoints are named one by one."""
+"""Limit on warnings that name one broken checkpoint each."""
 
 FALLS_BACK = "; falling back to the one before it"
-"""How the warning of a broken checkpoint ends."""
+"""End of the warning about a broken checkpoint."""
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Every record in `directory`, oldest step first, with scores that came later; files are not proven."""
+    """Return every record in `directory`, oldest step first, with scores that came later; files are not proven."""
     found = [
         entry
         if (record := entry.record) is None
@@ -75,19 +75,19 @@ def newest_valid(
     accept: Callable[[CheckpointRecord], bool] = lambda _: True,
     knows_types: bool = False,
 ) -> tuple[CheckpointRecord | None, list[str]]:
-    """The newest checkpoint that proves whole, and a warning for each newer one that does not.
+    """Return the newest checkpoint that proves intact, and a warning for each newer one that does not.
 
     Args:
-        directory: Where the records are.
-        accept: Which records to consider, by run or spec digest say; asked before the files are proven.
-        knows_types: Whether this process has imported what it trains, so that a checkpoint with a type that is not
-            known cannot be loaded.
+        directory: The folder of the records.
+        accept: Which records to consider, for example by run or spec digest; called before the files are proven.
+        knows_types: Whether this process has imported what it trains, so that a checkpoint with an unknown type
+            cannot be loaded.
 
     Returns:
-        The record, None if there is none, and the warnings: which checkpoint is broken, and why.
+        The record, or None if there is none, and the warnings; each names a broken checkpoint and the reason.
 
     Raises:
-        OSError: A newer one cannot be read, which does not mean that it is broken.
+        OSError: A newer one cannot be read; it may still be intact.
     """
     newest, warnings = None, list[str]()
     for listed in reversed(list_checkpoints(directory)):
@@ -110,9 +110,9 @@ def newest_valid(
 
 
 def newest_complete(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
-    """The newest checkpoint whose record is intact and whose files are there, with their sizes; None if there is none.
+    """Return the newest checkpoint whose record is intact and whose files exist with the right sizes, or None.
 
-    It takes no time that depends on the size of the files, and raises nothing. `newest_valid` also compares content.
+    Its time does not depend on the size of the files, and it raises nothing. `newest_valid` also compares content.
     """
     try:
         records = [listed.record for listed in reversed(list_checkpoints(directory))]
@@ -122,26 +122,26 @@ def newest_complete(directory: str | os.PathLike[str]) -> CheckpointRecord | Non
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The record that a user means by `path`: itself, that of its name or folder, or the newest of a folder or run.
+    """Return the record that a user means by `path`: itself, its name or folder, or the newest of a folder or run.
 
-    Its files are not proven. A file that torch wrote counts where its name ends in ``.ckpt``.
+    Its files are not proven. A file of torch counts if its name ends in ``.ckpt``.
 
     Raises:
-        FileNotFoundError: There is none; says what there is, and what to name.
-        OSError: The newest cannot be read.
+        FileNotFoundError: There is none; the message says what is there, and what to name.
+        OSError: The newest one cannot be read.
     """
     record = record_path(path)
     if record.is_file():
         return record
-    if (named := record_of_folder(Path(os.path.abspath(path)))) is not None:
-        return named
+    if (owner := record_of_folder(Path(os.path.abspath(path)))) is not None:
+        return owner
     folder = folder_of_checkpoints(path)
     listed = [] if folder is None else list_checkpoints(folder)
-    for found in reversed(listed):
-        if found.error is not None:
-            raise found.error
-        if found.record is not None:
-            return Path(os.path.abspath(found.path))
+    for entry in reversed(listed):
+        if entry.error is not None:
+            raise entry.error
+        if entry.record is not None:
+            return Path(os.path.abspath(entry.path))
     there = os.fspath(path)
     problem = f"{there} is not a checkpoint" if os.path.lexists(path) else f"there is nothing at {there}"
     if listed:
@@ -150,7 +150,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 
 def folder_of_checkpoints(path: str | os.PathLike[str]) -> Path | None:
-    """The folder of checkpoints that `path` means, which may be a run's artifacts; None where it is a checkpoint."""
+    """Return the folder of checkpoints for `path`, a folder or a run's artifacts; None if `path` is a checkpoint."""
     if record_path(path).is_file() or not os.path.isdir(path):
         return None
     inside = Path(path) / "checkpoints"
@@ -158,10 +158,10 @@ def folder_of_checkpoints(path: str | os.PathLike[str]) -> Path | None:
 
 
 def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
-    """The proven final checkpoint of `directory`, or None where there is none.
+    """Return the proven final checkpoint of `directory`, or None if there is none.
 
     Raises:
-        BrokenCheckpointError: There is one, and it is not whole.
+        BrokenCheckpointError: There is one, but it is not intact.
     """
     try:
         record = read_record(Path(directory) / f"{FINAL_NAME}.json")
@@ -172,7 +172,7 @@ def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
 
 
 def _order(listed: Listed) -> tuple[int, int, int]:
-    """By step; of one step a final checkpoint last, else the one committed last. An unreadable ``final`` is newest."""
+    """Sort by step, then the final one last, then by time of commit. An unreadable ``final`` counts as newest."""
     if listed.record is None:
         name = name_of(listed.path)
         return (sys.maxsize if name == FINAL_NAME else step_of_name(name) or 0, 0, 0)
@@ -180,11 +180,11 @@ def _order(listed: Listed) -> tuple[int, int, int]:
 
 
 LARGEST_BYTES = 1 << 20
-"""Of a file of scores."""
+"""Limit on the size of a file of scores."""
 
 
 def add_score(record: CheckpointRecord, name: str, value: float) -> None:
-    """Note the score `value` of `record`; durable when this returns.
+    """Store the score `value` of `record`; durable when this returns.
 
     Raises:
         OSError: The file cannot be written.
@@ -195,7 +195,7 @@ def add_score(record: CheckpointRecord, name: str, value: float) -> None:
 
 
 def read_scores(record: CheckpointRecord) -> dict[str, float]:
-    """The scores that came for `record` after it was written."""
+    """Return the scores for `record` that came after it was written."""
     if record.data_path is None:
         return {}
     path = record.data_path / SCORES_FILE
@@ -209,7 +209,7 @@ def read_scores(record: CheckpointRecord) -> dict[str, float]:
 
 
 WRITER = "Checkpoint"
-"""How records name the `Checkpoint` callback as the one that may remove them."""
+"""Writer in a record that lets the `Checkpoint` callback remove the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,9 @@ class Retention:
     """
 
     keep_last: int | None = 2
-    """The newest step checkpoints; None keeps all."""
+    """How many of the newest step checkpoints to keep; None keeps all."""
     keep_best: int = 1
-    """The best by `monitor`, where one is set."""
+    """How many of the best by `monitor` to keep, if it is set."""
     monitor: str | None = None
     mode: Literal["min", "max"] = "min"
 
@@ -236,13 +236,13 @@ class Retention:
 
 
 def require(*conditions: tuple[bool, str, str, object]) -> None:
-    """Refuse arguments, all at once.
+    """Refuse invalid arguments, all at once.
 
     Args:
-        conditions: For each whether it is as expected, its name, what was expected, and what was received.
+        conditions: For each argument: whether it is valid, its name, the expectation, and its value.
 
     Raises:
-        ValueError: One does not hold; names each of them.
+        ValueError: At least one is invalid; the message lists every invalid argument.
     """
     wrong = [
         f"Invalid `{argument}`. Expected {expected}, but received {received!r}."
@@ -256,10 +256,10 @@ def require(*conditions: tuple[bool, str, str, object]) -> None:
 def to_delete(
     records: Sequence[CheckpointRecord], retention: Retention, in_use: Collection[str] = ()
 ) -> list[CheckpointRecord]:
-    """The records of one run that `retention` does not keep, and of which no file or folder is `in_use`, oldest first.
+    """Return the records of one run, oldest first, that `retention` does not keep and that are not `in_use`.
 
-    A final checkpoint, and one that an older runtime wrote, is never among them. Nor is the newest whose weights are
-    finite: of a run that diverged it is the only one worth going on from.
+    It never returns a final checkpoint, one that an older runtime wrote, or the newest one with finite weights: after a
+    run has diverged, only that one is worth continuing from.
     """
     if retention.keep_last is None:
         return []
@@ -272,7 +272,7 @@ def to_delete(
 
 
 def monitored(records: Sequence[CheckpointRecord]) -> tuple[str | None, Literal["min", "max"] | None]:
-    """By which score the run of `records` is judged, and whether a low or a high one is better; None where unknown."""
+    """Return the score by which the run of `records` is judged, and whether low or high is better; None if unknown."""
     job = next((record.metadata["job"] for record in reversed(records) if "job" in record.metadata), None)
     if isinstance(job, dict) and isinstance(named := job.get("checkpoints.monitor"), str):
         return named, "max" if job.get("checkpoints.mode") == "max" else "min"
@@ -283,7 +283,7 @@ def monitored(records: Sequence[CheckpointRecord]) -> tuple[str | None, Literal[
 def best_first(
     records: Sequence[CheckpointRecord], monitor: str | None, mode: Literal["min", "max"]
 ) -> list[CheckpointRecord]:
-    """Those of `records` that have a finite score `monitor`, best first; of equal ones the older."""
+    """Return the `records` with a finite score `monitor`, best first; the older one first if equal."""
     sign = 1.0 if mode == "min" else -1.0
     values = [(record.metrics.get(monitor or ""), record) for record in records]
     scored = [(sign * value, record) for value, record in values if value is not None and math.isfinite(value)]
@@ -291,31 +291,31 @@ def best_first(
 
 
 def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
-    """Checkpoints of the `Checkpoint` callback."""
+    """Return the checkpoints of the `Checkpoint` callback."""
     records = [entry.record for entry in listed if entry.record is not None and not entry.path.is_symlink()]
     return [record for record in records if record.writer == WRITER]
 
 
 def _is_named(record: CheckpointRecord, paths: Collection[str]) -> bool:
-    """Whether one of `paths` is the record, its folder, what its hook named, or one of its files."""
+    """Whether one of `paths` is the record, its folder, the path that its hook named, or one of its files."""
     own = [record.path, *(record.path.parent / file.path for file in record.files)]
     return any(str(path) in paths for path in (*own, record.data_path, record.primary_path))
 
 
 def never_queued(uploader: Uploader, record: CheckpointRecord) -> list[CheckpointRecord]:
-    """Step checkpoints of the run of `record`, beside and before it, that `uploader` never heard of; oldest first.
+    """Return older step checkpoints in the folder and run of `record` that `uploader` never queued; oldest first.
 
-    A process may die when a checkpoint is durable and not queued yet, and leave a newer one to go on from. They are
-    looked for back to the newest that was queued. Where none was, there are none: a run whose uploads begin only now
+    A process may die when a checkpoint is durable and not yet queued, and leave a newer one to resume from. The search
+    goes back to the newest that was queued. If none was queued, the result is empty: a run whose uploads begin only now
     does not send its past.
     """
-    found: list[CheckpointRecord] = []
+    missed: list[CheckpointRecord] = []
     for older in reversed(own_records(list_checkpoints(record.path.parent))):
         if older.run_id != record.run_id or older.final or older.step > record.step or older.path == record.path:
             continue
         if uploader.has_queued(older.path):
-            return found[::-1]
-        found.append(older)
+            return missed[::-1]
+        missed.append(older)
     return []
 
 
@@ -325,7 +325,7 @@ def enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
     Raises:
         UploadError: A file is missing, or the queue cannot be written.
     """
-    # An older runtime has reported its end to its receiver itself; a file store never got the files.
+    # An older runtime has reported the end of its run itself, but only to a receiver; a file store got no files.
     if not (record.is_old and record.final and uploader.config.checkpoint_url is not None):
         files = [record.path.parent / file.path for file in record.files]
         step, final, reported = record.step, record.final, record.reported_path

@@ -1,29 +1,29 @@
-"""Checkpoints on a disk: whole or absent, whenever the process or the machine dies; proven, and removed.
+"""Checkpoint files on disk: written so that a checkpoint is complete or absent after any kill; verified; removed.
 
-1. All files are written into a temporary folder inside the destination directory, each followed by ``fsync``, and each
-   is read back and compared with the digest that was taken from memory before the write. A file that is shared with
-   earlier checkpoints is linked.
+1. All files are written into a temporary folder inside the destination directory, each followed by ``fsync``. Each is
+   read back and compared with the digest that was taken from memory before the write. A file shared with earlier
+   checkpoints is linked.
 2. The record is written there in the same way, under a temporary name. The folder is renamed to its name, and the
-   directory synced.
-3. The record is renamed out of the folder to its own name, and the directory synced. This is the commit: a rename
+   directory is synced.
+3. The record is renamed out of the folder to its own name, and the directory is synced. This is the commit: a rename
    within a file system is atomic.
 
-Deleting goes the other way round: the record is renamed into the folder, under a temporary name, and then both go.
-What a killed process leaves is either temporary, or a folder that no record names and whose record lies in it. `sweep`
-removes both, and nothing else. What belongs to checkpoints in a directory:
+Deleting reverses the order: the record is renamed into the folder, under a temporary name, and then both are removed.
+A killed process leaves either temporary files, or a folder that no record names and that holds its own record. `sweep`
+removes both, and nothing more. These files in a directory belong to checkpoints:
 
-- A file is a record if it says so itself. Under the name ``.ckpt``, a file of ``torch.save`` counts as well, because
+- A file is a record if its content says so. With the suffix ``.ckpt``, a file of ``torch.save`` counts as well, because
   Lightning's own plugin wrote it.
-- A folder is the data of a checkpoint if it holds a state file of this format and a record beside it names it; in it
-  the files that the record lists.
+- A folder is the data of a checkpoint if it holds a state file of this format and a record next to it names it. In it,
+  only the files that the record lists belong to the checkpoint.
 
 Everything else belongs to others, also inside a data folder, and so does every symbolic link. It is never replaced,
 moved or removed. One exception: a run renames a file in its own folder if it has the name of a checkpoint that the run
 will save (`move_out_of_the_way`).
 
-While a file is written the disk works with it: each chunk is handed over to it at once, so that the sync at the end
-finds little left to do. Chunks are large, because a thread that comes back from a system call waits for the
-interpreter, and a busy training thread keeps it for milliseconds.
+While a file is written, the disk already works on it: each chunk is passed to the disk at once, so that the sync at
+the end has little left to do. Chunks are large, because a thread that returns from a system call waits for the
+interpreter lock, and a busy training thread holds that for milliseconds.
 
 The module imports neither torch nor Lightning.
 """
@@ -102,22 +102,22 @@ log = logging.getLogger(__name__)
 _Parsed = TypeVar("_Parsed")
 
 _NUMBER = re.compile(r"(?<=.)~\d+(?=(\.[^.~]*)?\Z)", re.DOTALL)
-"""The number of a further data folder for the same name of a checkpoint, as in ``last~1`` or ``last~1.pth``."""
+"""Number of another data folder for the same checkpoint name, as in ``last~1`` or ``last~1.pth``."""
 _WRITE_CHUNK = 16 << 20
 _JOINED_BUFFER = 1 << 20
-"""Smaller buffers are copied, which is cheaper than a system call for each."""
+"""Smaller buffers are copied, because that is cheaper than one system call for each."""
 _LEAST_READ, _MOST_READ = 1 << 20, 16 << 20
-"""Bytes that are read at once; in between, a hundredth of the file."""
+"""Limits on the bytes of one read; between them, a read takes a hundredth of the file."""
 
 
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file, durable when this returns, and prove that it holds what memory held.
+    """Write a new file, durable when this returns, and prove that the disk holds the same bytes as memory.
 
     Returns:
         Its size in bytes and the xxh3-128 of its content, taken from memory.
 
     Raises:
-        BrokenCheckpointError: The file reads back otherwise.
+        BrokenCheckpointError: The file reads back differently.
         OSError: It could not be written; has its path as ``filename``.
     """
     hasher, size = xxhash.xxh3_128(), 0
@@ -131,7 +131,7 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, 
         os.fsync(descriptor)
         read_back = _hash_descriptor(descriptor)
     except OSError as error:
-        error.filename = os.fspath(path)  # A call on a descriptor names none.
+        error.filename = os.fspath(path)  # a call on a descriptor does not report its file
         raise
     finally:
         os.close(descriptor)
@@ -141,7 +141,7 @@ def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, 
 
 
 def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """`buffers` for a system call each: small ones joined, large ones cut."""
+    """Yield `buffers` in portions for one system call each: small ones joined, large ones cut."""
     joined = bytearray()
     for buffer in buffers:
         view = memoryview(buffer).cast("B")
@@ -157,7 +157,7 @@ def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryvie
 
 
 def hash_file(path: Path, *, most: int | None = None) -> tuple[int, str]:
-    """Size and xxh3-128 of the content of a file; ends soon after `most` bytes, whatever grows there.
+    """Return size and xxh3-128 of a file; stop soon after `most` bytes, even if the file grows.
 
     Raises:
         OSError: It cannot be read, or is not a regular file.
@@ -181,7 +181,7 @@ def _hash_descriptor(descriptor: int, most: int | None = None) -> tuple[int, str
 
 @contextlib.contextmanager
 def naming_the_checkpoint(record: Path, nbytes: int | None = None) -> Iterator[None]:
-    """Raise an `OSError` of the block as one that names the checkpoint of `record`, of about `nbytes` bytes.
+    """Turn an `OSError` of the block into one that names the checkpoint of `record`, of about `nbytes` bytes.
 
     Raises:
         UnwrittenCheckpointError: In place of any other `OSError`.
@@ -197,10 +197,10 @@ def naming_the_checkpoint(record: Path, nbytes: int | None = None) -> Iterator[N
 
 
 def verify(path: str | os.PathLike[str]) -> CheckpointRecord:
-    """The record of the checkpoint at `path`, after proving the checkpoint whole.
+    """Return the record of the checkpoint at `path`, after proving that the checkpoint is complete.
 
     Raises:
-        BrokenCheckpointError: A file is missing, short, long or changed; names it and what was found.
+        BrokenCheckpointError: A file is missing, short, long or changed; names it and its actual size or digest.
         FileNotFoundError: There is no such checkpoint.
     """
     record = read_record(record_path(path))
@@ -209,7 +209,7 @@ def verify(path: str | os.PathLike[str]) -> CheckpointRecord:
 
 
 def verify_files(record: CheckpointRecord, only: Sequence[FileEntry] | None = None) -> None:
-    """Prove the files that `record` names, or `only` some of them.
+    """Prove all files that `record` names, or only those in `only`.
 
     Raises:
         BrokenCheckpointError: One is missing or differs from what was saved.
@@ -221,11 +221,11 @@ def verify_files(record: CheckpointRecord, only: Sequence[FileEntry] | None = No
 
 @contextlib.contextmanager
 def opened(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryIO]:
-    """A file of `record` to read from, once its size was compared, which costs nothing.
+    """Open a file of `record` for reading, after a cheap check of its size.
 
     Raises:
-        BrokenCheckpointError: It is missing, has another size or cannot be read, or its content is not what the block
-            expects, which raises `ValueError`, `EOFError` or `RecursionError`.
+        BrokenCheckpointError: It is missing, has another size or cannot be read, or the block cannot parse it (raises
+            `ValueError`, `EOFError` or `RecursionError`).
     """
     try:
         with os.fdopen(open_regular(record.path.parent / entry.path), "rb") as file:
@@ -241,7 +241,7 @@ def opened(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryIO]:
 
 
 def missing_file(record: CheckpointRecord) -> str:
-    """Why a file of a checkpoint cannot be opened or has another size; empty where all are there. None is read."""
+    """Return why a file of a checkpoint is missing or has another size; empty if all are there. Reads no content."""
     try:
         for entry in record.files:
             with opened(record, entry):
@@ -252,7 +252,7 @@ def missing_file(record: CheckpointRecord) -> str:
 
 
 def read_proven(record: CheckpointRecord, entry: FileEntry, parse: Callable[[bytes], _Parsed]) -> _Parsed:
-    """What `parse` makes of the content of a file of `record`.
+    """Return the result of `parse` on the proven content of a file of `record`.
 
     Raises:
         BrokenCheckpointError: It is missing, differs from what was saved, or cannot be parsed.
@@ -264,7 +264,7 @@ def read_proven(record: CheckpointRecord, entry: FileEntry, parse: Callable[[byt
 
 
 def check_file(record: CheckpointRecord, entry: FileEntry, size: int, digest: str) -> None:
-    """Compare what was read with what the record says.
+    """Compare the size and digest of a file with its record.
 
     Raises:
         BrokenCheckpointError: They differ.
@@ -275,38 +275,38 @@ def check_file(record: CheckpointRecord, entry: FileEntry, size: int, digest: st
 
 
 STATE_MARKER = b'{"format":"genlight.training_state"'
-"""How every state file begins, so that a data folder can be told from a user's own."""
+"""Start of every state file, to distinguish a data folder from a user's own."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A file that is a record, or has the name of one: the parsed record, or why it is broken."""
+    """A file that is a record or has the name of one: the parsed record, or the reason why it is broken."""
 
     path: Path
     record: CheckpointRecord | None
     problem: str = ""
     error: OSError | None = None
-    """Why it cannot be told whether it is broken: this user may not read it, for example."""
+    """The error that left open whether the file is broken: this user may not read it, for example."""
 
     @property
     def is_own_but_broken(self) -> bool:
-        """Whether it is a record that the `Checkpoint` callback wrote, by its name, and that is broken."""
+        """Whether it is a broken record with a name of the `Checkpoint` callback."""
         return self.record is None and is_record_of_callback(self.path) and is_checkpoint_file(self.path)
 
 
 def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Every record in `directory`, whole or broken, by name; links are read as what they point to.
+    """Return every record in `directory`, intact or broken, by name; a link is read as its target.
 
-    One of an older runtime has a name as that gave it.
+    A record of an older runtime may have any name.
     """
     return [listed for path in record_paths(directory) if (listed := _listed(path)) is not None]
 
 
 def _listed(path: Path) -> Listed | None:
-    """None where the file at `path` is of another program, or gone."""
+    """Return None if the file at `path` belongs to another program or is gone."""
     has_our_name = is_record_of_callback(path)
     try:
-        # Another program's JSON may be large, and is not parsed.
+        # Another program's JSON may be large; do not parse it.
         if not has_our_name and path.suffix != ".ckpt" and not _begins_as_record(path):
             return None
         return Listed(path, read_record(path))
@@ -315,19 +315,19 @@ def _listed(path: Path) -> Listed | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        is_ours = has_our_name or path.suffix == ".ckpt"  # by its name, which is all that there is
+        is_ours = has_our_name or path.suffix == ".ckpt"  # only the name is available
         return Listed(path, None, f"it cannot be read: {error.strerror}", error) if is_ours else None
 
 
 def _begins_as_record(path: Path) -> bool:
-    """Whether the file at `path` begins as a record does, or is what is left of one that was cut off."""
+    """Whether the file at `path` begins like a record, or is a truncated beginning of one."""
     with os.fdopen(open_regular(path), "rb") as file:
         beginning = file.read(len(RECORD_MARKER))
     return bool(beginning) and RECORD_MARKER.startswith(beginning)
 
 
 def is_checkpoint_file(path: Path) -> bool:
-    """Whether the file at `path` is the record of a checkpoint, whole or broken, or a ``.ckpt`` file of torch.
+    """Whether the file at `path` is the record of a checkpoint, intact or broken, or a ``.ckpt`` file of torch.
 
     Raises:
         OSError: It cannot be read.
@@ -352,15 +352,15 @@ def is_record(path: str | os.PathLike[str]) -> bool:
 
 
 def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
-    """The records in `directory`, whole or broken, and ``.ckpt`` files of torch, sorted; no links."""
+    """Return the records in `directory`, intact or broken, and ``.ckpt`` files of torch, sorted; no links."""
     found = [listed for listed in records_in(directory) if not listed.path.is_symlink()]
     return [each.path for each in found if each.error is not None or is_checkpoint_file(each.path)]
 
 
 def folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
-    """How many of the records of a directory name each folder in it.
+    """Count how many records of a directory name each folder in it.
 
-    A link names nothing beyond what its target does. Of a broken record every folder of its name may be the data.
+    A link names nothing beyond its target's folder. For a broken record, every folder of its name may be the data.
     """
     own = [entry for entry in listed if not entry.path.is_symlink()]
     found = Counter(entry.record.folder or "" for entry in own if entry.record is not None)
@@ -371,9 +371,9 @@ def folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
 
 
 def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
-    """The folders that the records `files` of one directory name, each once.
+    """Return the folders that the records `files` of one directory name, each once.
 
-    Of an older runtime's record that is the folder of its name, with what its trainer wrote.
+    For an older runtime's record, that is the folder of the same name, with its trainer's files.
     """
     listed = [entry for path in files if (entry := _listed(path)) is not None]
     data = [files[0].parent / name for name in sorted(folders_that_are_named(listed))]
@@ -383,7 +383,7 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
 
 
 def record_of_folder(folder: Path) -> Path | None:
-    """The record that names the data folder `folder`; None if it is no data folder, or no record names it."""
+    """Return the record that names the data folder `folder`; None if it is no data folder, or no record names it."""
     listed = records_in(folder.parent) if _is_data_folder(folder) else []
     own = (entry for entry in listed if entry.record is not None and not entry.path.is_symlink())
     return next((entry.path for entry in own if entry.record and entry.record.folder == folder.name), None)
@@ -393,18 +393,18 @@ def require_replaceable(record: Path) -> None:
     """Raise if a record would replace something that is not a checkpoint.
 
     Raises:
-        CheckpointError: There is such a file or folder.
+        CheckpointError: Such a file or folder exists.
     """
     if _is_in_the_way(record):
         raise CheckpointError(
-            f"{record} is not a checkpoint, and is not overwritten; move it away, or choose another place"
+            f"{record} is not a checkpoint and is not overwritten; move it away, or choose another place"
         )
 
 
 def files_in_the_way(directory: str | os.PathLike[str]) -> list[Path]:
-    """Files and folders with the name of a record of the `Checkpoint` callback that are no checkpoints.
+    """Return files and folders that have a record name of the `Checkpoint` callback and are not checkpoints.
 
-    A program that was killed while it wrote leaves one, empty or cut off. A save refuses to replace it.
+    A program killed while writing leaves one, empty or truncated. A save refuses to replace it.
 
     Raises:
         OSError: One cannot be read.
@@ -417,12 +417,12 @@ def files_in_the_way(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def _is_in_the_way(record: Path) -> bool:
-    """Whether something that is not a checkpoint has the name `record`; a symbolic link is replaced itself."""
+    """Whether something that is not a checkpoint is at `record`; a save may replace a symbolic link itself."""
     return os.path.lexists(record) and not record.is_symlink() and not is_checkpoint_file(record)
 
 
 def move_out_of_the_way(path: Path) -> Path:
-    """Rename `path`, which is not a checkpoint, to the first free ``NAME.not-a-checkpoint-1``; return the new path."""
+    """Rename the foreign file `path` to the first free ``NAME.not-a-checkpoint-1``; return the new path."""
     names = (f"{path.name}.not-a-checkpoint-{number}" for number in itertools.count(1))
     free = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
     os.rename(path, free)
@@ -439,9 +439,9 @@ def _is_data_folder(path: Path) -> bool:
 
 
 def _sole_owner_of_its_folder(record: Path, named: Counter[str] | None = None) -> CheckpointRecord | None:
-    """The checkpoint at `record` if its data folder is its own alone.
+    """Return the checkpoint at `record` if no other record uses its data folder.
 
-    None of a link, whose target is another checkpoint, and of a broken record, which does not say what it named.
+    None for a link, because its target is another checkpoint, and for a broken record, because its folder is unknown.
     """
     if record.is_symlink():
         return None
@@ -456,11 +456,11 @@ def _sole_owner_of_its_folder(record: Path, named: Counter[str] | None = None) -
 
 
 _SPACE_FOR_THE_REST = 1 << 20
-"""Bytes beside tensors and JSON: headers, the record, folders."""
+"""Bytes for headers, the record and folders, in addition to tensors and JSON."""
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Raise before a checkpoint with `needed` bytes of tensors and JSON that does not fit.
+    """Raise before a checkpoint with `needed` bytes of tensors and JSON is written that does not fit.
 
     Raises:
         CheckpointError: The file system has less free space.
@@ -478,25 +478,25 @@ def require_space(directory: Path, needed: int) -> None:
 
 @dataclass(frozen=True)
 class Staging:
-    """The temporary folder of a checkpoint that is being made."""
+    """The temporary folder of a checkpoint while it is made."""
 
     record: Path
     path: Path
 
     def folder(self, name: str = TRAINER_FOLDER) -> Path:
-        """A folder within, made on first use."""
+        """Return a folder within, made on first use."""
         folder = self.path / name
         make_directory(folder, shared=None)
         return folder
 
     def discard(self) -> None:
-        """Remove the folder; does nothing once it was committed."""
+        """Remove the folder; does nothing after the commit."""
         _remove_tree(self.path)
         _live.discard(self.path.name)
 
 
 _live: set[str] = set()
-"""Temporary names that this process is working on, which `sweep` leaves alone."""
+"""Temporary names that this process is using; `sweep` does not touch them."""
 
 
 def stage(path: str | os.PathLike[str]) -> Staging:
@@ -519,27 +519,27 @@ def stage(path: str | os.PathLike[str]) -> Staging:
 
 
 def commit(staging: Staging, record: CheckpointRecord) -> None:
-    """Give the staged folder its name, the first that is free, and write the record; durable when this returns.
+    """Give the staged folder its name, the first free one, and write the record; durable when this returns.
 
-    What the record before it named, if there was one, is removed then. A final checkpoint leaves an earlier end of its
-    run under the name of its step.
+    Afterwards the data folder of the record that it replaces, if any, is removed. A final checkpoint leaves an earlier
+    final one of its run under the name of its step.
 
     Args:
-        staging: What to commit; whoever made it discards it if this fails.
-        record: The record, whose files are named relative to the staged folder.
+        staging: The folder to commit; whoever made it discards it if this fails.
+        record: The record; paths of its files are relative to the staged folder.
 
     Raises:
         CheckpointError: Something that is not a checkpoint has the record's name.
-        UnstorableStateError: The record is larger than one may be.
-        OSError: It could not be done. If the record was not yet renamed, only the staged folder remains of the new
-            checkpoint; if only the last sync failed, either it or the old one is there after a power cut.
+        UnstorableStateError: The record is larger than the limit.
+        OSError: The commit failed. If the record was not yet renamed, only the staged folder remains of the new
+            checkpoint; if only the last sync failed, either it or the old one exists after a power cut.
     """
     require_replaceable(staging.record)
     if record.final:
         _move_older_final(staging.record, record)
     directory = staging.record.parent
     first = Path(name_of(staging.record))
-    # Before a suffix: Lightning finds a last checkpoint by what is called ``last….pth`` if that is its extension.
+    # Insert the number before a suffix: if the extension is ``.pth``, Lightning searches for ``last….pth``.
     numbered = (f"{first.stem}~{number}{first.suffix}" for number in itertools.count(1))
     names = itertools.chain([first.name], numbered)
     folder = next(name for name in names if not os.path.lexists(directory / name))
@@ -553,7 +553,7 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     try:
         fsync_directory(directory)
         if replaced is not None and replaced.data_path is not None:
-            # A sweep removes the old folder by this, should the process die when its record is gone.
+            # By this copy, a sweep removes the old folder if the process dies after its record is gone.
             content = read_regular(staging.record, limit=LARGEST_RECORD_BYTES)
             write_file(replaced.data_path / temporary_name(staging.record.name), [content])
         os.replace(target / name, staging.record)
@@ -566,17 +566,17 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     if replaced is not None:
         try:
             _remove_data(replaced)
-        except OSError as error:  # the new one is there, and the next sweep tries again
+        except OSError as error:  # the new checkpoint exists, and the next sweep tries again
             log.warning("Could not remove %s: %s", replaced.data_path, error)
 
 
 def _move_older_final(final: Path, new: CheckpointRecord) -> None:
-    """Give the name of its step to the final checkpoint at `final`, if its run has gone on from it to the `new` end.
+    """Rename the final checkpoint at `final` to the name of its step if its run continued from it to the `new` end.
 
-    It is whole under one of its names at every moment: its files get second names first, and a record of its step.
-    Where a whole checkpoint of that step is there already, that one stays in its place. What cannot be moved, as on a
-    file system without links, is left to be replaced, with a warning: the new end of the run is worth more. What
-    another run left is replaced, too.
+    It is complete under one of its names at every moment: first its files get second names and its step a record.
+    If an intact checkpoint of that step exists already, it stays. If the rename fails, for example on a file system
+    without links, the old one is replaced with a warning: the new end of the run is worth more. A final checkpoint of
+    another run is replaced, too.
     """
     try:
         old = read_record(final)
@@ -593,11 +593,11 @@ def _move_older_final(final: Path, new: CheckpointRecord) -> None:
             _save_as(old, old.data_path, target)
         delete_checkpoint(final)
     except (CheckpointError, OSError) as error:
-        log.warning("%s is replaced, since it could not become %s: %s", final, target, error)
+        log.warning("Replacing %s, because it could not be renamed to %s: %s", final, target, error)
 
 
 def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
-    """Commit the files of `old` once more, as the checkpoint of its step at `target`."""
+    """Commit the files of `old` again, as the checkpoint of its step at `target`."""
     staging = stage(target)
     try:
         for name in [*map(old.file_name, old.files), SCORES_FILE]:
@@ -612,40 +612,40 @@ def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None = None) -> None:
-    """Remove a checkpoint, its record first; of a link to one, the link. One that is not there is no error.
+    """Remove a checkpoint, its record first. For a link, remove only the link. A missing one is no error.
 
-    What is not of the checkpoint stays, also within its folder.
+    Files that do not belong to the checkpoint stay, also within its folder.
 
     Args:
         path: The checkpoint.
-        named: The `folders_that_are_named` in its directory; None finds them.
+        named: The `folders_that_are_named` of its directory; None computes them.
 
     Raises:
-        CheckpointError: Something that is not a checkpoint has that name.
-        OSError: Something could not be removed.
+        CheckpointError: Something that is not a checkpoint is at `path`.
+        OSError: A file could not be removed.
     """
     record = record_path(path)
     if not os.path.lexists(record):
         return
     target = Path(os.path.realpath(record))
     if target.exists() and not is_checkpoint_file(target):
-        raise CheckpointError(f"{record} is not a checkpoint, and is not removed")
-    whole = _sole_owner_of_its_folder(record, named)
-    if whole is None or whole.data_path is None:
+        raise CheckpointError(f"{record} is not a checkpoint and is not removed")
+    sole = _sole_owner_of_its_folder(record, named)
+    if sole is None or sole.data_path is None:
         record.unlink(missing_ok=True)
     else:
-        os.rename(record, whole.data_path / temporary_name(record.name))
+        os.rename(record, sole.data_path / temporary_name(record.name))
     # Synced before the folder goes: otherwise a power cut could leave a record without its files.
     fsync_directory(record.parent)
-    if whole is not None:
-        _remove_data(whole)
+    if sole is not None:
+        _remove_data(sole)
 
 
 def _remove_data(record: CheckpointRecord) -> None:
-    """Remove the data folder of `record`, which is gone, but for what is not of its checkpoint.
+    """Remove the data folder of an already removed `record`, except files that do not belong to its checkpoint.
 
     Raises:
-        OSError: Something could not be removed.
+        OSError: A file could not be removed.
     """
     folder = record.data_path
     assert folder is not None
@@ -654,33 +654,33 @@ def _remove_data(record: CheckpointRecord) -> None:
     foreign: list[Path] = []
     for path, folders, files in os.walk(folder):
         for name in (*files, *(name for name in folders if os.path.islink(os.path.join(path, name)))):
-            found = Path(path, name)
-            is_own = found.relative_to(folder).as_posix() in listed or is_temporary(name)
-            (own if is_own else foreign).append(found)
+            file = Path(path, name)
+            is_own = file.relative_to(folder).as_posix() in listed or is_temporary(name)
+            (own if is_own else foreign).append(file)
     if not foreign:
-        # Through a temporary name, so that a kill in between leaves nothing that looks whole.
+        # Rename it to a temporary name first, so that a kill in between leaves nothing that looks complete.
         aside = folder.with_name(temporary_name(folder.name))
         os.rename(folder, aside)
         _remove_tree(aside)
         return
     names = ", ".join(sorted(path.relative_to(folder).as_posix() for path in foreign))
     log.warning("%s stays, because it contains files that do not belong to the checkpoint: %s", folder, names)
-    for found in sorted(own, key=lambda path: is_temporary(path.name)):  # the record last, by which a sweep goes on
-        found.unlink()
+    for file in sorted(own, key=lambda path: is_temporary(path.name)):  # the record last: a sweep continues from it
+        file.unlink()
     for path, _, _ in os.walk(folder, topdown=False):
         if not os.listdir(path):
             os.rmdir(path)
 
 
 def sweep(directory: str | os.PathLike[str], listed: Sequence[Listed] | None = None) -> list[str]:
-    """Remove what killed processes left in a checkpoint directory; only the run that holds the directory may.
+    """Remove what killed processes left in a checkpoint directory. Only the run that holds the directory may call it.
 
     Args:
         directory: The directory.
-        listed: Its `records_in`; None reads them.
+        listed: Result of `records_in` for it; None reads them.
 
     Returns:
-        The names that were removed.
+        The removed names.
     """
     directory = Path(directory)
     try:
@@ -701,12 +701,12 @@ def sweep(directory: str | os.PathLike[str], listed: Sequence[Listed] | None = N
             continue
         swept.append(name)
     if swept:
-        log.info("Removed what an interrupted run had left in %s: %s", directory, ", ".join(swept))
+        log.info("Removed leftovers of an interrupted run in %s: %s", directory, ", ".join(swept))
     return swept
 
 
 def _record_within(folder: Path) -> CheckpointRecord | None:
-    """The record that lies in the data folder which it names, because a killed process did not come to rename it."""
+    """Return the record inside the data folder that it names, left there by a process killed before the rename."""
     for name in filter(is_temporary, os.listdir(folder)):
         with contextlib.suppress(BrokenCheckpointError, OSError):
             record = read_record(folder / name)
@@ -716,7 +716,7 @@ def _record_within(folder: Path) -> CheckpointRecord | None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a temporary folder or file. One that cannot be removed is left to the next sweep, with a warning."""
+    """Remove a temporary folder or file. If that fails, warn and leave it to the next sweep."""
     try:
         if path.is_file():
             path.unlink()

@@ -1,23 +1,23 @@
 """The store of checkpoints: saves in the background, loads with proof, removes between saves.
 
-A save takes the state apart and copies its tensors in the training thread. Then it is written: whole and durable, or
-not at all. One save is in flight at a time; the next one waits for it.
+A save takes the state apart and copies its tensors in the training thread. Then the checkpoint is written, completely
+or not at all. One save is in flight at a time; the next one waits for it.
 
-With sharded tensors all ranks save together, otherwise a rank does by itself. In the training threads they agree on a
-temporary folder, that there is something to write, and on room for it. Then each rank, in its own thread where the save
-is asynchronous:
+With sharded tensors all ranks save together; otherwise only one rank saves. In the training threads the ranks agree on
+a temporary folder, on whether there is something to write, and that there is room for it. Then each rank, in a separate
+thread if the save is asynchronous,
 
 1. writes its slices into ``rank-00001/`` of that folder, synced and compared like any other file; rank zero also writes
    everything that is not sharded;
-2. tells rank zero what it has written, or why it could not; rank zero writes the index of all slices;
-3. hears from rank zero that the record is committed, or why not.
+2. sends rank zero the list of its files, or the reason of its failure; rank zero writes the index of all slices;
+3. learns from rank zero that the record is committed, or the reason why not.
 
-So a checkpoint exists when its record does, and the record names and proves every part. A rank that cannot write makes
-the save fail on all ranks; one that dies closes its connections, which does too. The checkpoint before stays.
+So a checkpoint exists if its record does, and the record names and proves every part. If a rank cannot write, or dies
+and so closes its connections, the save fails on all ranks. The previous checkpoint stays.
 
-A load proves every byte before any of it is used. A file is read once: its digest is taken from the very memory that
-becomes the tensors. Of tensors that were saved in slices by several ranks, a rank of a sharded run reads no more than
-its own, block by block, each of which has a digest.
+A load proves every byte before any of it is used. A file is read once: its digest is computed from the same memory that
+becomes the tensors. If several ranks saved a tensor in slices, a rank of a sharded run reads only its own part, slice
+by slice; each slice has a digest.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ __all__ = ["Base", "CheckpointStore", "load", "load_weights", "require_shared_di
 log = logging.getLogger(__name__)
 
 Base = Mapping[str, Any]
-"""The model's tensors by name, of which those are taken that a checkpoint leaves out."""
+"""The model's tensors by name; a load takes those that its checkpoint omits from here."""
 
 _PIECE = 4 << 20
 _NAMED = 5
@@ -120,7 +120,7 @@ _NAMED = 5
 _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORCH_TYPES.items()}
 
 VISIBLE_WITHIN_S = 10.0
-"""How long a file that one rank made may take to be seen by another, over a network file system that caches."""
+"""Longest time until one rank sees a file of another, over a network file system that caches."""
 _POLL_S = 0.02
 
 
@@ -131,35 +131,35 @@ def save(
     meta: RecordMeta | None = None,
     staging: Staging | None = None,
 ) -> CheckpointRecord:
-    """Write a checkpoint; whole and durable when this returns. See `CheckpointStore.save`."""
+    """Write a checkpoint, complete and durable when this returns. See `CheckpointStore.save`."""
     record = CheckpointStore().save(path, checkpoint, meta, staging=staging).result()
     assert record is not None
     return record
 
 
 def load(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str, Any]:
-    """The dictionary that was saved at `path`, with equal values of equal types; its tensors are on the host.
+    """Return the dictionary saved at `path`, with equal values of equal types; its tensors are on the host.
 
     An older runtime's record gives ``{"genlight": {"state": …}, "global_step": step}``.
 
     Args:
         path: The checkpoint.
-        base: The model's tensors, of which those are taken that the checkpoint leaves out.
+        base: The model's tensors; those that the checkpoint omits are taken from here.
 
     Raises:
-        BrokenCheckpointError: Something differs from what was saved; nothing was loaded.
-        CheckpointError: It holds a type that this process does not know, or leaves out what `base` does not have.
+        BrokenCheckpointError: A file differs from its record; nothing was loaded.
+        CheckpointError: It holds a type that this process does not know, or omits a tensor that `base` lacks.
         FileNotFoundError: There is no such checkpoint.
     """
     return load_record(read_record(record_path(path)), base=base)
 
 
 def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str, torch.Tensor]:
-    """The model's tensors alone, proven; those that were sharded put together, those that are left out from `base`.
+    """Return only the model's tensors, proven: sharded ones assembled, omitted ones taken from `base`.
 
     Raises:
-        BrokenCheckpointError: Something differs from what was saved.
-        CheckpointError: It leaves out what `base` does not have.
+        BrokenCheckpointError: A file differs from its record.
+        CheckpointError: It omits a tensor that `base` lacks.
     """
     record = read_record(record_path(path))
     weights = left_out_tensors(record, base)
@@ -173,39 +173,39 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
 
 
 class CheckpointStore:
-    """Saves and loads checkpoints; of one process, for any number of directories."""
+    """Saves and loads the checkpoints of one process, in any number of directories."""
 
     def __init__(self) -> None:
         self.background = Background()
         self.buffer = HostBuffer()
         self.base: Callable[[], Base] | None = None
-        """Gives the model's tensors, of which a load takes what its checkpoint leaves out."""
+        """Returns the model's tensors, from which a load takes those that its checkpoint omits."""
         self.loaded: CheckpointRecord | None = None
-        """The checkpoint that was loaded last."""
+        """The checkpoint that was loaded most recently."""
         self.before_background_save: list[Callable[[], None]] = []
         """Called in the training thread."""
         self._frozen: dict[Path, Frozen] = {}
         self._pending: list[Pending] = []
-        """Work in the background, until `wait` or `poll` has found its end."""
+        """Background work whose end `wait` or `poll` has not yet handled."""
 
     @override
     def __reduce__(self) -> Any:
-        # What is in flight, or listened for, belongs to the process that began it; a copy begins without.
+        # Saves in flight and listeners belong to the process that started them; a copy starts without any.
         return CheckpointStore, ()
 
     def begin(self, directory: Path, frozen: Frozen) -> None:
-        """Have checkpoints in `directory` share what is `frozen`. On the rank that writes, before the first step."""
+        """Share `frozen` among the checkpoints in `directory`. Called on the writing rank, before the first step."""
         self._frozen[directory] = frozen
 
     def reserve(self, sizes: Sequence[int], device: torch.device, *, owner: object = None) -> None:
-        """Take, and pin, the memory for snapshots of tensors from `device` in the background, before the first save.
+        """Allocate and pin the memory for snapshots of tensors from `device`, in the background, before the first save.
 
-        What that save would wait for otherwise is some 0.2 s for each GB.
+        Otherwise the first save would wait some 0.2 s for each GB.
 
         Args:
             sizes: The bytes of each tensor.
-            device: Where most of them are.
-            owner: As of `save`.
+            device: The device of most of them.
+            owner: The same as in `save`.
         """
         nbytes = self.buffer.room_for(sizes)
         self._submit(lambda: self.buffer.reserve(nbytes, device), owner)
@@ -226,18 +226,18 @@ class CheckpointStore:
         groups: RankGroups | None = None,
         owner: object = None,
     ) -> Future[CheckpointRecord | None]:
-        """Save `state`, a dump of Lightning's or any dictionary, with the values of now.
+        """Save the current values of `state`, a dump of Lightning's or any dictionary.
 
         Args:
-            path: Where the record will be.
+            path: The path of the record.
             state: ``state["genlight"]["state"]`` goes into the record.
-            meta: What the record says beside that.
+            meta: Further facts for the record.
             staging: The folder that holds the files of the trainer's own hook; it is removed if the save fails.
-            asynchronous: Write in the background. What fails there is raised by the next call, or by `poll`; where
-                all ranks write together, by the next call alone.
-            groups: All ranks call this, and each writes the slices of sharded tensors that it holds; what rank zero
-                passes counts. None has this process write alone.
-            owner: Who alone is told of a failure in the background, by `wait` and `poll`; None is whoever calls first.
+            asynchronous: Write in the background. The next call or `poll` raises a failure there; if all ranks write
+                together, only the next call does.
+            groups: All ranks call this, and each writes the slices of sharded tensors that it holds; rank zero's
+                arguments count. With None, only this process writes.
+            owner: `wait` and `poll` raise a failure in the background only for this owner; with None, for any caller.
 
         Returns:
             The record, once the checkpoint is durable; None on ranks other than zero.
@@ -245,13 +245,13 @@ class CheckpointStore:
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
             CheckpointError: The disk has no space for it, or another rank failed.
-            UnwrittenCheckpointError: It, or the one before it, could not be written; what was there before still is.
+            UnwrittenCheckpointError: It, or the one before it, could not be written; the previous one is unchanged.
         """
         record, meta = record_path(path), meta or RecordMeta()
         training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
         is_first, name = training.rank == 0, name_of(record)
 
-        # Now, not in the background: a caller may put a link beside the checkpoint (``save_last="link"``).
+        # Now, not in the background: a caller may put a link next to the checkpoint (``save_last="link"``).
         made = training.first(lambda: staging or stage(record), f"start {name}")
         try:
             captured = training.agreed(lambda: self._capture(state, meta, made, groups, owner), f"prepare {name}")
@@ -271,7 +271,7 @@ class CheckpointStore:
     def _capture(
         self, state: Mapping[str, Any], meta: RecordMeta, staging: Staging, groups: RankGroups | None, owner: object
     ) -> Captured:
-        """The share of this rank in a checkpoint of `state`, once the save before it has ended."""
+        """Return the share of this rank in a checkpoint of `state`, after the previous save has ended."""
         captured = capture(state, meta if groups is None else replace(meta, world_size=groups.training.size), staging)
         if groups is None and captured.sharded_tensors:
             _, name = next(iter(captured.sharded_tensors))
@@ -304,26 +304,26 @@ class CheckpointStore:
         return future
 
     def load(self, path: str | os.PathLike[str], *, groups: RankGroups | None = None) -> dict[str, Any]:
-        """The checkpoint at `path`, proven before any of it is used; also a file of torch, without its pickle.
+        """Return the checkpoint at `path`, all of it proven before use; or a file of torch, read without its pickle.
 
         Args:
-            path: The checkpoint, or what `find_checkpoint` takes for one.
-            groups: All ranks call this, and read of sharded tensors only what is used of them. None has this process
-                read all by itself.
+            path: The checkpoint, or a path that `find_checkpoint` resolves.
+            groups: All ranks call this, and each reads only the slices of sharded tensors that it uses. With None,
+                this process reads everything itself.
 
         Raises:
-            BrokenCheckpointError: It differs from what was saved.
-            CheckpointError: It leaves out what the model does not have, or another rank could not read it.
-            FileNotFoundError: There is none.
+            BrokenCheckpointError: A file differs from its record.
+            CheckpointError: It omits a tensor that the model lacks, or another rank could not read it.
+            FileNotFoundError: There is no checkpoint.
         """
         channel = ALONE if groups is None else groups.training
 
         def read() -> dict[str, Any]:
             self.wait()
-            self.loaded, found = None, find_checkpoint(path)
-            if is_torch_file(found):
-                return _load_torch_file(found)
-            self.loaded = record = read_record(found)
+            self.loaded, file = None, find_checkpoint(path)
+            if is_torch_file(file):
+                return _load_torch_file(file)
+            self.loaded = record = read_record(file)
             if record.finite_weights is False:
                 rank_zero_only(log.warning)(
                     "The weights in %s are not finite: training that continues from them is lost. Name an earlier "
@@ -337,7 +337,7 @@ class CheckpointStore:
         return channel.agreed(read, f"load {os.fspath(path)}")
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at `path`, after the save in flight has become durable; not at all if that fails.
+        """Remove the checkpoint at `path` after the save in flight is durable; if that save fails, remove nothing.
 
         A file or folder there that is not a checkpoint stays, with a warning.
         """
@@ -349,11 +349,11 @@ class CheckpointStore:
             self.background.run(lambda: None if any(each.exception() for each in before) else job(), f"remove {path}")
 
     def prune(self, directory: Path, choose: Callable[[list[Listed]], list[CheckpointRecord]]) -> None:
-        """Remove checkpoints of `directory` in the background, after the save that is in flight.
+        """Remove checkpoints of `directory` in the background, after the save in flight.
 
         Args:
             directory: Its records are read once.
-            choose: Which of them go; called in the background.
+            choose: Returns those to remove; called in the background.
         """
 
         def remove() -> None:
@@ -366,28 +366,28 @@ class CheckpointStore:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing goes on in the background, and nothing failed that `poll` has yet to raise."""
+        """Whether no background work is running and no failure is waiting for `poll` to raise it."""
         return all(pending.is_joint and pending.future.done() for pending in self._pending)
 
     def poll(self, owner: object = None) -> None:
-        """Raise what failed in the background, if it is of `owner` or of nobody and this process did it alone.
+        """Raise a failure of the background, if it belongs to `owner` or to nobody and concerns only this process.
 
         Raises:
-            Exception: What the first of them raised; once.
+            Exception: The first such failure; raised once.
         """
         self._settle([each for each in self._pending if each.future.done() and not each.is_joint], owner)
 
     def wait(self, owner: object = None) -> None:
-        """Return when nothing goes on in the background.
+        """Return when no background work is running.
 
         Raises:
-            Exception: What the first failure raised that is of `owner` or of nobody; once.
+            Exception: The first failure that belongs to `owner` or to nobody; raised once.
         """
         concurrent.futures.wait([pending.future for pending in self._pending])
         self._settle(self._pending, owner)
 
     def _settle(self, ended: Sequence[Pending], owner: object) -> None:
-        """Forget what has `ended`, except failures that are another owner's; raise the first failure."""
+        """Forget the work that has `ended`, except other owners' failures; raise the first failure."""
         failed = [pending for pending in ended if pending.future.exception() is not None]
         own = [pending for pending in failed if pending.owner is None or pending.owner is owner]
         forgotten = {id(pending) for pending in ended} - {id(pending) for pending in failed if pending not in own}
@@ -398,10 +398,10 @@ class CheckpointStore:
             first.future.result()
 
     def close(self) -> None:
-        """Wait for all that goes on in the background, and free the memory of snapshots.
+        """Wait for all background work, and free the memory of snapshots.
 
         Raises:
-            Exception: What the last save raised; once.
+            Exception: The failure of the last save; raised once.
         """
         self.background.finish()
         self.buffer = HostBuffer()
@@ -410,11 +410,11 @@ class CheckpointStore:
 
 
 def wait_after_failure(wait: Callable[[], None]) -> None:
-    """Call what waits for the save in flight; its failure is logged, because the training has failed of another."""
+    """Wait for the save in flight with `wait`; only log its failure, because another one has already ended training."""
     try:
         wait()
     except Exception as error:
-        trace = None if isinstance(error, GenlightError) else error  # its message says all
+        trace = None if isinstance(error, GenlightError) else error  # our errors have complete messages
         log.error("The last checkpoint was not written: %s", error, exc_info=trace)  # noqa: TRY400
 
 
@@ -431,16 +431,16 @@ class Pending:
 
     future: Future[Any]
     owner: object
-    """Who alone is told of its failure; None is whoever asks first."""
+    """The only caller that learns of a failure; None for the first caller that asks."""
     is_joint: bool
-    """Whether all ranks do it together: a rank that raised the failure alone would leave the others behind."""
+    """Whether all ranks do it together: a rank that raised its failure separately would leave the others waiting."""
 
 
 class Background:
     """Runs jobs one after the other, each in a thread that waits for the one before.
 
-    They are no daemons: an interpreter that exits lets the jobs finish. Where the system has no room for a thread, the
-    caller waits for its job.
+    The threads are not daemons: an interpreter that exits lets the jobs finish. If the system has no room for a thread,
+    the caller waits for its job.
     """
 
     def __init__(self) -> None:
@@ -448,7 +448,7 @@ class Background:
         self._last.set_result(None)
 
     def submit(self, job: Callable[[], object]) -> Future[Any]:
-        """Run `job` after those that were submitted before; called in one thread alone."""
+        """Run `job` after those that were submitted before. Only one thread may call this."""
         before, future = self._last, Future[Any]()
         self._last = future
 
@@ -463,7 +463,7 @@ class Background:
         return future
 
     def run(self, job: Callable[[], object], doing: str) -> None:
-        """As `submit`, for a job that nobody waits for: a failure is logged, as what it was `doing`."""
+        """Like `submit`, for a job that nobody waits for: its failure is logged, with `doing`."""
 
         def logged() -> None:
             try:
@@ -481,22 +481,22 @@ class Background:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has written."""
+    """The files and slices that a rank has written."""
 
     files: Sequence[FileEntry]
     slices: Sequence[SlicedTensor]
-    """Of sharded tensors, each with one slice."""
+    """Sharded tensors, each with one slice."""
     finite_weights: bool | None
 
 
 def _write(channel: Channel, captured: Captured) -> CheckpointRecord | None:
-    """Write this rank's part and return when the whole checkpoint is durable, on rank zero with its record. Collective.
+    """Write this rank's part; return when the complete checkpoint is durable, on rank zero with its record. Collective.
 
-    The staged folder is gone if that fails.
+    If that fails, the staged folder is removed.
 
     Raises:
         CheckpointError: A rank could not write its part, died, or does not see the directory.
-        UnwrittenCheckpointError: This rank could not write its own; the checkpoint that was there before still is.
+        UnwrittenCheckpointError: This rank could not write its part; the previous checkpoint is unchanged.
     """
     record, written = captured.staging.record, list[CheckpointRecord]()
 
@@ -513,14 +513,14 @@ def _write(channel: Channel, captured: Captured) -> CheckpointRecord | None:
             if channel.rank == 0:
                 captured.staging.discard()
             raise
-        log.warning("A rank ended before it heard that %s is durable: %s", record.name, error)
+        log.warning("A rank ended before it learned that %s is durable: %s", record.name, error)
     if written and captured.frozen is not None:
         captured.frozen.learn(written[0], captured)
     return written[0] if written else None
 
 
 def _write_part(rank: int, captured: Captured) -> Part:
-    """Write the slices of this rank, and on rank zero what is not sharded."""
+    """Write the slices of this rank, and on rank zero everything that is not sharded."""
     folder, slices = captured.staging.path, list[SlicedTensor]()
     _wait_until_seen(folder, rank)
     with naming_the_checkpoint(captured.staging.record, captured.nbytes):
@@ -541,7 +541,7 @@ def _write_part(rank: int, captured: Captured) -> Part:
 def _slices_noted(
     rank: int, begin: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]
 ) -> Iterator[memoryview]:
-    """The bytes of `entries`, the first of which begins at `begin`; slices among them are added to `slices`."""
+    """Yield the bytes of `entries`, the first of which begins at `begin`; add the slices among them to `slices`."""
     for entry in entries:
         data = bytes_of(entry.source)
         if entry.box is not None:
@@ -552,25 +552,25 @@ def _slices_noted(
 
 
 def _hook_files(staged: Path) -> list[FileEntry]:
-    """Make durable what the trainer's hook wrote into the folder that is `staged`."""
-    found = []
+    """Make durable the files that the trainer's hook wrote into the folder `staged`, and return their entries."""
+    entries = []
     for path, folders, files in os.walk(staged / TRAINER_FOLDER):
         for name in sorted([*files, *(name for name in folders if (Path(path) / name).is_symlink())]):
             file = Path(path) / name
-            if file.is_symlink():  # it would not survive a move, nor be durable
+            if file.is_symlink():  # it would neither survive a move nor be durable
                 raise CheckpointError(f"save_checkpoint left a link, {name} -> {file.readlink()}; write a file instead")
             fsync_file(file)
-            found.append(FileEntry(file.relative_to(staged).as_posix(), *hash_file(file)))
-    return found
+            entries.append(FileEntry(file.relative_to(staged).as_posix(), *hash_file(file)))
+    return entries
 
 
 def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
-    """Commit what all ranks have staged; their files are named relative to the staging folder.
+    """Commit the files that all ranks have staged; their names are relative to the staging folder.
 
     Raises:
-        CheckpointError: Rank zero does not see a part, the slices do not make their tensors whole, or something that is
+        CheckpointError: Rank zero does not see a part, the slices do not tile their tensors, or something that is
             not a checkpoint has its name.
-        UnwrittenCheckpointError: It could not be committed; the checkpoint that was there before still is.
+        UnwrittenCheckpointError: It could not be committed; the previous checkpoint is unchanged.
     """
     staging, path = captured.staging, captured.staging.record
     files = [file for part in parts for file in part.files]
@@ -580,8 +580,8 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
                 _wait_until_seen(staging.path / file.path, 0, size=file.size, made_by=rank)
         if index := _index_of(captured, parts):
             files.append(FileEntry(SLICES_FILE, *write_file(staging.path / SLICES_FILE, [msgspec.json.encode(index)])))
-        # A rank other than zero that holds no slice of a parameter says nothing.
-        said = [part.finite_weights for rank, part in enumerate(parts) if part.finite_weights is not None or not rank]
+        # A rank other than zero that holds no slice of a parameter has no verdict.
+        verdicts = [p.finite_weights for rank, p in enumerate(parts) if p.finite_weights is not None or not rank]
         files.sort(key=lambda file: file.path)
         facts = vars(captured.meta) | {
             "state": captured.state,
@@ -590,33 +590,33 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
             "created_at_ms": time.time_ns() // 1_000_000,
             "versions": library_versions(),
             "left_out": captured.left_out,
-            "finite_weights": False if False in said else None if None in said else True,
+            "finite_weights": False if False in verdicts else None if None in verdicts else True,
         }
         commit(staging, CheckpointRecord(path=path, **facts))
         return read_record(path)
 
 
 def _index_of(captured: Captured, parts: Sequence[Part]) -> list[SlicedTensor]:
-    """The tensors that the slices of all ranks make.
+    """Return the tensors that the slices of all ranks form.
 
     Raises:
-        CheckpointError: They do not make the tensors whole that rank zero has.
+        CheckpointError: They do not tile rank zero's tensors exactly.
     """
-    found = {without: list[StoredSlice]() for without in captured.sharded_tensors.values()}
+    slices_of = {without: list[StoredSlice]() for without in captured.sharded_tensors.values()}
     for sliced in (sliced for part in parts for sliced in part.slices):
-        found.setdefault(msgspec.structs.replace(sliced, slices=()), []).extend(sliced.slices)
-    for tensor, slices in found.items():
+        slices_of.setdefault(msgspec.structs.replace(sliced, slices=()), []).extend(sliced.slices)
+    for tensor, slices in slices_of.items():
         is_known = captured.sharded_tensors.get((tensor.file, tensor.key)) == tensor
         if not is_known or not tile_exactly(tensor.shape, [each.box for each in slices]):
             raise CheckpointError(
-                f"the ranks do not hold the same sharded tensors: their slices of {tensor.key} do not make one whole; "
-                "every rank has to put the same sharded tensors into its state"
+                f"the ranks do not hold the same sharded tensors: their slices of {tensor.key} do not tile it exactly; "
+                "every rank must put the same sharded tensors into its state"
             )
-    return [msgspec.structs.replace(tensor, slices=tuple(slices)) for tensor, slices in found.items()]
+    return [msgspec.structs.replace(tensor, slices=tuple(slices)) for tensor, slices in slices_of.items()]
 
 
 def require_shared_directory(channel: Channel, directory: Path) -> None:
-    """Raise where a rank does not see what rank zero makes in `directory`. Collective.
+    """Raise if a rank does not see a folder that rank zero makes in `directory`. Collective.
 
     Raises:
         CheckpointError: Names the rank and its host.
@@ -631,10 +631,10 @@ def require_shared_directory(channel: Channel, directory: Path) -> None:
 
 
 def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by: int = 0) -> None:
-    """Return once `path` is there for this rank, with its size.
+    """Return once this rank sees `path`, with its size.
 
     Raises:
-        CheckpointError: It is not; the directory is not the same one on all nodes.
+        CheckpointError: It does not; the directory is not the same one on all nodes.
     """
     end = time.monotonic() + VISIBLE_WITHIN_S
     while time.monotonic() <= end:
@@ -644,7 +644,7 @@ def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by:
         time.sleep(_POLL_S)
     directory = path.parent if size is None else path.parent.parent.parent
     raise CheckpointError(
-        f"rank {rank} on {socket.gethostname()} does not see in {directory} what rank {made_by} wrote there: "
+        f"rank {rank} on {socket.gethostname()} does not see in {directory} the files of rank {made_by}: "
         "each rank writes its own part of a sharded checkpoint, so the directory must be on a file system that all "
         "nodes share; choose such a `dirpath`, or train without sharding"
     )
@@ -654,7 +654,7 @@ def _load_torch_file(path: Path) -> dict[str, Any]:
     """Load a file that ``torch.save`` wrote, without a pickle that could run code.
 
     Raises:
-        CheckpointError: It holds objects of classes that only such a pickle could make, or is no file of torch.
+        CheckpointError: It holds objects of classes that only such a pickle could make, or is not a file of torch.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -664,26 +664,26 @@ def _load_torch_file(path: Path) -> dict[str, Any]:
         what = f"an object of {name[1]}" if name else "something"
         raise CheckpointError(
             f"{os.fspath(path)} holds {what} that torch reads only by running code of the file, which genlight never "
-            "does. If you trust the file, keep what you need of it in one of plain values: `torch.save({'state_dict': "
-            "torch.load(FILE, weights_only=False)['state_dict']}, NEW_FILE)`"
+            "does. If you trust the file, write the part that you need to a new file of plain values: "
+            "`torch.save({'state_dict': torch.load(FILE, weights_only=False)['state_dict']}, NEW_FILE)`"
         ) from error
     return loaded
 
 
 def load_record(record: CheckpointRecord, *, base: Base | None = None, share: slice | None = None) -> dict[str, Any]:
-    """As `load`, where the record was read already.
+    """Like `load`, for a record that was read already.
 
     Args:
-        record: That of the checkpoint.
-        base: As of `load`.
-        share: For a rank that needs its own slices of sharded tensors only: those are read when they are used. It says
-            which of the files with slices to prove now; every file has to be in the share of one rank, and nothing
+        record: The checkpoint's record.
+        base: The same as in `load`.
+        share: For a rank that needs only its own slices of sharded tensors: they are read when they are used. It says
+            which of the files with slices to prove now. Every file must be in the share of one rank, and nothing
             may be used before all ranks have proven theirs.
     """
     if record.is_old:
-        # What Lightning asks of any checkpoint; its weights, if it has some, are the trainer's affair.
-        asked = {"pytorch-lightning_version": version("lightning"), "optimizer_states": [], "lr_schedulers": []}
-        return {**asked, "epoch": 0, "global_step": record.step, CONTRACT_KEY: {"state": record.state}}
+        # Lightning requires these of any checkpoint; the trainer handles the weights, if there are any.
+        required = {"pytorch-lightning_version": version("lightning"), "optimizer_states": [], "lr_schedulers": []}
+        return {**required, "epoch": 0, "global_step": record.step, CONTRACT_KEY: {"state": record.state}}
     source = _Source(record, base, share)
     try:
         checkpoint: dict[str, Any] = decode(source.content["checkpoint"], source.tensor)
@@ -692,12 +692,12 @@ def load_record(record: CheckpointRecord, *, base: Base | None = None, share: sl
         if "state_dict" in checkpoint:
             weights = checkpoint["state_dict"] = OrderedDict(checkpoint["state_dict"])
             if (metadata := decode(source.content["weights_metadata"], source.tensor)) is not None:
-                # Versions of modules, where torch looks for them.
+                # Versions of modules, in the attribute that torch reads.
                 weights._metadata = metadata  # type: ignore[attr-defined]
-    except (CheckpointError, OSError, MemoryError):  # of this machine: references were compared with the files
+    except (CheckpointError, OSError, MemoryError):  # faults of this machine: references matched the files
         raise
     except Exception as error:
-        # The codecs call constructors, which raise what they like of values that a file has chosen.
+        # The codecs call constructors, and those may raise anything for values from a file.
         raise BrokenCheckpointError(record.name, f"its content is malformed: {error!r:.500}") from error
     return checkpoint
 
@@ -706,12 +706,12 @@ class _Source:
     """The tensors in the files of one checkpoint."""
 
     def __init__(self, record: CheckpointRecord, base: Base | None, share: slice | None) -> None:
-        """Read and prove all files, of those with slices the own share."""
+        """Read and prove all files; of those with slices, only this rank's share."""
         self._is_lazy = share is not None
         self._stored = {(MODEL_FILE, key): tensor for key, tensor in left_out_tensors(record, base).items()}
-        self._given: dict[Any, torch.Tensor] = {}
+        self._made: dict[Any, torch.Tensor] = {}
         self.content, self._facts, in_slices = read_contents(record, self._read_file)
-        """`content` is that of the state file."""
+        """`content` is the content of the state file."""
         others, sliced = [], []
         for entry in record.files:
             name = record.file_name(entry)
@@ -729,23 +729,23 @@ class _Source:
         return header
 
     def tensor(self, reference: dict[str, Any]) -> torch.Tensor:
-        """The tensor behind a reference; the same object for equal references."""
+        """Return the tensor for a reference; the same object for equal references."""
         identity = json.dumps(reference, sort_keys=True)
-        if identity not in self._given:
-            check_tensor(reference, self._facts)  # before memory is taken for it
-            self._given[identity] = self._make(reference)
-        return self._given[identity]
+        if identity not in self._made:
+            check_tensor(reference, self._facts)  # before memory is allocated for it
+            self._made[identity] = self._make(reference)
+        return self._made[identity]
 
     def _make(self, reference: dict[str, Any]) -> torch.Tensor:
         place = (reference["file"], reference["key"])
         if place in self._sliced and self._is_lazy:
             return WholeTensor(self._sliced[place])
-        if place not in self._given:
-            self._given[place] = self._read(reference)
-        return restore_flags(self._given[place], reference)
+        if place not in self._made:
+            self._made[place] = self._read(reference)
+        return restore_flags(self._made[place], reference)
 
     def _read(self, reference: dict[str, Any]) -> torch.Tensor:
-        """The stored tensor behind a reference, with its own type and strides; for all references to it."""
+        """Return the stored tensor for a reference, with its own type and strides; shared by all references to it."""
         place = (reference["file"], reference["key"])
         if place in self._sliced:
             return self._sliced[place].whole()
@@ -760,7 +760,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class StoredSlices:
-    """A sharded tensor of a checkpoint; its values are read when they are asked for."""
+    """A sharded tensor of a checkpoint; its values are read on demand."""
 
     record: CheckpointRecord
     tensor: SlicedTensor
@@ -771,14 +771,14 @@ class StoredSlices:
         return dtype_of(self.tensor.dtype)
 
     def whole(self) -> torch.Tensor:
-        """All of it, put together from all slices."""
+        """Return the complete tensor, assembled from all slices."""
         return self.read(Box((0,) * len(self.tensor.shape), self.tensor.shape))
 
     def read(self, part: Box) -> torch.Tensor:
-        """The values of one part as they were saved, from the slices that have some of them.
+        """Return the saved values of one part, from the slices that overlap it.
 
         Raises:
-            BrokenCheckpointError: They differ from what was saved.
+            BrokenCheckpointError: They differ from the saved ones.
         """
         result = torch.empty(part.shape, dtype=self.dtype, device="cpu")
         for stored in self.tensor.slices:
@@ -788,33 +788,33 @@ class StoredSlices:
         return result
 
     def _slice(self, stored: StoredSlice) -> torch.Tensor:
-        """The values of one slice, proven."""
+        """Return the proven values of one slice."""
         values = torch.empty(stored.box.shape, dtype=self.dtype, device="cpu")
         data, name = bytes_of(values), f"{part_folder(stored.rank)}/{self.tensor.file}"
         with os.fdopen(open_regular(self.record.path.parent / f"{self.record.folder}/{name}"), "rb") as file:
             file.seek(stored.begin)
-            file.readinto(data)  # fewer bytes than there are have another digest
+            file.readinto(data)  # a short read leaves another digest
         if digest_of(data) != stored.xxh3_128:
-            raise BrokenCheckpointError(self.record.name, f"{name} is not what was saved for {self.tensor.key}")
+            raise BrokenCheckpointError(self.record.name, f"{name} does not hold the saved values of {self.tensor.key}")
         return values
 
 
 def _read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str, torch.Tensor], dict[str, TypedShape]]:
-    """Tensors of one file, and its header; none is handed out before the whole file is proven."""
+    """Return the tensors of one file, and its header, after the complete file is proven."""
     hasher = xxhash.xxh3_128()
     tensors: dict[str, torch.Tensor] = {}
     with opened(record, entry) as file:
-        found = header_from(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
-        for key, stored in found.items():
+        header = header_from(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
+        for key, stored in header.items():
             tensors[key] = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
             _take(file, bytes_of(tensors[key]), hasher)
         position = file.tell()
     check_file(record, entry, position, hasher.hexdigest())
-    return tensors, found
+    return tensors, header
 
 
 def _take(file: BinaryIO, memory: memoryview, hasher: Any) -> memoryview:
-    """Fill `memory` from `file`, in pieces that are hashed while they are in the cache."""
+    """Fill `memory` from `file`, in pieces that are hashed while they are in the CPU cache."""
     for start in range(0, len(memory), _PIECE):
         piece = memory[start : start + _PIECE]
         if file.readinto(piece) < len(piece):  # type: ignore[attr-defined]
@@ -824,34 +824,34 @@ def _take(file: BinaryIO, memory: memoryview, hasher: Any) -> memoryview:
 
 
 def left_out_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, torch.Tensor]:
-    """The tensors that `record` leaves out, copied from `base` and proven; as a file would hold them.
+    """Return the tensors that `record` omits, copied from `base` and proven, in the form that a file would have.
 
     Raises:
-        CheckpointError: There is no `base`, or it lacks one, or has another; names it, and the way out.
+        CheckpointError: There is no `base`, or it lacks one, or has another; names the tensor and the way out.
     """
     if record.left_out and base is None:
         names = ", ".join(entry.key for entry in record.left_out[:_NAMED])
         more = ", …" if len(record.left_out) > _NAMED else ""
         raise CheckpointError(
-            f"{record.name} leaves out {len(record.left_out)} tensors ({names}{more}), which training did not change, "
+            f"{record.name} omits {len(record.left_out)} tensors ({names}{more}), which training did not change, "
             "because it was saved with weights='trained'. Resume it in a Trainer with the Checkpoint callback, whose "
-            "module has them; else give them as `base`: load(path, base=module.state_dict()), or `genlight checkpoints "
+            "module has them; or pass them as `base`: load(path, base=module.state_dict()), or `genlight checkpoints "
             "export PATH --to FILE --base FILE.safetensors`"
         )
-    found = {}
+    tensors = {}
     for left in record.left_out:
-        given = (base or {}).get(left.key)
-        host = None if given is None else given.detach().to("cpu", copy=True).contiguous()
+        built = (base or {}).get(left.key)
+        host = None if built is None else built.detach().to("cpu", copy=True).contiguous()
         now = None if host is None else described({left.key: host}).get(left.key)
         if host is None or now != left:
             has = "does not have it" if host is None else "has a part of it" if now is None else f"has {_text_of(now)}"
             raise CheckpointError(
-                f"{record.name} goes with another base: {left.key} was {_text_of(left)}, and the module {has}. It was "
-                "saved with weights='trained' and leaves that out; build the module, unsharded, with the base that it "
-                "was trained with, or begin a new run"
+                f"{record.name} belongs to another base: {left.key} was {_text_of(left)}, and the module {has}. It was "
+                "saved with weights='trained' and omits that tensor; build the module, unsharded, with the base that "
+                "it was trained with, or begin a new run"
             )
-        found[left.key] = as_uint8(host) if left.dtype == RAW and host.dtype != torch.uint8 else host
-    return found
+        tensors[left.key] = as_uint8(host) if left.dtype == RAW and host.dtype != torch.uint8 else host
+    return tensors
 
 
 def _text_of(left: LeftOut) -> str:

@@ -104,4 +104,4 @@ def test_a_final_that_cannot_be_moved_is_replaced_with_a_warning(tmp_path, caplo
     save_final(tmp_path, 2)
     assert verify(tmp_path / "final.json").step == 2
     assert own.read_text() == "{}"
-    assert "could not become" in caplog.text
+    assert "could not be renamed to" in caplog.text

@@ -92,11 +92,13 @@ _TEMPORARY = re.escape(os.path.realpath(tempfile.gettempdir()))
 _PLACES = (
     (re.compile(r"0x[0-9a-f]{6,}"), "0x…"),
     (re.compile(_TEMPORARY + r"/pytest-of-\w+/pytest-\d+/(?:popen-gw\d+/)?[\w.-]+?\d+(?![\w-])"), "TMP"),
+    (re.compile(_TEMPORARY + r"/pytest-of-\w+/pytest-\d+(?:/popen-gw\d+)?"), "TMP"),
     (re.compile(_TEMPORARY + r"/tmp\w{8}"), "TMP"),
     (re.compile(re.escape(str(TESTS.parent))), "REPOSITORY"),
     (re.compile(re.escape(sys.prefix)), "PREFIX"),
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:PORT"),
     (re.compile(r"\b(process|pid) \d+"), r"\1 N"),
+    (re.compile(r"[\d,.]+ MB free"), "N MB free"),
     (re.compile(rf"\b{re.escape(socket.gethostname())}\b"), "HOST"),
 )
 """Parts of a message that differ from run to run or from machine to machine, and the words that replace them."""

@@ -1,23 +1,23 @@
 """A tree of Python values as JSON plus a table of tensors, and back to equal values of equal types.
 
-What JSON has is stored as JSON: None, booleans, integers, finite floats, text, lists and dictionaries with text keys.
-Everything else is an object with a single key that starts with ``$`` (so a dictionary that has such a key is itself
+JSON types are stored as JSON: None, booleans, integers, finite floats, text, lists and dictionaries with text keys.
+Every other value is an object with a single key that starts with ``$`` (so a dictionary that has such a key is itself
 stored as ``{"$dict": [[key, value], …]}``). A `Kind` turns values of one type into children, and back: containers and
-numbers of Python, what torch and NumPy have beside tensors, and arrays, whose bytes are a tensor. A configuration of
-OmegaConf is stored as the plain containers that it holds. Values of further types are stored with the name of their
-type: enums, dataclasses, named tuples, and classes that wrap tensors. Tensors become references into safetensors files.
-Nothing is pickled: what has no representation here is refused with its path.
+numbers of Python, values of torch and NumPy other than tensors, and arrays (their bytes become a tensor). A
+configuration of OmegaConf is stored as the plain containers that it holds. Values of further types are stored with the
+name of their type: enums, dataclasses, named tuples, and classes that wrap tensors. Tensors become references into
+safetensors files. Nothing is pickled: a value without a representation here is refused, and the error names its path.
 
-A checkpoint may come from elsewhere, so a name in it must not make this process run code. A type is found only among
-the modules that are imported already, by plain look-ups in their dictionaries, and an object is filled without calling
-its constructor. Types with a ``__del__`` are refused, because that would run on values which the file chose.
+A checkpoint may come from elsewhere, so a name in it must not make this process run code. A type is looked up only in
+modules that are already imported, by plain look-ups in their dictionaries, and an object is filled without calling
+its constructor. Types with a ``__del__`` are refused, because it would run on values that the file chose.
 
-Tensors of a class that wraps others, as the 8-bit states of an optimizer, are stored as what they are made of. Such
-classes say so by torch's protocol: ``__tensor_flatten__`` names the tensors, ``__tensor_unflatten__`` takes them. It is
-the one case in which a class's own code builds the value. Those of torch itself, such as nested tensors, are left out:
-what they need beside their tensors is not a plain value.
+Tensors of a class that wraps others, such as the 8-bit states of an optimizer, are stored as the tensors inside. Such
+classes declare them by torch's protocol: ``__tensor_flatten__`` lists the tensors, ``__tensor_unflatten__`` takes them.
+It is the one case in which a class's own code builds the value. Torch's own wrappers, such as nested tensors, are not
+supported: they need more than their tensors and plain values.
 
-The module imports neither torch nor NumPy: a tree that holds tensors can exist only where torch is loaded.
+The module imports neither torch nor NumPy: a tree that holds tensors can exist only if torch is loaded.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ if TYPE_CHECKING:
 __all__ = ["Path", "check", "decode", "dtype_of", "encode", "format_path", "is_sparse", "is_wrapper", "wrapped_tensors"]
 
 MAX_DEPTH = 100
-"""Containers within containers; deeper trees would exceed Python's recursion limit while loading."""
+"""Limit on containers within containers; deeper trees would exceed Python's recursion limit while loading."""
 
 _DEEPEST_TREE = 2 * MAX_DEPTH + 10
-"""Stored values within stored values: a container may be stored as an object with a list in it."""
+"""Limit on stored values within stored values: a container may be stored as an object with a list in it."""
 
 _INLINE_INT_BITS = 63
 
 Path = tuple[Any, ...]
-"""Root name, then keys, indices and names of fields."""
+"""A root name, followed by keys, indices and names of fields."""
 
 
 TensorSource = Callable[[dict[str, Any]], Any]
-"""Gives the tensor behind a reference."""
+"""Returns the tensor for a reference."""
 
 
 def encode(value: Any, table: TensorTable, *, root: str | Path = "state") -> Any:
-    """`value` as JSON; its tensors go to `table`.
+    """Return `value` as JSON; add its tensors to `table`.
 
     Raises:
-        UnstorableStateError: A value has no representation; names its path.
+        UnstorableStateError: A value has no representation; the message names its path.
     """
     return _Encoder(table).encode(value, (root,) if isinstance(root, str) else root)
 
 
 def decode(tree: Any, tensor_of: TensorSource) -> Any:
-    """The value that `encode` stored.
+    """Return the value that `encode` stored.
 
     Raises:
         CheckpointError: The tree uses a type that this process does not know.
@@ -80,38 +80,38 @@ def decode(tree: Any, tensor_of: TensorSource) -> Any:
 
 
 def check(tree: Any, tensor_of: TensorSource, *, knows_types: bool) -> Any:
-    """Go through a stored tree as `decode` would, without making a type of the user's; return what it found.
+    """Walk through a stored tree like `decode`, without building values of the user's types; return the plain result.
 
     Args:
-        tree: What `encode` gave.
-        tensor_of: Gives descriptions of tensors in their place, with ``dtype`` and ``nbytes``.
-        knows_types: Whether all modules are imported whose types the tree may name. If not, a type of a module that is
-            not imported may still come to be known.
+        tree: The result of `encode`.
+        tensor_of: Returns descriptions in place of tensors, with ``dtype`` and ``nbytes``.
+        knows_types: Whether all modules are imported whose types the tree may name. If not, a module that is imported
+            later may still provide a missing type.
 
     Raises:
-        CheckpointError: It has a tag, or names a type, that is not known here.
-        Exception: Whatever the content of the tree makes a constructor raise.
+        CheckpointError: It has an unknown tag or names a type that this process lacks.
+        Exception: Any error that a constructor raises for the content of the tree.
     """
     return _Checker(tensor_of, knows_types).decode(tree)
 
 
 def format_path(path: Path) -> str:
-    """``state["cache"][3]["mean"]`` for a human."""
+    """Return a path for people to read, such as ``state["cache"][3]["mean"]``."""
     return str(path[0]) + "".join(f"[{part!r}]".replace("'", '"') for part in path[1:])
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How values of one kind become children and back."""
+    """Conversion of one kind of value into children and back."""
 
     tag: str
     take_apart: Callable[[Any], Any]
-    """A list, dict or scalar of encodable values; raises ValueError, with what to do, for one that cannot be stored."""
+    """Returns a list, dict or scalar of encodable values; a ValueError explains why a value cannot be stored."""
     put_together: Callable[[Any], Any]
     check: Callable[[Any], object] | None = None
-    """Raises where `put_together` would, from children whose tensors are only described; None puts them together."""
+    """Raises like `put_together`, for children whose tensors are only described; None calls `put_together` instead."""
     has: Callable[[Any], bool] | None = None
-    """Of types that are stored by name, which tells their values: the children are the type's name and these parts."""
+    """Recognizes values whose type is stored by name: their children are the type's name and the parts."""
 
 
 _FACTORIES: dict[str, Any] = {
@@ -148,7 +148,7 @@ def _numpy() -> Any:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The element type that torch calls `name`, such as ``float32``.
+    """Return the element type with torch's name `name`, such as ``float32``.
 
     Raises:
         UnknownTypeError: This torch has no such type.
@@ -161,7 +161,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def _size(sizes: list[int]) -> Any:
     if any(not 0 <= size < 2**63 for size in sizes):
-        raise ValueError(f"no tensor has the size {sizes}")
+        raise ValueError(f"no tensor can have the size {sizes}")
     return _torch().Size(sizes)
 
 
@@ -180,7 +180,7 @@ def _array_apart(array: Any) -> list[Any]:
     if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.itemsize:
         raise ValueError("only arrays of plain numbers and texts can be stored; store others as lists, or by field")
     octets = _numpy().ascontiguousarray(array).reshape(-1).view("u1")
-    # torch warns of memory that it must not write to.
+    # torch warns about read-only memory.
     return [
         array.dtype.str,
         list(array.shape),
@@ -193,7 +193,7 @@ def _check_array(parts: Any) -> None:
     dtype = _numpy().dtype(name)
     is_sound = octets.dtype == "U8" and not dtype.hasobject and all(type(size) is int and size >= 0 for size in shape)
     if not is_sound or dtype.itemsize * math.prod(shape) != octets.nbytes:
-        raise ValueError(f"there are {octets.nbytes} bytes for an array of {name} {shape!r:.100}")
+        raise ValueError(f"an array of {name} {shape!r:.100} cannot have {octets.nbytes} bytes")
 
 
 def _array(parts: list[Any]) -> Any:
@@ -214,7 +214,7 @@ def _sparse_apart(tensor: Any) -> list[Any]:
 def _check_sparse(parts: Any) -> None:
     indices, values, _, _ = parts
     if not (hasattr(indices, "nbytes") and hasattr(values, "nbytes")):
-        raise ValueError("a sparse tensor is made of indices and values")
+        raise ValueError("a sparse tensor must have indices and values")
 
 
 def _sparse(parts: list[Any]) -> Any:
@@ -235,14 +235,14 @@ _OF_TYPES = {
     ),
     "builtins:complex": Kind("$complex", lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
     "pathlib:PosixPath": Kind("$path", str, pathlib.Path),
-    "argparse:Namespace": Kind("$arguments", lambda n: dict(vars(n)), lambda found: argparse.Namespace(**found)),
+    "argparse:Namespace": Kind("$arguments", lambda n: dict(vars(n)), lambda values: argparse.Namespace(**values)),
     "torch:dtype": Kind("$torch", lambda value: str(value).removeprefix("torch."), dtype_of),
     "torch:device": Kind("$device", str, lambda name: _torch().device(name)),
     "torch:Size": Kind("$size", list, _size),
     "numpy:generic": Kind("$npscalar", _numpy_scalar_apart, _numpy_scalar),
     "numpy:ndarray": Kind("$ndarray", _array_apart, _array, _check_array),
 }
-"""By ``module:name`` of the type, which is not imported to look for its values."""
+"""Kinds by ``module:name`` of their type, so that recognizing a value imports nothing."""
 _SPARSE = Kind("$sparse", _sparse_apart, _sparse, _check_sparse)
 _INT = Kind("$int", hex, lambda text: int(text, 16))
 _FLOAT = Kind("$float", repr, float)
@@ -252,8 +252,8 @@ def _kind_of(value: Any) -> Kind | None:
     kind = type(value)
     if is_sparse(value):
         return _SPARSE
-    if (found := _OF_TYPES.get(_name(kind))) is not None:
-        return found
+    if (exact := _OF_TYPES.get(_name(kind))) is not None:
+        return exact
     if kind.__module__.partition(".")[0] == "numpy" and any(_name(base) == "numpy:generic" for base in kind.__mro__):
         return _OF_TYPES["numpy:generic"]
     return next((named for named in _NAMED if named.has is not None and named.has(value)), None)
@@ -264,38 +264,38 @@ def _name(kind: type) -> str:
 
 
 class UnknownTypeError(CheckpointError):
-    """A type that a state tree names is not there in this process, or is not of the kind it is used as."""
+    """This process lacks a type that a state tree names, or the type is of another kind."""
 
     def __init__(self, problem: str, *, may_be_imported: bool = False) -> None:
         super().__init__(f"the checkpoint cannot be loaded here: {problem}")
         self.problem = problem
         self.may_be_imported = may_be_imported
-        """Whether its module is not imported, so that it may still come to be known."""
+        """Whether its module is not imported yet and could still provide it."""
 
 
 def find_type(name: str) -> type:
-    """The type that is called ``module:qualified.name``.
+    """Return the type with the name ``module:qualified.name``.
 
     Raises:
-        UnknownTypeError: There is none in this process, or it has a ``__del__``.
+        UnknownTypeError: This process has no such type, or it has a ``__del__``.
     """
     module_name, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module_name)
-    if found is None:
+    value: Any = sys.modules.get(module_name)
+    if value is None:
         text = f"{name} is not imported; import {module_name} before it is loaded, at the top of your trainer's module"
         raise UnknownTypeError(text, may_be_imported=True)
     for part in qualified.split("."):
         # `vars`, not `getattr`: a module's or class's own `__getattr__` could import or run anything.
-        found = vars(found).get(part) if isinstance(found, type) or found is sys.modules.get(module_name) else None
-    if not isinstance(found, type):
+        value = vars(value).get(part) if isinstance(value, type) or value is sys.modules.get(module_name) else None
+    if not isinstance(value, type):
         raise UnknownTypeError(f"{name} is not a type of this process")
-    if any("__del__" in vars(base) for base in found.__mro__):
+    if any("__del__" in vars(base) for base in value.__mro__):
         raise UnknownTypeError(f"{name} has a __del__ and is never restored from a file")
-    return found
+    return value
 
 
 def _can_be_found(kind: type) -> bool:
-    """Whether the name of `kind` leads back to it; not that of a class local to a function."""
+    """Whether looking up the name of `kind` returns it; false for a class defined in a function."""
     try:
         return find_type(_name(kind)) is kind
     except UnknownTypeError:
@@ -398,7 +398,7 @@ def _wrapper(content: Any) -> Any:
 
 
 def wrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """`tensor` itself, or of a wrapper the tensors in it, with their names."""
+    """Yield `tensor` itself or, for a wrapper, the tensors in it, with their names."""
     if not is_wrapper(tensor):
         yield name, tensor
         return
@@ -412,7 +412,7 @@ _NAMED = [
     Kind("$namedtuple", list, _named_tuple, _find_named_tuple, lambda value: _is_named_tuple(type(value))),
     Kind("$wrapper", _wrapper_apart, _wrapper, _find_wrapper, is_wrapper),
 ]
-"""The kinds of types that are stored by name."""
+"""Kinds whose types are stored by name."""
 
 _BY_TAG = {kind.tag: kind for kind in (*_OF_TYPES.values(), _SPARSE, _INT, _FLOAT, *_NAMED)}
 
@@ -434,7 +434,7 @@ class _Encoder:
             return value if math.isfinite(value) else {_FLOAT.tag: _FLOAT.take_apart(value)}
         if kind is list:
             return self._inside(value, path, lambda: [self.encode(e, (*path, i)) for i, e in enumerate(value)])
-        if kind is CountedDict:  # a job's hyperparameters, which a class may keep in its state
+        if kind is CountedDict:  # hyperparameters of a job; a class may keep them in its state
             value, kind = uncounted(value), dict
         if kind is dict:
             return self._inside(value, path, lambda: self._dict(value, path))
@@ -445,9 +445,9 @@ class _Encoder:
             return self._inside(value, path, lambda: self._by_kind(stored_as, value, path))
         if (omegaconf := sys.modules.get("omegaconf")) is not None:
             kinds = omegaconf.DictConfig, omegaconf.ListConfig
-            if kind in kinds:  # unresolved: what an interpolation reads of the environment is in no checkpoint
+            if kind in kinds:  # unresolved: values of environment variables must not get into a checkpoint
                 return self.encode(omegaconf.OmegaConf.to_container(value, resolve=False), path)
-            if isinstance(value, type) and value in kinds:  # Lightning keeps that of the hyperparameters
+            if isinstance(value, type) and value in kinds:  # Lightning stores the type of the hyperparameters
                 return value.__name__
         raise _refusal(value, path, _hint(value, path))
 
@@ -486,12 +486,12 @@ def _refusal(value: Any, path: Path, hint: str) -> UnstorableStateError:
 
 
 def _hint(value: Any, path: Path) -> str:
-    if isinstance(value, type):  # which a file could name to have it called by the code that finds it there
+    if isinstance(value, type):  # a type named by a file could be called by the code that loads it
         return "store its name" + (", as a string for `state_key`" if path[1:2] == ("callbacks",) else "")
     for method in ("state_dict", "get_state", "isoformat"):
         if callable(getattr(value, method, None)):
             return f"store its {method}()"
-    return "store what is needed to build it again; of hyperparameters, name it in `ignore` of save_hyperparameters"
+    return "store the values to build it from; if it is a hyperparameter, name it in `ignore` of save_hyperparameters"
 
 
 class _Decoder:
@@ -525,7 +525,7 @@ class _Decoder:
 
 
 class _Checker(_Decoder):
-    """Decodes what is made of plain values, and looks for the types that all else is made of, without making one."""
+    """Decodes plain values, and only looks up the types of all others, without building a value of them."""
 
     def __init__(self, tensor_of: TensorSource, knows_types: bool) -> None:
         super().__init__(tensor_of)
@@ -533,7 +533,7 @@ class _Checker(_Decoder):
         self._knows_types = knows_types
 
     def decode(self, tree: Any) -> Any:
-        # Before Python's own limit, which depends on who calls: loading has a deeper stack below it than a check.
+        # Fail before Python's own limit. That depends on the caller: a load has a deeper stack than a check.
         if self._depth > _DEEPEST_TREE:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} containers")
         self._depth += 1

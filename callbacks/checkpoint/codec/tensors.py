@@ -1,15 +1,15 @@
-"""The tensors of a state tree: what is written where, which of them are the same memory, their bytes, and digests.
+"""The tensors of a state tree: their places in files, shared memory, bytes and digests.
 
-A tensor that is met again, with the same memory, shape and strides, is stored once and is one tensor again after
-loading. Other views of the same memory are stored with values of their own. A tensor of the model always has an entry
-of its own, so that ``model.safetensors`` is complete for other tools.
+A tensor that occurs again, with the same memory, shape and strides, is stored once and is again one tensor after
+loading. Other views of the same memory are stored with separate values. A tensor of the model always has a separate
+entry, so that ``model.safetensors`` is complete for other tools.
 
-Of a tensor that is sharded over the ranks, the entry is a slice: the part of it that this rank holds.
+The entry of a sharded tensor is a slice: the part of it that this rank holds.
 
-Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Those of another device
-stay there: two sums of 64 bits over its words, each of which is mixed with its place first, and 16 bytes per tensor
-come back. A word that changes always changes the first sum; of several that change, one case in about 2**128 is
-missed.
+Bytes in host memory are hashed there (xxh3-128), at about the speed at which memory is read. Bytes on another device
+stay there: the device computes two 64-bit sums over their words, after mixing each word with its position, and returns
+16 bytes per tensor. A single changed word always changes the first sum; a change of several words is missed in one case
+in about 2**128.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ if TYPE_CHECKING:
 __all__ = ["WEIGHTS", "Entry", "TensorTable", "restore_flags", "as_uint8", "bytes_of", "content_digests", "is_plain"]
 
 WEIGHTS = ("checkpoint", "state_dict")
-"""Where a checkpoint has the model's tensors, by their names."""
+"""Path of the model's tensors in a checkpoint, by their names."""
 
 
 @dataclass(eq=False)
 class Entry:
-    """One stored tensor; `source` still has its values, on whatever device."""
+    """One stored tensor; `source` still has its values, on any device."""
 
     file: str
     key: str
     source: torch.Tensor
     box: Box | None = None
-    """Where it lies in a sharded tensor, of which it is only the slice of this rank."""
+    """Its position in a sharded tensor, if it is only this rank's slice of one."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes in the file."""
         return self.source.nbytes
 
     @property
     def stored_as(self) -> tuple[str, tuple[int, ...]]:
-        """Element type and shape in the file; types that the format does not know are stored as bytes."""
+        """Element type and shape in the file; element types that the format does not know are stored as bytes."""
         name = _name_of(self.source.dtype)
         return (TORCH_TYPES[name], tuple(self.source.shape)) if name in TORCH_TYPES else (RAW, (self.nbytes,))
 
 
 class TensorTable:
-    """Collects what to write while a tree is encoded."""
+    """Collects the tensors to write while a tree is encoded."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -70,11 +70,11 @@ class TensorTable:
         self.sharded_tensors: dict[tuple[str, str], SlicedTensor] = {}
         """All sharded tensors, by file and key, without their slices."""
         self._keys: set[tuple[str, str]] = set()
-        self._known: dict[Any, dict[str, Any]] = {}
-        """References by the memory that they are to."""
+        self._references: dict[Any, dict[str, Any]] = {}
+        """References by the memory of their tensors."""
 
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        """A reference to `tensor`; one of the model has its own name in the model's file."""
+        """Return a reference to `tensor`; a tensor of the model keeps its own name, in the model's file."""
         file, key = TENSORS_FILE, ""
         if path[:-1] == WEIGHTS and type(path[-1]) is str:
             file, key = MODEL_FILE, path[-1]
@@ -86,24 +86,24 @@ class TensorTable:
             values = unsharded(tensor)
             if not is_plain(values):
                 kind = f"{type(values).__module__}.{type(values).__qualname__}"
-                hint = "store a dense copy, or what it is made of; one on the meta device has no values"
+                hint = "store a dense copy, or the tensors it consists of; one on the meta device has no values"
                 raise UnstorableStateError(format_path(path), kind, hint)
         values = values.detach().resolve_conj().resolve_neg()
         memory = (values.device, values.data_ptr() or path, values.shape, values.stride(), values.dtype, box)
-        if memory not in self._known or file == MODEL_FILE:
+        if memory not in self._references or file == MODEL_FILE:
             key = key or self._free_key(file, path)
             self._keys.add((file, key))
             if has_values:
                 self.entries.append(Entry(file, key, values, box))
-            known: dict[str, Any] = {"file": file, "key": key}
+            new: dict[str, Any] = {"file": file, "key": key}
             if (name := _name_of(values.dtype)) not in TORCH_TYPES:
-                known |= {"dtype": name, "shape": list(tensor.shape)}
+                new |= {"dtype": name, "shape": list(tensor.shape)}
             if box is not None:
                 self.sharded_tensors[file, key] = SlicedTensor(file, key, name, tuple(tensor.shape), ())
             elif not values.is_contiguous() and is_dense(values.shape, values.stride()):
-                known["stride"] = list(values.stride())
-            self._known.setdefault(memory, known)
-        reference = dict(self._known[memory])
+                new["stride"] = list(values.stride())
+            self._references.setdefault(memory, new)
+        reference = dict(self._references[memory])
         if tensor.requires_grad:
             reference["requires_grad"] = True
         if isinstance(tensor, torch.nn.Parameter):
@@ -121,7 +121,7 @@ class TensorTable:
 
 
 def restore_flags(tensor: torch.Tensor, reference: dict[str, Any]) -> torch.Tensor:
-    """What a reference is to, with the values of the stored `tensor`: a parameter, or one that requires a gradient."""
+    """Return the stored `tensor` with the flags of `reference`: a parameter, or a tensor that requires a gradient."""
     requires_grad = reference.get("requires_grad", False)
     if reference.get("parameter"):
         return torch.nn.Parameter(tensor, requires_grad)
@@ -130,60 +130,60 @@ def restore_flags(tensor: torch.Tensor, reference: dict[str, Any]) -> torch.Tens
 
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str:
-    """Such as ``float32``."""
+    """Return torch's name for an element type, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dense, of no class of its own, and has values."""
+    """Whether a tensor is dense, of torch's own class, and has values."""
     is_dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return is_dense and not (tensor.is_quantized or tensor.is_meta)
 
 
 def bytes_of(source: torch.Tensor) -> memoryview:
-    """The values of a tensor, in row-major order, as bytes.
+    """Return the values of a tensor, in row-major order, as bytes.
 
-    A view of the source's own memory for a contiguous tensor of the host; a copy of this one tensor otherwise.
+    A view of the source's memory for a contiguous tensor on the host; otherwise a copy of this one tensor.
     """
     if source.numel() == 0:
         return memoryview(b"")
-    # Not `numpy()`, for ever after which the storage cannot be resized: observers of torch.ao resize their buffers.
+    # Not `numpy()`: it makes the storage impossible to resize forever, and observers of torch.ao resize their buffers.
     return np.from_dlpack(as_uint8(source.cpu().contiguous())).data
 
 
 def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat tensor of bytes."""
+    """Return a contiguous tensor's memory as a flat tensor of bytes."""
     # Not `reshape`: a single element is contiguous with any stride, and keeps it.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 _CHUNK = 1 << 22
-"""Words that are mixed at once: what the sums need of a device's memory is a few times their size."""
+"""Words that are mixed at once: the sums need memory of the device for a few times this number."""
 _WORTH_THREADS = 16 << 20
-"""Bytes of host memory."""
+"""Bytes of host memory that are worth starting threads."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-"""The multipliers of SplitMix64 (Steele, Lea and Flood, 2014), as signed numbers."""
+"""Multipliers of SplitMix64 (Steele, Lea and Flood, 2014), as signed numbers."""
 _LOW_BITS = {shift: (1 << (64 - shift)) - 1 for shift in (27, 30, 31)}
 
 
 def content_digests(sources: Sequence[torch.Tensor]) -> list[str]:
-    """A text for each tensor, which is equal for equal types, shapes and bytes on the same kind of device.
+    """Return a text for each tensor, equal for equal types, shapes and bytes on the same kind of device.
 
     Waits for each device once.
     """
-    found: dict[int, str] = {}
+    digest_of: dict[int, str] = {}
     places: dict[torch.device, list[int]] = {}
     for index, source in enumerate(sources):
         places.setdefault(source.device, []).append(index)
     for device, indices in places.items():
         there = [sources[index] for index in indices]
         digests = _host_digests(there) if device.type == "cpu" else _device_digests(there)
-        found |= zip(indices, digests, strict=True)
-    return [f"{source.dtype} {list(source.shape)} {found[index]}" for index, source in enumerate(sources)]
+        digest_of |= zip(indices, digests, strict=True)
+    return [f"{source.dtype} {list(source.shape)} {digest_of[index]}" for index, source in enumerate(sources)]
 
 
 def _host_digests(sources: Sequence[torch.Tensor]) -> list[str]:
-    """In as many threads as torch may use, where that is worth their start: hashing lets others run meanwhile."""
+    """Hash in as many threads as torch may use, if the data is worth it: hashing releases the interpreter lock."""
     threads = min(torch.get_num_threads(), len(sources))
     if threads < 2 or sum(source.nbytes for source in sources) < _WORTH_THREADS:
         return [_host_digest(source) for source in sources]
@@ -196,7 +196,7 @@ def _host_digest(source: torch.Tensor) -> str:
 
 
 def _device_digests(sources: Sequence[torch.Tensor]) -> list[str]:
-    """Those of tensors on one device."""
+    """Return the digests of tensors on one device."""
     read = torch.stack([device_digest(source) for source in sources]).tolist()
     kind = sources[0].device.type
     return [f"{kind}:{first % 2**64:016x}{second % 2**64:016x}" for first, second in read]
@@ -204,7 +204,7 @@ def _device_digests(sources: Sequence[torch.Tensor]) -> list[str]:
 
 @torch.no_grad()
 def device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Two 64-bit numbers of a dense tensor's bytes and their places, on its device, without waiting for that."""
+    """Return two 64-bit sums over a dense tensor's words and their positions, on its device, without synchronizing."""
     words = _words(tensor)
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for begin in range(0, len(words), _CHUNK):
@@ -217,22 +217,22 @@ def device_digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser, which maps no two words to the same one."""
+    """Apply SplitMix64's finalizer, a bijection of words."""
     words = (words ^ _shifted(words, 30)) * _ODD[1]
     words = (words ^ _shifted(words, 27)) * _ODD[2]
     return words ^ _shifted(words, 31)
 
 
 def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Moved to the right as if without a sign."""
+    """Shift to the right without the sign."""
     return (words >> bits) & _LOW_BITS[bits]
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes as 64-bit words, of which the last may be filled up with zeros."""
+    """Return a tensor's bytes as 64-bit words; the last one may be padded with zeros."""
     octets = as_uint8(tensor.detach().resolve_conj().resolve_neg().contiguous())
     if octets.numel() % 8 == 0 and octets.storage_offset() % 8 == 0:
         return octets.view(torch.int64)
-    filled = octets.new_zeros(-(-octets.numel() // 8) * 8)
-    filled[: octets.numel()] = octets
-    return filled.view(torch.int64)
+    padded = octets.new_zeros(-(-octets.numel() // 8) * 8)
+    padded[: octets.numel()] = octets
+    return padded.view(torch.int64)

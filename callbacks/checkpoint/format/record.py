@@ -1,20 +1,20 @@
 """The layout of a checkpoint on disk: the names of its parts, and the commit record.
 
 A checkpoint `NAME` is a commit record ``NAME.json`` (or, when Lightning's ``ModelCheckpoint`` chose the path,
-``NAME.ckpt``) and a folder ``NAME/`` with its data. Where something of that name is there already, the folder is
-``NAME~1/`` or the next that is free; the record names it. So an old checkpoint of the same name stays whole until the
-new one is, and what is not a checkpoint's stays for good.
+``NAME.ckpt``) and a folder ``NAME/`` with its data. If that name is taken, the folder is ``NAME~1/`` or the next free
+one; the record names it. So an old checkpoint of the same name stays intact until the new one is complete, and
+unrelated files are never touched.
 
-Where tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below. The
-files of those names in ``NAME/`` itself hold what is not sharded, and ``NAME/slices.json`` is the index of all slices
-(see `contents`).
+If tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below. The
+files of those names in ``NAME/`` itself hold everything that is not sharded, and ``NAME/slices.json`` is the index of
+all slices (see `contents`).
 
-Frozen weights have a file of their own, ``NAME/frozen.safetensors``: hard links to one another in all checkpoints that
-have the same.
+Frozen weights have a separate file, ``NAME/frozen.safetensors``. It is hard-linked between all checkpoints with the
+same frozen weights.
 
-A checkpoint exists when its record does. That is one line of JSON whose last member is a digest of all bytes before it,
-so that any change of it shows. It names every file of the checkpoint by its path relative to the record's own folder,
-with size and digest: a folder that was moved still loads. Records that an older runtime of the contract wrote have no
+A checkpoint exists if its record does. The record is one line of JSON whose last member is a digest of all bytes before
+it, so that any change shows. It names every file of the checkpoint by its path relative to the record's own folder,
+with size and digest: a folder that was moved still loads. Records of an older runtime of the contract have no
 digest and no files.
 
 The module imports neither torch nor Lightning.
@@ -78,89 +78,89 @@ __all__ = [
 MODEL_FILE = "model.safetensors"
 """Tensors of ``LightningModule.state_dict()`` under its own keys."""
 FROZEN_FILE = "frozen.safetensors"
-"""Those of `MODEL_FILE` that training leaves as they are, where several checkpoints share them."""
+"""Tensors of `MODEL_FILE` that training does not change, if several checkpoints share them."""
 TENSORS_FILE = "training_state.safetensors"
-"""All other tensors, and the bytes of NumPy arrays, under the path where they sit."""
+"""All other tensors, and the bytes of NumPy arrays, under their paths in the state."""
 STATE_FILE = "training_state.json"
 """Everything that is not a tensor, with references to the tensors."""
 TRAINER_FOLDER = "trainer"
 """The files of the trainer's own ``save_checkpoint`` hook."""
 SCORES_FILE = "scores.json"
-"""Scores that came after the record was written, which therefore does not list it."""
+"""Scores that came after the record was written; therefore the record does not list this file."""
 
 FINAL_NAME = "final"
 RECORD_SUFFIXES = (".json", ".ckpt")
 _STEP_NAME = re.compile(r"step-(\d+)")
 _NAME_OF_CALLBACK = re.compile(rf"step-\d{{8,}}|{FINAL_NAME}")
 _TEMPORARY = re.compile(
-    # A process number and a random one follow the name. Names of the callback's own need no full length to be known.
+    # A process number and a random one follow the name. The callback's own names are recognized at any length of it.
     rf"{re.escape(TEMPORARY_PREFIX)}(?:.+-\d+-[0-9a-f]{{8}}|(?:{_NAME_OF_CALLBACK.pattern})[^-]*-\d+-[0-9a-f]+)",
     re.DOTALL,
 )
 
 
 def step_name(step: int) -> str:
-    """``step-00000200`` for 200."""
+    """Return the name for a step: ``step-00000200`` for 200."""
     return f"step-{step:08d}"
 
 
 def step_of_name(name: str) -> int | None:
-    """The step that a checkpoint's name tells, or None."""
+    """Return the step in a checkpoint's name, or None."""
     match = _STEP_NAME.match(name)
     return int(match.group(1)) if match else None
 
 
 def local_path(path: str | os.PathLike[str], argument: str = "dirpath") -> Path:
-    """`path` on a local file system.
+    """Return `path` as a path on a local file system.
 
     Raises:
-        ValueError: It is a URL; names the `argument` that it is.
+        ValueError: It is a URL; the message names it as `argument`.
     """
-    # fsspec takes the scheme off, too; Lightning makes ``file:/a`` of ``file:///a``.
+    # Like fsspec, accept a ``file:`` scheme; Lightning turns ``file:///a`` into ``file:/a``.
     text = os.fspath(path)
     text = text.removeprefix("file:").removeprefix("//") if text.startswith("file:/") else text
     if "://" in text:
         raise ValueError(
-            f"Invalid `{argument}`. Checkpoints are on a local file system, because nothing else can be synced and "
-            f"renamed atomically, but received {hide_urls(os.fspath(path))!r}. To save, name a local folder, and "
-            "`uploads.targets` of a job, or `targets` of UploadArtifacts, for copies elsewhere. To load, copy the "
+            f"Invalid `{argument}`. Checkpoints must be on a local file system, because nothing else can be synced and "
+            f"renamed atomically, but received {hide_urls(os.fspath(path))!r}. To save, name a local folder; for "
+            "copies elsewhere, set `uploads.targets` of a job, or `targets` of UploadArtifacts. To load, copy the "
             "record and the folder of its name here first; a job does so for `inputs.resume_checkpoint_url`."
         )
     return Path(text)
 
 
 def record_path(path: str | os.PathLike[str]) -> Path:
-    """The record of the checkpoint at `path`, which may name the record, its folder, or neither suffix; absolute."""
+    """Return the absolute path of the record; `path` is the record, its folder, or the record without its suffix."""
     path = Path(os.path.abspath(path))
     return path if path.suffix in RECORD_SUFFIXES else path.parent / f"{path.name}.json"
 
 
 def name_of(record: Path) -> str:
-    """The checkpoint's name: its record's without the suffix."""
+    """Return the checkpoint's name: the record's name without its suffix."""
     return record.name.removesuffix(record.suffix) if record.suffix in RECORD_SUFFIXES else record.name
 
 
 def is_record_of_callback(record: Path) -> bool:
-    """Whether `record` has a path such as only the `Checkpoint` callback gives."""
+    """Whether `record` has a name that only the `Checkpoint` callback gives."""
     return record.suffix == ".json" and _NAME_OF_CALLBACK.fullmatch(name_of(record)) is not None
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file or folder is the unfinished work of a process of ours."""
+    """Whether `name` is one of our temporary names, so that the file or folder is unfinished."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
-    """All files in `directory` that are records by their names, sorted; empty when there is no such directory.
+    """Return all files in `directory` that are records by their names, sorted; empty if the directory does not exist.
 
-    One whose name is not of the `Checkpoint` callback may be anything.
+    A file whose name does not come from the `Checkpoint` callback may be anything.
     """
     try:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
     paths = [Path(directory, name) for name in names if name.endswith(RECORD_SUFFIXES) and not is_temporary(name)]
-    return [path for path in paths if os.path.isfile(path)]  # which a link to itself, say, is not
+    return [path for path in paths if os.path.isfile(path)]  # a link to itself, for example, is not a file
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -177,26 +177,26 @@ class FileEntry:
     size: _Count
     """Bytes."""
     xxh3_128: _Digest
-    """Hexadecimal, of the content as it was in memory."""
+    """Hexadecimal digest of the content as it was in memory."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
-    """Hexadecimal, where the file was uploaded."""
+    """Hexadecimal digest, if the file was uploaded."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A tensor of the model that a checkpoint leaves out, because the class that is trained builds it."""
+    """A tensor of the model that a checkpoint omits, because the trainer class builds it."""
 
     key: str
     dtype: str
     """The element type in a file."""
     shape: tuple[_Count, ...]
     xxh3_128: _Digest
-    """Hexadecimal, of its bytes in row-major order."""
+    """Hexadecimal digest of its bytes in row-major order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordMeta:
-    """The facts of a run about a checkpoint, apart from its content."""
+    """Facts of a run about a checkpoint, separate from its content."""
 
     step: _Count | None = None
     """Completed steps; None takes ``global_step`` from the checkpoint itself."""
@@ -215,37 +215,37 @@ class RecordMeta:
     metrics: Mapping[str, _Finite | None] = field(default_factory=dict)
     """Monitored values at this step, for `keep_best`."""
     writer: str = ""
-    """Who decides how long it stays, and may remove it unasked; empty where no one may."""
+    """Name of the program that may remove the checkpoint by its rules; empty if none may."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """How the attempt came to be: command, git, host, packages, tags, notes; empty where not known."""
+    """Origin of the attempt: command, git, host, packages, tags, notes; empty if unknown."""
     parameters: frozenset[str] = frozenset()
-    """Which of the model's tensors are parameters, whose values count for `finite_weights`; not stored."""
+    """Names of the model's tensors that are parameters; `finite_weights` checks only these. Not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord(RecordMeta):
-    """A parsed record, whose annotations are what one that is read must keep to; a later genlight may write more.
+    """A parsed record. Its annotations are the rules for a record when it is read; a later genlight may write more.
 
-    `is_old` tells one of an older runtime, whose files cannot be checked.
+    `is_old` marks a record of an older runtime, whose files cannot be checked.
     """
 
     path: Path
     step: _Count
     run_id: str
     state: Any
-    """The trainer's state payload as stored: `load` turns it into values, except an old record's, which is plain."""
+    """The trainer's stored state payload: `load` turns it into values; an old record has plain values already."""
     created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)] = 0
-    """Milliseconds since 1970, of the commit; of the years 5 to 9987, which a date can hold in each time zone."""
+    """Milliseconds since 1970, of the commit; limited to years 5 to 9987, to fit a date in any time zone."""
     folder: str | None
-    """Name of the data folder beside the record."""
+    """Name of the data folder next to the record."""
     files: tuple[FileEntry, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
     is_old: bool = False
     left_out: tuple[LeftOut, ...] = ()
-    """Tensors that the process which loads it must already have."""
+    """Tensors that the loading process must already have."""
     finite_weights: bool | None = None
-    """Whether no parameter is nan or infinite; None where that is not known, as of older checkpoints."""
+    """Whether no parameter is nan or infinite; None if unknown, as for older checkpoints."""
 
     @property
     def name(self) -> str:
@@ -259,53 +259,52 @@ class CheckpointRecord(RecordMeta):
 
     @property
     def trainer_folder(self) -> Path | None:
-        """The ``output_dir`` of the trainer's hook, where it wrote anything.
+        """The ``output_dir`` of the trainer's hook, if it wrote anything.
 
-        For an older runtime's record that is the folder of the same name beside it, wherever both were moved.
+        For an older runtime's record, that is the folder of the same name next to it, even if both were moved.
         """
         if self.is_old:
-            beside = self.path.with_suffix("")
-            return beside if beside.is_dir() else None
+            folder = self.path.with_suffix("")
+            return folder if folder.is_dir() else None
         return None if self.data_path is None else self.data_path / "trainer"
 
     @property
     def primary_path(self) -> Path | None:
         """The file or folder that the trainer's hook named for reporting and upload, as an absolute path.
 
-        None where it named none, or one that leads out of its folder: no record makes this process send other
-        files.
+        None if it named none, or one outside its folder: no record can make this process send other files.
         """
         named, folder = (self.trainer_checkpoint or {}).get("primary_path"), self.trainer_folder
         if folder is None or not isinstance(named, (str, os.PathLike)) or not is_path(os.fspath(named)):
             return None
-        if self.is_old and os.path.isabs(named):  # where it was when that named it; the folder may have been moved
+        if self.is_old and os.path.isabs(named):  # absolute when it was written; the folder may have moved since
             named = f"{named}/".rpartition(f"/{folder.name}/")[2]
         path = Path(os.path.abspath(folder / named))
         return path if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)) else None
 
     @property
     def reported_path(self) -> Path:
-        """The path that events and uploads name: what the trainer's hook named and is there, else the record."""
+        """The path that events and uploads name: the existing path that the trainer's hook named, or the record."""
         named = self.primary_path
         return named if named is not None and named.exists() else self.path
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files together, the record itself left out."""
+        """Bytes of all files together, without the record itself."""
         return sum(file.size for file in self.files)
 
     def file_name(self, file: FileEntry) -> str:
-        """The path of `file` within the data folder, such as ``trainer/lora.safetensors``."""
+        """Return the path of `file` within the data folder, such as ``trainer/lora.safetensors``."""
         return file.path.removeprefix(f"{self.folder}/")
 
     def tensor_file(self, file: FileEntry) -> str:
-        """The file that references to the tensors in `file` name."""
+        """Return the file name that references to the tensors in `file` use."""
         name = self.file_name(file)
         return MODEL_FILE if name == FROZEN_FILE else name
 
 
 def is_path(text: str) -> bool:
-    """Whether the system takes `text` for a path at all."""
+    """Whether the operating system accepts `text` as a path at all."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -316,25 +315,25 @@ def is_path(text: str) -> bool:
 FORMAT = "genlight.checkpoint"
 FORMAT_VERSION = 1
 RECORD_MARKER = b'{"format":"genlight.checkpoint"'
-"""How every record begins."""
+"""Start of every record."""
 
 LARGEST_RECORD_BYTES = 256 << 20
-"""JSON takes many times its size in memory. Tensors and arrays are not in the record, so this is a lot."""
+"""JSON takes many times its size in memory. Tensors and arrays are not in the record, so this limit is generous."""
 
 MOST_NAMES = 250_000
-"""Files, and tensors that are left out, that one record names: each start reads it several times."""
+"""Limit on the files and omitted tensors that one record names: each start reads it several times."""
 
 _TORCH_MAGICS = (b"PK", b"\x80\x02")
-"""The first bytes of a file that ``torch.save`` wrote: a ZIP archive, or a bare pickle."""
+"""First bytes of a file that ``torch.save`` wrote: a ZIP archive, or a bare pickle."""
 
 _OLD_KEYS = frozenset({"step", "run_id", "request_id", "final", "trainer_checkpoint", "state"})
-"""Keys that a record of an older runtime may have."""
+"""Keys that an older runtime's record may have."""
 _DIGEST_MEMBER = b',"digest":"xxh3_128:'
 _NOT_STORED = ("path", "is_old", "digest", "parameters")
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON of a checkpoint, which has no key twice in one object, and no NaN or Infinity.
+    """Parse JSON of a checkpoint; refuse duplicate keys, NaN and Infinity.
 
     Raises:
         ValueError: It is not such JSON.
@@ -344,7 +343,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -353,10 +352,10 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def serialise_record(record: CheckpointRecord) -> bytes:
-    """The bytes of `record`, which do not say where it lies.
+    """Return the bytes of `record`, without its location.
 
     Raises:
-        UnstorableStateError: They are more than a record has room for.
+        UnstorableStateError: They exceed the limit on a record.
     """
     names = [field.name for field in dataclasses.fields(record) if field.name not in _NOT_STORED]
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, **{name: getattr(record, name) for name in names}}
@@ -376,18 +375,18 @@ def _has_too_many_names(content: Mapping[str, Any]) -> bool:
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
-    """An entry of a record, or a mapping of another kind."""
+    """Return an entry of a record, or another kind of mapping, as a dictionary."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)
 
 
 def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
-    """Parse the record at `path` and prove its own digest; its files are not looked at.
+    """Parse the record at `path` and prove its own digest; its files are not checked.
 
     Raises:
         BrokenCheckpointError: The record is damaged, or is not a record.
         FileNotFoundError: There is no such file.
     """
-    # A link (``last.ckpt``) stands for the record it points to, beside whose files it lies.
+    # A link (``last.ckpt``) is read as its target, because its files lie next to the target.
     path = Path(os.path.realpath(path))
     try:
         return _parsed(path)
@@ -399,21 +398,21 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
 
 
 def _parsed(path: Path) -> CheckpointRecord:
-    """The record at `path`.
+    """Return the record at `path`.
 
     Raises:
-        ValueError: It is damaged, or is not a record; says which.
+        ValueError: It is damaged or not a record; the message says which.
     """
-    if is_torch_file(path):  # or gigabytes would be read to find that they are not JSON
+    if is_torch_file(path):  # avoid reading gigabytes only to find that they are not JSON
         raise ValueError(f"{path.name} was written by torch.save and is not a record of genlight")
     data = read_regular(path, limit=LARGEST_RECORD_BYTES)
     try:
-        # An older runtime has no digest, and wrote NaN as Python does.
+        # An older runtime has no digest, and writes NaN as Python does.
         content = parse_json(data) if _DIGEST_MEMBER in data else json.loads(data, object_pairs_hook=with_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"its record {path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"its record {path.name} is not a JSON object")  # noqa: TRY004 - as for all that is wrong
+        raise ValueError(f"its record {path.name} is not a JSON object")  # noqa: TRY004 - the same type for every fault
     if content.keys() <= _OLD_KEYS and isinstance(content.get("state"), dict):
         return _old_record(path, content)
     body, member, tail = data.rpartition(_DIGEST_MEMBER)
@@ -467,26 +466,27 @@ def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
 def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
     if content.get("format") != FORMAT:
         raise ValueError(f"{path.name} is not a checkpoint record")
-    if (found := content.get("format_version")) != FORMAT_VERSION:
+    if (format_version := content.get("format_version")) != FORMAT_VERSION:
         raise ValueError(
-            f"it has format version {found!r}, and this genlight reads versions up to {FORMAT_VERSION}; upgrade it"
+            f"it has format version {format_version!r}, and this genlight reads versions up to {FORMAT_VERSION}; "
+            "upgrade genlight"
         )
-    if missing := {"step", "run_id"} - content.keys():  # for which the facts of a run have a default
+    if missing := {"step", "run_id"} - content.keys():  # `RecordMeta` has defaults for these
         raise ValueError(f"its record {path.name} lacks {', '.join(sorted(missing))}")
     if _has_too_many_names(content):
         raise ValueError(f"its record {path.name} names more than {MOST_NAMES:,} files or tensors")
     try:
         record = msgspec.convert({**content, "path": path, "is_old": False, "parameters": ()}, CheckpointRecord)
-    except (ValueError, RecursionError) as error:  # as msgspec's own are
+    except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
         raise ValueError(f"its record {path.name} misspells a member: {error}") from None
-    # One that came from elsewhere must not make this process read, or delete, files beyond its folder.
-    # Strings, not paths, which take ten times as long: a record may name very many files.
+    # A foreign record must not make this process read, or delete, files outside its folder.
+    # Compare strings: paths take ten times as long, and a record may name very many files.
     names = [entry.path for entry in record.files]
-    for named in names if record.folder is None else [*names, record.folder]:
-        if not {"", ".", ".."}.isdisjoint(named.split("/")) or not is_path(named):
-            raise ValueError(f"its record names a file outside of its folder, or indirectly: {named!r}")
+    for name in names if record.folder is None else [*names, record.folder]:
+        if not {"", ".", ".."}.isdisjoint(name.split("/")) or not is_path(name):
+            raise ValueError(f"its record names a file outside its folder, or indirectly: {name!r}")
     if "/" in (record.folder or ""):
-        raise ValueError(f"its record names a folder within another one: {record.folder!r}")
+        raise ValueError(f"its record names a folder inside another folder: {record.folder!r}")
     if len(set(names)) < len(names):
         raise ValueError("its record names a file twice")
     return record

@@ -1,4 +1,4 @@
-"""Tensors that ranks have parts of, and how the ranks speak about a save.
+"""Tensors that ranks hold parts of, and the messages between ranks about a save.
 
 May import the plumbing and the contract, and `Box` of the contents.
 """

@@ -1,7 +1,8 @@
-"""How optimizer state is sharded, beside the state itself in an optimizer's state dict.
+"""Placements of sharded optimizer state, stored in addition to the state in an optimizer's state dict.
 
-State of the shape of its parameter, such as a moment, is sharded as that is. Other state says how: one number for each
-row (row-wise Adagrad, Adam-mini), factors (Adafactor), projected gradients (GaLore), and state of no parameter.
+State with its parameter's shape, such as a moment, is sharded like the parameter. Placements are stored for all other
+state: one number for each row (row-wise Adagrad, Adam-mini), factors (Adafactor), projected gradients (GaLore), and
+state of no parameter.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from .slices import shard_over, sharded_like
 __all__ = ["KEY", "complete_state", "place_state", "with_placements"]
 
 KEY = "placements"
-"""The member of a state dict that has, by place in ``state``, the sharded dimension of each dimension of the mesh."""
+"""Member of a state dict with the sharded dimension for each dimension of the mesh, by place in ``state``."""
 
 
 def with_placements(parameters: Sequence[torch.Tensor], state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return `state_dict` of an optimizer, with the placements of sharded state that its parameters do not tell.
+    """Return an optimizer's `state_dict` with placements of the sharded state that does not follow its parameters.
 
     Args:
-        parameters: Those of the optimizer, by number.
+        parameters: The optimizer's parameters, by number.
         state_dict: Its state, in which sharded tensors are still sharded.
     """
-    found = {
+    placements = {
         f"{key} {index}": [place.dim if isinstance(place, Shard) else None for place in leaf.placements]
         for key, index, leaf in _leaves(state_dict)
         if isinstance(leaf, DTensor) and not _follows(leaf, _parameter(parameters, key))
     }
-    return {**state_dict, KEY: found} if found else state_dict
+    return {**state_dict, KEY: placements} if placements else state_dict
 
 
 def complete_state(optimizer: Optimizer) -> None:
-    """Replace each rank's part of a sum in the state of `optimizer`, such as a norm, by the sum; all ranks call it.
+    """Replace the partial sums that ranks hold in the state of `optimizer`, such as a norm, by the sum. Collective.
 
-    A checkpoint has the sum. A run that went on with parts would be rounded otherwise than one that is resumed.
+    A checkpoint has the sum. If a run continued with partial sums, its rounding would differ from a resumed run's.
 
     Raises:
         UnstorableStateError: State is sharded in a way that a resume could not repeat.
@@ -68,7 +69,7 @@ def complete_state(optimizer: Optimizer) -> None:
         for leaf in tree_flatten(entry)[0]:
             if isinstance(leaf, DTensor) and not (_follows(leaf, parameter) or _can_be_repeated(leaf, parameter)):
                 how = f"{type(leaf).__name__} of {leaf.placements} over {leaf.device_mesh}"
-                hint = "shard it over the mesh of its parameter, or keep it whole (`full_tensor()`)"
+                hint = "shard it over the mesh of its parameter, or keep it unsharded (`full_tensor()`)"
                 raise UnstorableStateError(f"{type(optimizer).__name__}.state[{number!r}]", how, hint)
 
 
@@ -82,7 +83,7 @@ def _is_part(value: Any) -> bool:
 
 
 def place_state(parameters: Sequence[torch.Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that `with_placements` made, or another one, with its tensors sharded as they were."""
+    """Return a state dict, from `with_placements` or not, with its tensors sharded as they were when it was made."""
     placements = state_dict.get(KEY, {})
     state = {}
     for key, entry in state_dict["state"].items():
@@ -99,7 +100,7 @@ def _leaves(state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, int, Any]]:
 
 
 def _parameter(parameters: Sequence[torch.Tensor], key: Any) -> torch.Tensor | None:
-    """The parameter of the number `key`; for state of no parameter, any one that is sharded."""
+    """Return the parameter with the number `key`; for state of no parameter, any sharded one."""
     if type(key) is int and key < len(parameters):
         return parameters[key]
     return next((each for each in parameters if isinstance(each, DTensor)), None)

@@ -1,8 +1,8 @@
-"""How the ranks of a run speak about a save, beside the collectives of training.
+"""Messages between ranks about a save, separate from the collectives of training.
 
-Channels are gloo groups of their own: what is said over them stays in host memory, waits for no device, and cannot meet
-a collective of training that another rank has issued in another order. One is for the training threads and one for the
-threads that write, so that the two never share one either. A rank that dies closes its connections, and a rank that
+Channels are separate gloo groups: their messages stay in host memory, wait for no device, and cannot be matched with a
+collective of training that another rank issued in another order. One is for the training threads and one for the
+writing threads, so that the two never share one either. A rank that dies closes its connections, and a rank that
 waits for it gets an error at once.
 """
 
@@ -23,15 +23,15 @@ __all__ = ["ALONE", "Channel", "RankGroups"]
 _Result = TypeVar("_Result")
 
 LONGEST_WAIT = dt.timedelta(hours=1)
-"""How long a rank that has written its part waits for the slowest of the others."""
+"""Longest time that a rank that has written its part waits for the slowest of the others."""
 
 
 class Channel:
-    """Messages between ranks, each time from all of them in the same order.
+    """Messages between ranks; all ranks send them in the same order.
 
     Args:
-        longest_wait: For a rank that does not answer; None takes torch's default.
-        alone: For what one rank does by itself.
+        longest_wait: Time limit for an answer of another rank; None takes torch's default.
+        alone: Skip all communication; for work of a single rank.
     """
 
     def __init__(self, longest_wait: dt.timedelta | None = None, *, alone: bool = False) -> None:
@@ -40,7 +40,7 @@ class Channel:
         self._group = None if is_alone else host_group(longest_wait)
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in order, on rank zero; an empty list elsewhere."""
+        """Return every rank's `value`, in order, on rank zero; an empty list on the others."""
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -48,11 +48,11 @@ class Channel:
         return values or []
 
     def gather_everywhere(self, value: Any) -> list[Any]:
-        """`value` of every rank, in order, on all of them."""
+        """Return every rank's `value`, in order, on all ranks."""
         return [value] if self._group is None else gather_objects(value, self._group)
 
     def share(self, value: Any) -> Any:
-        """The `value` of rank zero."""
+        """Return rank zero's `value`."""
         if self._group is None:
             return value
         values = [value]
@@ -60,21 +60,21 @@ class Channel:
         return values[0]
 
     def agreed(self, act: Callable[[], _Result], doing: str) -> _Result:
-        """The result of `act` on this rank, once it has succeeded on all of them.
+        """Return the result of `act` on this rank, once it has succeeded on all ranks.
 
         Raises:
-            Exception: What it raised on this rank.
-            CheckpointError: It raised on another rank, or that has ended; says what it was `doing`.
+            Exception: The error of `act` on this rank.
+            CheckpointError: It failed on another rank, or that rank has ended; the message includes `doing`.
         """
         result: _Result | None = None
         problem: Exception | None = None
         try:
             result = act()
-        except Exception as error:  # noqa: BLE001 - it is raised below, once all ranks know
+        except Exception as error:  # noqa: BLE001 - raised below, once all ranks know
             problem = error
         try:
             texts = self.gather_everywhere(None if problem is None else f"{type(problem).__name__}: {problem}")
-        except RuntimeError as error:  # what gloo raises when a connection closes
+        except RuntimeError as error:  # gloo raises this if a connection closes
             raise CheckpointError(f"a rank ended while the others were to {doing}") from problem or error
         if problem is not None:
             raise problem
@@ -84,11 +84,11 @@ class Channel:
         return cast("_Result", result)
 
     def first(self, act: Callable[[], _Result], doing: str) -> _Result:
-        """The result of `act`, which rank zero does alone, on all ranks; raises as `agreed`."""
+        """Return on all ranks the result of rank zero, the only one to call `act`; raises like `agreed`."""
         return cast("_Result", self.share(self.agreed(act if self.rank == 0 else lambda: None, doing)))
 
     def start_largest(self, number: int) -> tuple[torch.Tensor, Any]:
-        """Begin to find the largest number of any rank: the tensor that will hold it, and what to wait for."""
+        """Begin to find the largest number of all ranks; return the tensor for it, and the work to wait for."""
         numbers = torch.tensor([number], device="cpu")
         work = None
         if self._group is not None:
@@ -100,13 +100,13 @@ ALONE = Channel(alone=True)
 
 
 class RankGroups:
-    """The channels of one process, which all ranks make at the same time.
+    """The channels of one process; all ranks create theirs at the same time.
 
-    All at once and before the first save: making one waits for every rank, however long that is dead.
+    Both are created before the first save: creating one waits for every rank, no matter how long ago one died.
     """
 
     def __init__(self) -> None:
         self.training = Channel()
-        """For the training threads."""
+        """Channel for the training threads."""
         self.writing = Channel(LONGEST_WAIT)
-        """For the threads that write, or for the training threads while none does."""
+        """Channel for the writing threads, or for the training threads while nothing is written."""

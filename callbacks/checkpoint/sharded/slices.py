@@ -1,10 +1,10 @@
-"""Sharded tensors: which part of one a rank holds, and reading any part of it from the slices that ranks saved.
+"""Sharded tensors: find the part that a rank holds, and read any part from the slices that ranks saved.
 
-While a checkpoint is saved or loaded, most code hands tensors on without looking at them: a trainer's ``state_dict``
-returns what its modules gave it, its ``load_state_dict`` passes it back. When one is saved these are the sharded
-tensors themselves, of which each rank saves its slice. When one is loaded it is a `WholeTensor`, which has the shape of
-the whole tensor, and reads a rank's slice alone where it meets a sharded tensor of that shape. Any other use reads all
-of it, once. Just the slices that are read are proven.
+While a checkpoint is saved or loaded, most code passes tensors on without using their values: a trainer's
+``state_dict`` returns its modules' state, and its ``load_state_dict`` passes it back. In a save these are the sharded
+tensors themselves, and each rank saves its slice. In a load it is a `WholeTensor` with the shape of the complete
+tensor. It reads only a rank's slice when it is combined with a sharded tensor of that shape. Any other use reads all
+of it, once. Only the slices that are read are proven.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 
 
 def within(part: Box, tensor: torch.Tensor, of: Box) -> torch.Tensor:
-    """The view of `part` in `tensor`, which is the part `of` of the same whole."""
+    """Return the view of `part` in `tensor`; `part` and `of`, the position of `tensor`, are parts of one tensor."""
     for dimension, (begin, size) in enumerate(zip(part.offset, part.shape, strict=True)):
         tensor = tensor.narrow(dimension, begin - of.offset[dimension], size)
     return tensor
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the ranks hold parts of `tensor`, so that each can save its own."""
+    """Whether the ranks hold parts of `tensor`, so that each rank can save its own part."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     return any(type(place) is Shard for place in placements) and all(
         type(place) in (Shard, Replicate) for place in placements
@@ -57,7 +57,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def is_saved_by_this_rank(sharded: DTensor) -> bool:
-    """Whether this rank has a part of `sharded` that is not empty, and no copy of another rank's."""
+    """Whether this rank has a non-empty part of `sharded` that is not a copy of another rank's."""
     coordinate = sharded.device_mesh.get_coordinate()
     is_first_copy = coordinate is not None and all(
         at == 0 for at, place in zip(coordinate, sharded.placements, strict=True) if type(place) is Replicate
@@ -66,15 +66,15 @@ def is_saved_by_this_rank(sharded: DTensor) -> bool:
 
 
 def slice_of(sharded: DTensor) -> Box:
-    """Where this rank's part of `sharded` lies."""
+    """Return the position of this rank's part of `sharded`."""
     shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
     return Box(tuple(offset), tuple(shape))
 
 
 def sharded_like(value: torch.Tensor, parameter: DTensor) -> DTensor:
-    """The values of `value`, which has the shape of `parameter`, sharded as that is; each rank takes its own slice.
+    """Return `value` sharded like `parameter`, a tensor of the same shape; each rank takes its own slice.
 
-    Of one whose values are in a file just that slice is read, where that can be.
+    If the values are still in a file, only that slice is read, if possible.
     """
     return shard_over(value, parameter.device_mesh, parameter.placements, parameter.device, parameter.stride())
 
@@ -86,7 +86,7 @@ def shard_over(
     device: torch.device,
     stride: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """Shard `value` over `mesh`; `stride` is that of the result, by default without gaps."""
+    """Shard `value` over `mesh`; `stride` is the result's, by default without gaps."""
     if any(type(place) not in (Shard, Replicate) for place in placements):
         return distribute_tensor(unsharded(value).to(device), mesh, placements)
     shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
@@ -107,17 +107,17 @@ def shard_over(
 
 
 class WholeTensor(torch.Tensor):
-    """A tensor whose slices are in the files of a checkpoint until its values are used."""
+    """A tensor whose slices stay in the files of a checkpoint until its values are used."""
 
     slices: StoredSlices
     plain: torch.Tensor | None
-    """All values, once they were used."""
+    """All values, after their first use."""
     sharded: DTensor | None
-    """The values in place of `plain`, once an operation on shards has written to this tensor."""
+    """The values in place of `plain`, after an operation on shards has written to this tensor."""
 
     @staticmethod
     def __new__(cls: type[WholeTensor], slices: StoredSlices) -> WholeTensor:
-        """A tensor with the shape, type and device of the whole, and no memory."""
+        """Return a tensor with the shape, type and device of the complete one, and no memory."""
         made: WholeTensor = torch.Tensor._make_wrapper_subclass(
             cls, slices.tensor.shape, dtype=slices.dtype, device=torch.device("cpu")
         )
@@ -128,7 +128,7 @@ class WholeTensor(torch.Tensor):
         self.plain = self.sharded = None
 
     def put_together(self) -> torch.Tensor:
-        """The values as a plain tensor; the same one each time, so that a change in place is not lost."""
+        """Return the values as a plain tensor; the same one each time, so that a change in place is not lost."""
         if self.sharded is not None:
             return self.sharded.full_tensor()
         if self.plain is None:
@@ -154,7 +154,7 @@ class WholeTensor(torch.Tensor):
 
 
 def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call `func` with plain tensors, or, beside a sharded tensor of the same shape, with slices like its."""
+    """Call `func` with plain tensors, or with slices if an argument is a sharded tensor of the same shape."""
     sharded = {tuple(item.shape): item for item in tree_flatten((args, kwargs))[0] if isinstance(item, DTensor)}
     writes = getattr(func, "__name__", "").removesuffix(".default").endswith("_")
     targets = {id(item) for item in tree_flatten(args[:1])[0]} if writes else set()
@@ -168,7 +168,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
         if partner is None:
             return item.put_together()
         value = sharded_like(item, partner)
-        if id(item) in targets:  # a later use has to see what is written
+        if id(item) in targets:  # a later use must see the written values
             item.sharded, item.plain = value, None
         return value
 
@@ -190,7 +190,7 @@ _keeps_sharded: contextvars.ContextVar[bool] = contextvars.ContextVar("genlight_
 
 @contextlib.contextmanager
 def keep_sharded() -> Iterator[None]:
-    """While this is open, `whole` gathers nothing."""
+    """Keep `whole` from gathering tensors inside this context."""
     token = _keeps_sharded.set(True)
     try:
         yield
@@ -199,14 +199,14 @@ def keep_sharded() -> Iterator[None]:
 
 
 def whole(value: Any) -> Any:
-    """The whole tensor where `value` is sharded, else `value` itself; within `keep_sharded` always that."""
+    """Return the complete tensor if `value` is sharded, otherwise `value`; within `keep_sharded` always `value`."""
     if isinstance(value, WholeTensor) and value.sharded is not None:
         value = value.sharded
     return value.full_tensor() if isinstance(value, DTensor) and not _keeps_sharded.get() else value
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as a plain one; gathered where it has to be."""
+    """Return `tensor` as a plain one, gathered if necessary."""
     if isinstance(tensor, WholeTensor):
         return tensor.put_together()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -85,7 +85,7 @@ def test_what_is_not_refused_goes_to_the_approved_origin_and_with_the_token(clie
         return
     assert origin_text(scheme, host, port) == origin_of(url)
     assert credentials == f"Bearer {TOKEN}"
-    assert urlsplit(url).hostname == host.lower()  # the standard library, which joins our URLs, reads the same host
+    assert urlsplit(url).hostname == host.lower()  # the standard library joins our URLs and reads the same host
 
 
 @settings(max_examples=200)

@@ -243,7 +243,8 @@ def test_a_monitor_that_was_never_logged_is_named_with_what_was(tmp_path, make_t
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, monitor="scores")
     make_trainer(Scored(), checkpoint, max_steps=1).fit(make_net(), make_loader(1))
     assert (
-        "'scores' by which checkpoints are kept had not been logged by step 1; there were: loss, score" in caplog.text
+        "'scores' by which checkpoints are kept had not been logged by step 1; logged metrics: loss, score"
+        in caplog.text
     )
 
 

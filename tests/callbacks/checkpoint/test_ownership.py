@@ -101,12 +101,12 @@ def test_a_file_that_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_pat
     record = tmp_path / (name if "." in name else f"{name}.json")
     record.write_text('{"learning_rate": 0.1}')
     before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{record.name} is not a checkpoint, and is not overwritten; move"):
+    with pytest.raises(CheckpointError, match=f"{record.name} is not a checkpoint and is not overwritten; move"):
         save(tmp_path / name, checkpoint_of(1))
     with refusal(CheckpointError):
         delete_checkpoint(record)
     DurableCheckpointIO().remove_checkpoint(record)
-    assert "is not a checkpoint, and is not removed" in caplog.text
+    assert "is not a checkpoint and is not removed" in caplog.text
     sweep(tmp_path)
     assert tree(tmp_path) == before
 

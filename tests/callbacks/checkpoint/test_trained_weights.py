@@ -117,7 +117,7 @@ def test_a_run_may_change_what_it_saves_and_then_saves_what_its_checkpoint_has(t
 def test_without_a_base_it_is_said_what_is_missing_and_what_to_do(train, tmp_path, capsys):
     module = train(Adapted(), 2, weights="trained")
     path = tmp_path / "c" / "step-00000002.json"
-    missing = r"step-00000002 leaves out 8 tensors \(base.0.weight, .*, …\).*load\(path, base=module.state_dict\(\)\)"
+    missing = r"step-00000002 omits 8 tensors \(base.0.weight, .*, …\).*load\(path, base=module.state_dict\(\)\)"
 
     for read in (load, load_weights):
         with pytest.raises(CheckpointError, match=missing):

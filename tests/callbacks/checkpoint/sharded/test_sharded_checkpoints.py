@@ -166,7 +166,7 @@ def test_other_ranks_get_the_same_weights_and_optimizer_and_are_told_what_is_los
     for actual in results:
         assert_same(actual, expected)
     has_other_ranks = len(results) != len(ranks.results(*source))
-    assert any("the ranks that both have keep their random states" in text for text in results[0]["messages"]) == (
+    assert any("ranks in both runs keep their random states" in text for text in results[0]["messages"]) == (
         has_other_ranks
     )
 
