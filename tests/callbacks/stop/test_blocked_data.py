@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
 import time
@@ -74,6 +76,10 @@ class NotingStops(StopRequests):
 def workers_end_soon(monkeypatch):
     monkeypatch.setattr(data_workers, "PATIENCE_S", 0.1)
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()  # a failed fit keeps its iterators in a circle
+    for worker in multiprocessing.active_children():
+        worker.join(60)
 
 
 class Sees:
