@@ -25,6 +25,7 @@ from ...callbacks.lightning_internals import (
     logger_connector,
     only_iterator,
 )
+from ..contract.exceptions import TrainingCanceled
 
 if TYPE_CHECKING:
     from .loop import ContractEpochLoop
@@ -100,6 +101,9 @@ class Step:
         except StopIteration:
             loop.step_in_progress = None
             return False
+        except TrainingCanceled:  # a stop ended the wait for the batch, and the step has not begun
+            loop.step_in_progress = None
+            raise
         index = current.ready
         if self.counts_minibatches:
             self.run_state.minibatch_index = index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -274,6 +275,15 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.wait(trainer)
         else:
             self.save(trainer, pl_module, wait=is_ending)
+
+    def save_between_steps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the last step of this fit, if there is one, before the run stops; wait until it is durable.
+
+        Called by a stop that ends a wait for the next batch.
+        """
+        if self._is_between_batches:
+            save = functools.partial(self._save_what_is_due, trainer, pl_module)
+            save() if self.critical else wait_after_failure(save)
 
     @override
     def on_module_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,7 +1,10 @@
-"""Data workers outlive a stop signal that was sent to the whole process group, as schedulers and terminals send it.
+"""Keep data workers alive when a stop signal is sent to the whole process group, and let a stop end a wait for them.
 
-The training process finishes its step and saves a checkpoint then, for which it may need further batches. A worker
-ends when its loader ends it, when the loader's iterator is gone, or when the training process is.
+Schedulers and terminals signal the whole group. The training process may still need batches to finish its step and to
+save. A worker ends when its loader ends it, or when the loader's iterator or the training process is gone.
+
+A dataset may block, for example on a file system that does not answer. While the training process waits for a batch, it
+therefore asks about every 0.1 s whether to stop.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import InputError
@@ -35,6 +39,7 @@ _ENTRY = "_get_iterator"
 """The factory by which a loader makes its workers, however it is called; a kind of loader may have one of its own."""
 
 require_names("torch", DataLoader, _ENTRY)
+require_names("torch", _MultiProcessingDataLoaderIter, "_try_get_data")
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - nothing is written there by name
@@ -42,25 +47,36 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - nothing is written there by name
 PATIENCE_S = 10.0
 """How long a worker may take to end by its loader, once the iterator is gone."""
 
+LOOK_EVERY_S = 0.1
+"""Interval at which a wait for a batch asks whether to stop."""
+
 _Start = Callable[[DataLoader[Any]], Iterator[Any]]
 _start: _Start = getattr(DataLoader, _ENTRY)
+_on_wait: list[Callable[[float], None] | None] = []
+"""Functions that a wait calls, with its duration so far in seconds; the last one counts."""
 
 
 @contextlib.contextmanager
-def protected_workers() -> Iterator[None]:
-    """Have `start_workers` make the workers of every torch data loader of this process, for the length of a block.
+def protected_workers(on_wait: Callable[[float], None] | None = None) -> Iterator[None]:
+    """Have `start_workers` make the workers of every torch data loader of this process during the block.
 
-    Also those of kinds that make their iterators themselves, as torchdata's ``StatefulDataLoader``. Workers that run
-    when the block ends stay as they are. A block within a block does nothing.
+    This includes loader classes that make their iterators themselves, such as torchdata's ``StatefulDataLoader``.
+    Workers that run when the block ends stay as they are. Blocks may be nested.
+
+    Args:
+        on_wait: Called about every 0.1 s while a thread waits for a batch of workers, with the duration of the wait so
+            far in seconds. It ends the wait by raising.
     """
     kinds = {kind: vars(kind)[_ENTRY] for kind in _kinds(DataLoader) if _ENTRY in vars(kind)}
     if isinstance(kinds[DataLoader], functools.partialmethod):
         kinds = {}
     for kind, start in kinds.items():
         setattr(kind, _ENTRY, functools.partialmethod(start_workers, start))
+    _on_wait.append(on_wait)
     try:
         yield
     finally:
+        _on_wait.pop()
         for kind, start in kinds.items():
             setattr(kind, _ENTRY, start)
 
@@ -72,10 +88,10 @@ def _kinds(base: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
 
 
 def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[Any]:
-    """An iterator of `loader`, which `start` makes, whose workers heed no stop signal; the loader stays as it is.
+    """Return the iterator of `loader` that `start` makes, with workers that ignore stop signals.
 
-    Where a fork server makes the workers, signals that come before they run end them, and the server's own end by a
-    signal has them end after their next batch.
+    The loader itself is not changed. If a fork server makes the workers, signals that come before they run end them,
+    and if a signal ends the server, they end after their next batch.
     """
     init = loader.worker_init_fn
     if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # the latter by a subclass that calls its base
@@ -89,9 +105,46 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     finally:
         loader.worker_init_fn = init
         theirs.close()
-    # Also at exit, and before multiprocessing waits for workers that heed no SIGTERM.
+    # Also at exit, and before multiprocessing waits for workers that ignore SIGTERM.
     util.Finalize(iterator, ours.close, exitpriority=0)
+    if hasattr(iterator, "_try_get_data"):
+        iterator.__class__ = _asking(type(iterator))
+        vars(iterator)["_leash"] = ours
     return iterator
+
+
+class _AsksWhileItWaits:
+    """An iterator of torch that calls `_on_wait` while it waits for a batch."""
+
+    _leash: Connection
+    _workers: list[Any]
+    _waits_since: float | None = None
+
+    def _try_get_data(self, timeout: float = 5.0) -> tuple[bool, Any]:
+        now = time.monotonic()
+        end = now + timeout
+        while True:
+            answer: tuple[bool, Any] = super()._try_get_data(max(min(LOOK_EVERY_S, end - now), 0.0))  # type: ignore[misc]
+            if answer[0]:
+                self._waits_since = None
+                return answer
+            now = time.monotonic()
+            if self._waits_since is None:
+                self._waits_since = now
+            if (on_wait := _on_wait[-1] if _on_wait else None) is not None:
+                try:
+                    on_wait(now - self._waits_since)
+                except BaseException:
+                    for _ in self._workers:  # torch would wait for the blocked ones
+                        self._leash.send_bytes(b"end")
+                    raise
+            if now >= end:
+                return answer
+
+
+@functools.cache
+def _asking(kind: type) -> type:
+    return type(kind.__name__, (_AsksWhileItWaits, kind), {"__module__": kind.__module__})
 
 
 @contextlib.contextmanager
@@ -161,10 +214,12 @@ def hand_over_error(problem: str) -> InputError:
 
 
 def _end_with(leash: Connection, parent: int) -> None:
-    """End this worker once the other end of the leash is closed, which the kernel does if nothing else could."""
+    """End this worker at a message, or some time after the other end is closed, if only by the end of its process."""
+    patience_s = PATIENCE_S
     with contextlib.suppress(EOFError, OSError):
         leash.recv_bytes()
-    end = time.monotonic() + PATIENCE_S
+        patience_s = 0.0
+    end = time.monotonic() + patience_s
     while os.getppid() == parent and time.monotonic() < end:
         time.sleep(0.1)
     os._exit(0)

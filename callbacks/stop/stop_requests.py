@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,7 +23,7 @@ from ..checkpoint.policy import savers_of
 from ..hook.cadence import Pace, steps_within
 from ..hook.events import is_own_loop, run_state_of
 from ..hook.hook import Hook, RunContext, skippable
-from ..lightning_internals import signal_connector
+from ..lightning_internals import PrefetchDataFetcher, TrainingEpochLoop, signal_connector
 from .data_workers import protected_workers
 from .signals import StopSignals, launcher_grace_s
 from .sources import StopSources
@@ -35,6 +38,8 @@ GRACE = (
     "torchrun kills every rank %s s after a stop signal: the current step, its checkpoint and what is left to upload "
     "have to fit into that. Set another time with its `--shutdown-timeout`, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 )
+WAIT_PATIENCE_S = 15.0
+"""How long a wait for a batch may last after a stop request if no checkpoint can be saved at that moment."""
 MOST_STEPS = 32
 """How many steps apart they are at most, for a run whose steps become slow from one to the next."""
 
@@ -136,6 +141,10 @@ class StopRequests(Hook):
     From ``setup`` on, worker processes of torch data loaders ignore these signals. Otherwise a signal to the whole
     process group would kill the workers while the training process still needs their batches to finish its step.
 
+    If a single rank waits for workers that deliver no batch, a stop saves the last completed step and ends the wait. A
+    wait in validation, inside a step, or on one of several ranks ends after 15 s, without another checkpoint. A dataset
+    that blocks in the training process cannot be interrupted safely: `WatchHangs` or a second signal ends such a run.
+
     Args:
         cancel_file: A file that requests a stop once it exists, whatever it holds, except for a word that means no (0,
             false, f, no, n, off). A file that cannot be read also counts as a request.
@@ -171,6 +180,8 @@ class StopRequests(Hook):
         self.sources = StopSources(cancel_file, max_runtime_s=max_runtime_s, canceled=canceled, signals=signals)
         self._requested: StopReason | None = None
         self._next_poll = 0.0
+        self._noticed_s: float | None = None
+        """Time at which a wait for a batch noticed the request, on the clock of ``time.monotonic``."""
         self._has_fitted = self._has_warned = False
 
     @override
@@ -213,12 +224,13 @@ class StopRequests(Hook):
         self._undo = ExitStack()
         if stage == "fit":
             if self._has_fitted:  # a stop ends with the fit that it ended, unless its source says otherwise
-                self._requested, self.sources.canceled = None, False
+                self._requested, self._noticed_s, self.sources.canceled = None, None, False
                 if not self.sources.signals.are_handled:
                     self.sources.signals.forget()
             self._has_fitted = True
             self._take_signals(trainer)
-            self._undo.enter_context(protected_workers())
+            end_wait = partial(self._end_wait, trainer, pl_module, threading.get_ident())
+            self._undo.enter_context(protected_workers(end_wait))
         add_cancel_check = getattr(pl_module, "add_cancel_check", None)
         if add_cancel_check is not None:
             self._undo.callback(add_cancel_check(self._stops))
@@ -252,6 +264,36 @@ class StopRequests(Hook):
             reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason
+
+    def _end_wait(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, training_thread: int, waited_s: float
+    ) -> None:
+        """End a wait for a batch of data workers if the run was asked to stop.
+
+        One rank that waits for its next training batch saves the last step and stops. Any other wait may end by itself
+        for a while, because steps would be lost: other ranks may be inside the step, and a wait for validation data or
+        inside a step is no moment to save.
+
+        Raises:
+            TrainingCanceled: The run stops here.
+        """
+        reason = self.requested() if threading.get_ident() == training_thread else None
+        if reason is None:
+            return
+        if trainer.world_size == 1 and _is_between_steps(trainer):
+            run_state_of(trainer).stop_reason = reason
+            for saver in savers_of(trainer):
+                saver.save_between_steps(trainer, pl_module)
+            raise TrainingCanceled(reason)
+        now = time.monotonic()
+        self._noticed_s = now if self._noticed_s is None else self._noticed_s
+        if min(waited_s, now - self._noticed_s) >= WAIT_PATIENCE_S:
+            log.warning(
+                "A stop was requested, but the data workers have delivered no batch for another %.0f s. The run ends "
+                "without saving the steps since its last checkpoint.",
+                WAIT_PATIENCE_S,
+            )
+            raise TrainingCanceled(reason)
 
     @override
     def on_checkpoint_timed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, seconds: float) -> None:
@@ -289,6 +331,24 @@ class StopRequests(Hook):
             self.sources.signals = handling
         else:
             self._undo.enter_context(self.sources.signals.installed())
+
+
+def _is_between_steps(trainer: pl.Trainer) -> bool:
+    """Whether the training thread, which waits for a batch, waits for the batch of the next step.
+
+    It is not if Lightning fetches ahead, because the batch before it is not trained yet.
+    """
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    batches = loop.batch_progress.current
+    fetches_ahead = isinstance(fetcher, PrefetchDataFetcher) and fetcher.length is None and fetcher.prefetch_batches
+    if batches.ready != batches.completed or fetches_ahead:
+        return False
+    if is_own_loop(trainer):
+        return bool(loop.step_in_progress == loop.global_step + 1)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not TrainingEpochLoop.advance.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _raise_if_stopped(trainer: pl.Trainer, *_: Any) -> None:

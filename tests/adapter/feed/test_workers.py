@@ -38,12 +38,12 @@ def test_workers_that_cannot_be_started_are_told_with_the_way_out(rows_file, ids
     feed = ArrowFeed(path, workers=2, epochs=1)
     feed.check()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays open
-    try:
-        with refusal(InputError):
+    with refusal(InputError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # what is open stays open
+        try:
             next(iter(feed))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert multiprocessing.active_children() == []
 
 
