@@ -204,7 +204,7 @@ class EarlyStopping(Hook):
             )
 
     def _missing(self, how: str) -> MonitorError:
-        known = f"; reported were {', '.join(sorted(self._names))}" if self._names else ""
+        known = f"; the reported names are {', '.join(sorted(self._names))}" if self._names else ""
         return MonitorError(
             f"EarlyStopping(monitor={self.monitor!r}): {how}{known}.{nearest(self.monitor, self._names)}"
         )

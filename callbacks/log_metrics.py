@@ -42,8 +42,8 @@ class LogMetrics(Hook):
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
-    For modules that host a trainer of the contract (``pl_module.metrics()``). Other modules log by themselves: for these it
-    warns, and sends only scores and the figures of other hooks.
+    For modules that host a trainer of the contract (``pl_module.metrics()``). Other modules log by themselves: for
+    these it warns, and sends only scores and the figures of other hooks.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.

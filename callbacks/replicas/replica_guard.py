@@ -43,8 +43,9 @@ class ReplicaGuard(Hook):
     By default it compares the replicas after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
     training. A comparison hashes all tensors on their devices, by their bits and places, and exchanges 32 bytes over
     a separate process group. The result is read four steps later, so that no step waits for it; a save reads it at
-    once, and fails if replicas differ. The error has the values of the first tensor that differs. It does not compare entries of the trainer class's ``rank_local``, sharded optimizer states, and
-    sharded tensors. With one rank the callback does nothing.
+    once, and fails if replicas differ. The error has the values of the first tensor that differs. It does not
+    compare entries of the trainer class's ``rank_local``, sharded optimizer states, and sharded tensors. With one rank
+    it does nothing.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
