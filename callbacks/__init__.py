@@ -1,7 +1,7 @@
-"""Runtime concerns of a training job as Lightning callbacks; each works alone in any ``Trainer(callbacks=[…])``.
+"""Lightning callbacks for training jobs; each also works by itself in any ``Trainer(callbacks=[…])``.
 
-Names are resolved when they are first used (PEP 562): what lists and verifies checkpoints loads neither torch nor
-Lightning.
+Names are resolved when they are first used (PEP 562), so that code which lists and verifies checkpoints loads neither
+torch nor Lightning.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ AGREE_EVERY = 10
 
 
 class StopVote:
-    """A stop that any rank may request, and that all make after the same step, at most `AGREE_EVERY` steps later.
+    """A stop that any rank may request; all ranks stop after the same step, at most `AGREE_EVERY` steps later.
 
     Args:
         hook: The hook that counts.
@@ -34,27 +34,27 @@ class StopVote:
     """
 
     def __init__(self, hook: Any, step: int = 0) -> None:
-        self.wanted = False
+        self.is_requested = False
         self._due = Boundaries(hook, step, every=AGREE_EVERY)
 
-    def want(self, trainer: pl.Trainer, wanted: bool = True) -> None:
-        """Stop after this step, or together with the other ranks; until then the request can be withdrawn."""
-        self.wanted = wanted
+    def request(self, trainer: pl.Trainer, stop: bool = True) -> None:
+        """Stop after this step, or together with the other ranks; until then `stop=False` withdraws the request."""
+        self.is_requested = stop
         if trainer.world_size == 1:
-            trainer.should_stop = wanted
+            trainer.should_stop = stop
 
     def is_due(self, trainer: pl.Trainer) -> bool:
-        """Whether `AGREE_EVERY` steps have passed; asked by all ranks after each step."""
+        """Whether `AGREE_EVERY` steps have passed; all ranks must call this after each step."""
         return self._due.crosses(trainer.global_step)
 
     def agree(self, trainer: pl.Trainer) -> None:
         """Stop if any rank wants to. Collective."""
-        if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self.wanted, all=False):
+        if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self.is_requested, all=False):
             trainer.should_stop = True
 
     def rewind(self, step: int) -> None:
-        """The run was put back to `step`."""
-        self.wanted = False
+        """Reset the vote after the run was rolled back to `step`."""
+        self.is_requested = False
         self._due.rewind(step)
 
 
@@ -108,7 +108,7 @@ class EarlyStopping(Hook):
         self.best: float | None = None
         """The best value so far."""
         self.best_step = 0
-        """The step that had it; before the first value, the one that the count began at."""
+        """The step of the best value; before the first value, the step at which the count began."""
         self._names: set[str] = set()
         self._vote = StopVote(self)
         self._checked = 0
@@ -174,15 +174,14 @@ class EarlyStopping(Hook):
         Raises:
             MonitorError: It was not reported within `patience` steps, or is not finite.
         """
-        if self._vote.wanted or not trainer.is_global_zero:
+        if self._vote.is_requested or not trainer.is_global_zero:
             return
         self._names.update(values)
         value = values.get(self.monitor, values.get(f"train/{self.monitor}"))
         if value is None:
             if self.best is None and step - self.best_step >= self.patience:
                 raise self._missing(
-                    f"it was not reported within {self.patience} steps, the whole `patience`; that counts steps, not "
-                    "validations"
+                    f"it was not reported within {self.patience} steps (`patience` counts steps, not validations)"
                 )
             return
         if not math.isfinite(value):
@@ -198,20 +197,20 @@ class EarlyStopping(Hook):
         if is_better:
             self.best, self.best_step = value, step
         elif step - self.best_step >= self.patience:
-            self._vote.want(trainer)
+            self._vote.request(trainer)
             log.info(
                 "%s has not improved on %.6g of step %d for %d steps: training ends",
                 *(self.monitor, self.best, self.best_step, step - self.best_step),
             )
 
     def _missing(self, how: str) -> MonitorError:
-        known = f"; there are {', '.join(sorted(self._names))}" if self._names else ""
+        known = f"; the reported names are {', '.join(sorted(self._names))}" if self._names else ""
         return MonitorError(
             f"EarlyStopping(monitor={self.monitor!r}): {how}{known}.{nearest(self.monitor, self._names)}"
         )
 
 
 def _evaluates(trainer: pl.Trainer) -> bool:
-    """Whether a score may come that no training step has."""
+    """Whether scores may still come from an evaluation or a validation."""
     writes = (name for callback in callbacks_of(trainer) for name in getattr(callback, "writes", ()))
     return "eval_scores" in writes or bool(trainer.enable_validation)

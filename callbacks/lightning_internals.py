@@ -1,8 +1,8 @@
-"""Everything of Lightning that is protected and that genlight reads, overrides or assigns.
+"""All protected names of Lightning that genlight reads, overrides or assigns.
 
-Each name is looked up when this module is imported, so that a release of Lightning that no longer has it is one clear
-`ImportError`, and not a run that fails, or trains wrong, in its middle. Names that are only overridden would fail in
-silence; the tests of the loop run a fit under the lowest and the highest supported release.
+Each name is looked up when this module is imported. A release of Lightning that lacks one causes a clear `ImportError`
+instead of a run that fails, or trains wrong, later. A missing name that genlight only overrides causes no error, so the
+tests of the loop run a fit under the lowest and the highest supported release.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector as SignalConnector
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
-# Classes of Lightning under the names that they have here; what is defined below needs no entry.
+# Lightning's classes under our names. Names defined below need no entry.
 __all__ = ["CheckpointConnector", "DataFetcher", "FitLoop", "PrefetchDataFetcher", "ProcessedTracker", "Progress"]
 __all__ += ["ResultCollection", "TrainingEpochLoop"]
 
 WEIGHT_AVERAGING: type[pl.Callback] | tuple[()] = getattr(stock, "WeightAveraging", ())
-"""Lightning's callback that trains with averages next to the weights; since 2.6, and of no object before."""
+"""Lightning's `WeightAveraging` callback (2.6 and later); an empty tuple in older versions."""
 
 SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7,!=2.6.2,!=2.6.3", "torch": "torch>=2.9"}
 """The releases that genlight's own requirements name."""
 
 NEWEST_TORCH = "2.15"
-"""The newest release that the tests have passed on; a later one is used with a warning."""
+"""The newest release on which the tests have passed; a later one causes a warning."""
 
 
 def is_untested_torch() -> bool:
-    """Whether torch is later than what was tested; a development build of the next release is."""
+    """Whether torch is newer than the tested releases; this includes development builds of the next release."""
     installed, tested = ([int(part) for part in each.split(".")[:2]] for each in (version("torch"), NEWEST_TORCH))
     return installed > tested
 
 
 def require_names(package: Literal["lightning", "torch"], owner: type, *names: str) -> None:
-    """Make sure that `owner` has attributes.
+    """Check that `owner` has attributes.
 
     Args:
-        package: Whose class it is.
+        package: The package of the class.
         owner: The class.
-        names: The attributes: of the class, or those that its constructor sets or that it declares.
+        names: The attributes: class attributes, annotations, or attributes that the constructor sets.
 
     Raises:
-        ImportError: It lacks some; names the release that is installed, and those to install.
+        ImportError: Some are missing; the message names the installed release and the supported ones.
     """
     code = getattr(inspect.unwrap(vars(owner).get("__init__", owner)), "__code__", None)
     set_by_constructor = {*getattr(code, "co_names", ()), *vars(owner).get("__annotations__", ())}
@@ -74,7 +74,7 @@ def require_names(package: Literal["lightning", "torch"], owner: type, *names: s
     if missing:
         raise ImportError(
             f"{package} {version(package)} has no {owner.__name__}.{', '.join(missing)}, which genlight uses; "
-            f"install a release that it supports: {SUPPORTED[package]}"
+            f"install a supported release: {SUPPORTED[package]}"
         )
 
 
@@ -121,43 +121,43 @@ logger_connector: Callable[[pl.Trainer], LoggerConnector] = attrgetter("_logger_
 logged_step: Callable[[pl.Trainer], int] = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
 """The step at which Lightning's own loop logs the next metrics; the first batch is step 0."""
 training_source: Callable[[pl.Trainer], Any] = attrgetter("fit_loop._data_source.instance")
-"""The source of data that ``fit`` was given: a loader, a data module, or the module that makes its own batches."""
+"""The data source passed to ``fit``: a loader, a data module, or the module if it makes its own batches."""
 
 attached_trainer: Callable[[pl.LightningModule], pl.Trainer | None] = attrgetter("_trainer")
-"""The trainer that a module is attached to; its public property raises where there is none."""
+"""The trainer that a module is attached to, or None; the public property raises if there is none."""
 
 tensor_parallel_size: Callable[[ModelParallelStrategy], int | str] = attrgetter("_tensor_parallel_size")
-"""Over how many ranks a strategy splits layers."""
+"""Number of ranks over which a strategy splits layers."""
 
 
 def trains_in_copies(trainer: pl.Trainer) -> bool:
-    """Whether the processes that train are copies of the one that started them, which itself only waits for them."""
+    """Whether training runs in copies of this process, while this process only waits for them."""
     return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
 
 
 def load_loader_states(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
-    """Have the loaders that keep a state go on from these."""
+    """Load `states` into the loaders that have a state."""
     loader._load_state_dicts(states)
 
 
 def batches_of_loaders(loader: CombinedLoader, batch: Any) -> list[Any]:
-    """The parts of a `batch` of combined loaders, in the order of the loaders."""
+    """Return the parts of a `batch` of combined loaders, in the order of the loaders."""
     parts: list[Any] = loader._spec.flatten_up_to(batch)
     return parts
 
 
 def only_iterator(loader: CombinedLoader) -> Iterator[Any]:
-    """The iterator of the one loader that `loader` combines, once it was asked for one."""
+    """Return the iterator of the only loader in `loader`, whose iteration must have begun."""
     assert loader._iterator is not None
     iterator: Iterator[Any] = loader._iterator.iterators[0]
     return iterator
 
 
 def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> Any:
-    """Call a hook of all callbacks, the module and the strategy as Lightning does, under its profiler's names.
+    """Call a hook of all callbacks, the module and the strategy as Lightning does, with its profiler.
 
     Returns:
-        What the module's hook returned.
+        The result of the module's hook.
     """
     _call_callback_hooks(trainer, name, *args)
     response = _call_lightning_module_hook(trainer, name, *args)
@@ -167,29 +167,29 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> Any:
 
 
 def set_callback_metrics(trainer: pl.Trainer, callback: dict[str, Any], progress_bar: dict[str, Any]) -> None:
-    """Leave metrics where monitors and progress bars look outside of a step that logs them."""
+    """Make metrics visible to monitors and progress bars when no step logs them."""
     connector = trainer._logger_connector
     connector._callback_metrics.update(callback)
     connector._progress_bar_metrics.update(progress_bar)
 
 
 def attach_loaders(trainer: pl.Trainer, module: pl.LightningModule, **loaders: Any) -> None:
-    """Have ``trainer.validate`` and ``trainer.test`` use these loaders, named as their arguments are."""
+    """Set the loaders of ``trainer.validate`` and ``trainer.test``, named like the arguments of these methods."""
     trainer._data_connector.attach_dataloaders(module, **loaders)
 
 
 def set_validation_source(trainer: pl.Trainer, loader: Any) -> None:
-    """Have the validations within a training use this loader."""
+    """Set the loader of the validations during training."""
     trainer.fit_loop.epoch_loop.val_loop._data_source.instance = loader
 
 
 def share_data_source(loop: FitLoop, other: FitLoop) -> None:
-    """Have `loop` train on what `other` was given."""
+    """Have `loop` train on the data source of `other`."""
     loop._data_source = other._data_source
 
 
 def ddp_settings(strategy: DDPStrategy) -> SimpleNamespace:
-    """How `strategy` starts its processes, and what it does with gradients: settings that have no public name."""
+    """Return the private settings of `strategy`: how it starts processes and handles gradients."""
     return SimpleNamespace(
         start_method=strategy._start_method,
         communication_hook=strategy._ddp_comm_hook,
@@ -201,17 +201,17 @@ def ddp_settings(strategy: DDPStrategy) -> SimpleNamespace:
 
 
 def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) -> bool:
-    """Have a logger that has made no run yet use the run `run_id`; None lets it make one, whatever it was given before.
+    """Have a logger that has not created a run yet use the run `run_id`; with None it creates a new one.
 
     Returns:
-        Whether it does; False where it was configured with another one.
+        Whether it uses that run; False if it was configured with a different one.
     """
     if isinstance(logger, MLFlowLogger):
         if run_id is not None and logger._run_id not in (None, run_id):
             return False
         logger._run_id, logger._initialized = run_id, False
         return True
-    if logger._experiment is not None:  # it was given one
+    if logger._experiment is not None:  # its constructor received a run
         return bool(logger._experiment.id == run_id)
     if run_id is not None and logger._wandb_init["id"] not in (None, run_id):
         return False

@@ -1,4 +1,4 @@
-"""Metrics to loggers, monitors and the progress bar at a cadence."""
+"""Send metrics to loggers, monitors and the progress bar at a cadence."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 WAIT_FRACTION = "data/wait_fraction"
-"""Metric: the share of the time in which training waited for data, from 0 to 1."""
+"""Metric: share of the time spent waiting for data, from 0 to 1."""
 
 
 EVALUATED_STEP = "trainer/evaluated_step"
-"""Metric: which step scores belong to that come later."""
+"""Metric: the step of scores that arrive at a later step."""
 
 
 class LogMetrics(Hook):
@@ -38,12 +38,12 @@ class LogMetrics(Hook):
     A record merges the metrics of the step, the means of the newest rollout's statistics (``rollout/…``), the share of
     time spent waiting for data, the scores of an evaluation, and the figures of other hooks: ``time/…`` of `Goodput`,
     ``system/…`` of `SystemMonitor`, ``perf/…`` of `Heartbeat`, ``diagnosis/…`` of `Diagnosis`. Scores and figures that
-    come at another step are sent at that step. A score of an earlier step has it as ``trainer/evaluated_step``.
+    come at another step are sent at that step. ``trainer/evaluated_step`` is the step of scores that come later.
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
-    For modules that host a trainer of the contract (``pl_module.metrics()``). Other modules log by themselves: with one
-    of them it warns, and sends scores and the figures of other hooks alone.
+    For modules that host a trainer of the contract (``pl_module.metrics()``). Other modules log by themselves: for
+    these it warns, and sends only scores and the figures of other hooks.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
@@ -61,7 +61,7 @@ class LogMetrics(Hook):
         self._unsent_scores: Mapping[str, float] = {}
         self._unsent_figures: Mapping[str, float] = {}
         self._waited: tuple[float, float] | None = None
-        """The wait for data until the last cadence, and when that was; None where the loader does not say."""
+        """Total wait for data up to the last cadence, and its time; None if the loader does not measure it."""
         self._sent_rollout: Mapping[str, Any] | None = None
 
     @override
@@ -86,7 +86,7 @@ class LogMetrics(Hook):
         every = self.every_n_steps
         self.next_due_step = next_multiple(step, every)
         metrics: dict[str, float] = {}
-        # A step is one; so its boundary is crossed where it is a multiple.
+        # Steps come one by one, so a multiple of the cadence is a crossed boundary.
         is_due = every > 0 and step % every == 0 and not suppressed(pl_module)
         if is_due and getattr(pl_module, "step_result", None) is not None:
             metrics = pl_module.metrics()  # type: ignore[operator]
@@ -104,7 +104,7 @@ class LogMetrics(Hook):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._unsent_scores:  # what an evaluation command has found since the last step
+        if self._unsent_scores:  # scores of an evaluation command since the last step
             _send(trainer, pl_module, self._unsent_scores, {}, trainer.global_step)
             getattr(pl_module, "feed_callback_metrics", lambda: None)()
 
@@ -112,25 +112,25 @@ class LogMetrics(Hook):
     def on_scores(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
     ) -> None:
-        if not trainer.validating:  # what a validation logs is sent by Lightning
-            about = {EVALUATED_STEP: float(step)} if step < trainer.global_step else {}
-            self._unsent_scores = {**self._unsent_scores, **scores, **about}
+        if not trainer.validating:  # Lightning sends the scores of a validation
+            evaluated = {EVALUATED_STEP: float(step)} if step < trainer.global_step else {}
+            self._unsent_scores = {**self._unsent_scores, **scores, **evaluated}
             self.next_due_step = 0
 
     def on_figures(self, trainer: pl.Trainer, pl_module: pl.LightningModule, figures: Mapping[str, float]) -> None:
-        """Take `figures` of another hook into the record of this step."""
+        """Add `figures` of another hook to the record of this step."""
         self._unsent_figures = {**self._unsent_figures, **figures}
         self.next_due_step = 0
 
     def _wait_fraction(self, trainer: pl.Trainer, before_s: float, since: float) -> float:
-        """The share of the time since the last cadence in which steps waited for data."""
+        """Return the share of the time since the last cadence that steps waited for data."""
         waited_s, now = data_wait_s(trainer) or 0.0, time.monotonic()
         self._waited = waited_s, now
         return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
 
 
 def rollout_means(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the statistics of a rollout, as metrics; what is not a number has no place in a record."""
+    """Return the means of the numeric statistics of a rollout, as metrics; others are skipped."""
     means: dict[str, float] = {}
     for name, value in stats.items():
         if isinstance(value, torch.Tensor):
@@ -155,16 +155,16 @@ def _send(
 ) -> None:
     published = getattr(pl_module, "published", None)
     if published is not None:
-        published.update(metrics)  # for monitors and progress bars, once they look
+        published.update(metrics)  # read lazily by monitors and progress bars
     else:
         on_device = {name: torch.tensor(value) for name, value in metrics.items()}
         set_callback_metrics(trainer, on_device, dict(metrics))
     loggers = trainer.loggers
     if loggers:
-        # `log_metrics` of the connector, less its search for tensors among what are numbers.
+        # Like `log_metrics` of the connector, without its search for tensors: these are numbers.
         logger_connector(trainer)._logged_metrics.update(metrics)  # type: ignore[arg-type]
         record = {**metrics, **figures} if figures else metrics
         for logger in loggers:
             logger.log_metrics(metrics=record, step=step)  # type: ignore[arg-type]
-            if type(logger).save is not Logger.save:  # that one does nothing
+            if type(logger).save is not Logger.save:  # the base implementation does nothing
                 logger.save()

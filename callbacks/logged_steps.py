@@ -1,7 +1,7 @@
-"""Keep the files of CSVLogger and TensorBoardLogger right when a resumed fit writes into the same folder.
+"""Correct the files of CSVLogger and TensorBoardLogger if a resumed fit writes into the same folder.
 
-A logger with a fixed ``version`` does that. `CSVLogger` deletes the steps before the resume; TensorBoard shows those
-after the checkpoint twice.
+This happens with a fixed ``version``. By default, `CSVLogger` deletes the steps before the resume, and TensorBoard
+shows the steps after the checkpoint twice.
 """
 
 from __future__ import annotations
@@ -28,53 +28,53 @@ __all__ = ["keep_logged_steps"]
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.csv"
-_ASIDE = ".metrics-before.csv"
+_BACKUP_FILE = ".metrics-before.csv"
 
 
 def keep_logged_steps(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Have the loggers of a fit of `module` keep the steps before a resume, each once.
+    """Have the loggers of a fit of `module` keep each step before a resume exactly once.
 
-    Call it on rank zero, before the fit.
+    Call this on rank zero, before the fit.
     """
     csv_loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger) and _keep_file(logger)]
     if csv_loggers or any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-        kind = _OfHostedTrainer if hasattr(module, "step_result") else _OfLightningModule
+        kind = _KeepHostedSteps if hasattr(module, "step_result") else _KeepModuleSteps
         trainer.callbacks.append(kind(csv_loggers))  # type: ignore[attr-defined]
 
 
 def _keep_file(logger: CSVLogger) -> bool:
-    """Open the file of `logger` without losing what it holds; return whether it holds something."""
+    """Open the file of `logger` without losing its rows; return whether it had a file."""
     folder = Path(logger.log_dir)
     if "://" in logger.log_dir:
         log.warning(
-            "CSVLogger deletes earlier steps in %s, should this fit resume there; leave its `version` out",
+            "CSVLogger deletes earlier steps in %s if this fit resumes there; remove its `version`",
             logger.log_dir,
         )
         return False
-    file, aside = folder / METRICS_FILE, folder / _ASIDE
-    if file.is_file() and not aside.is_file():  # one that is there was left by a process that was killed below
-        os.replace(file, aside)
-    if not aside.is_file():
+    file, backup = folder / METRICS_FILE, folder / _BACKUP_FILE
+    if file.is_file() and not backup.is_file():  # an existing one comes from a process that was killed below
+        os.replace(file, backup)
+    if not backup.is_file():
         return False
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Experiment logs directory")  # says that it deletes the file
+        warnings.filterwarnings("ignore", "Experiment logs directory")  # it warns that it deletes the file
         _ = logger.experiment
-    os.replace(aside, file)
+    os.replace(backup, file)
     return True
 
 
 class _KeepLoggedSteps(Callback):
-    """Removes the steps that training makes again from the files of loggers, once the resume is known.
+    """Removes steps that training repeats from the files of loggers, as soon as the resumed step is known.
 
     Args:
-        csv_loggers: Those whose file has rows of an earlier attempt.
+        csv_loggers: Loggers whose file has rows of an earlier attempt.
     """
 
     def __init__(self, csv_loggers: list[CSVLogger]) -> None:
         self._csv_loggers = csv_loggers
 
     def _go_back(self, trainer: pl.Trainer, first: int) -> None:
-        """Remove the steps from `first` on, the step that is logged next."""
+        """Remove the steps from `first` on; it is the next step to be logged."""
         for logger in self._csv_loggers:
             _drop_rows(logger, first if trainer.global_step else 0)
         if trainer.global_step:
@@ -83,16 +83,16 @@ class _KeepLoggedSteps(Callback):
                     _purge(each, first)
 
 
-class _OfHostedTrainer(_KeepLoggedSteps):
-    """For a hosted trainer, which logs at its number of completed steps."""
+class _KeepHostedSteps(_KeepLoggedSteps):
+    """The callback for a hosted trainer, which logs the number of completed steps."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._go_back(trainer, trainer.global_step + 1)
 
 
-class _OfLightningModule(_KeepLoggedSteps):
-    """For a module that Lightning's loop trains, which knows its next step only when the first batch begins."""
+class _KeepModuleSteps(_KeepLoggedSteps):
+    """The callback for Lightning's own loop. Its next step is known only when the first batch begins."""
 
     _is_done = False
 
@@ -111,11 +111,11 @@ def _drop_rows(logger: CSVLogger, first: int) -> None:
     path = Path(writer.metrics_file_path)
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        names = sorted(reader.fieldnames or ())  # as the logger sorts them before each row that it appends
+        names = sorted(reader.fieldnames or ())  # the order in which the logger appends rows
         rows = list(reader)
     kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < first]
     if rows and not kept:
-        log.warning("%s begins again at step 0: its %d rows of an earlier attempt are deleted", path, len(rows))
+        log.warning("%s starts again at step 0: deleting its %d rows of an earlier attempt", path, len(rows))
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, names, extrasaction="ignore")
     table.writeheader()
@@ -125,13 +125,11 @@ def _drop_rows(logger: CSVLogger, first: int) -> None:
 
 
 def _purge(logger: TensorBoardLogger, first: int) -> None:
-    """Have TensorBoard hide what earlier files of the same folder hold from step `first` on."""
+    """Have TensorBoard hide steps from `first` on in earlier files of the same folder."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-    except ImportError:  # tensorboardX alone, whose events are other classes
-        log.warning(
-            "TensorBoard shows the steps from %d on twice in %s; leave its `version` out", first, logger.log_dir
-        )
+    except ImportError:  # only tensorboardX is installed; its event classes differ
+        log.warning("TensorBoard shows the steps from %d on twice in %s; remove its `version`", first, logger.log_dir)
         return
     start = SessionLog(status=SessionLog.START)
     logger.experiment.file_writer.add_event(Event(step=first, session_log=start))

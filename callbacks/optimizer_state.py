@@ -1,11 +1,11 @@
-"""State that optimizers of every kind have in common, and its restoration with the types and devices that it had.
+"""Access to the state of any optimizer, and its restoration with the stored types and devices.
 
 An optimizer usually keeps a mapping for each parameter, but torch accepts anything, under any key: MADGRAD counts its
 steps in ``state["k"]``, a tensor; others keep a single tensor for a parameter.
 
-``Optimizer.load_state_dict`` casts every tensor but ``step`` to the type of its parameter, and Lightning then moves it
-to the device of the run. NAdam's running product, moments in bfloat16 and fp32 masters of bfloat16 weights all change
-by that. So `restore_as_stored` puts back what was stored.
+``Optimizer.load_state_dict`` casts every tensor except ``step`` to the type of its parameter, and Lightning then moves
+it to the device of the run. This changes NAdam's running product, moments in bfloat16 and fp32 masters of bfloat16
+weights. `restore_as_stored` restores the stored values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from .checkpoint.sharded.slices import sharded_like, unsharded
 
 __all__ = [
-    "has_state_of_its_own",
+    "has_separate_state",
     "map_values",
     "named_values",
     "parameters_of",
@@ -34,16 +34,16 @@ __all__ = [
 ]
 
 Place = tuple[Any, ...]
-"""The number of a parameter, or another key of ``optimizer.state``, and the keys and indices below it."""
+"""Number of a parameter, or another key of ``optimizer.state``, followed by keys and indices below it."""
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The tensors that `optimizer` holds now, in the order of its groups; one in two groups comes twice."""
+    """Iterate over the tensors of `optimizer` in the order of its groups; a tensor in two groups appears twice."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def named_values(entry: Any) -> Iterator[tuple[str, Any]]:
-    """The values of one entry of ``optimizer.state``, by name; one that is not a mapping has the name ``state``."""
+    """Yield the parts of an entry of ``optimizer.state`` with their names; a single value has the name ``state``."""
     if isinstance(entry, Mapping):
         yield from entry.items()
     else:
@@ -51,18 +51,18 @@ def named_values(entry: Any) -> Iterator[tuple[str, Any]]:
 
 
 def map_values(function: Callable[[Any], Any], entry: Any) -> Any:
-    """An entry like this one with `function` applied to each of its values."""
+    """Return a copy of `entry` with `function` applied to each of its values."""
     if isinstance(entry, Mapping):
         return {name: function(value) for name, value in entry.items()}
     return function(entry)
 
 
 def settings_and_counters(path: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """The state of an optimizer that is no tensor of its parameters: settings of its groups, and whole numbers.
+    """Yield name and value of the settings of an optimizer's groups, and of the integers in its state.
 
     Args:
-        path: What the names begin with.
-        optimizer: Of any make.
+        path: Prefix of the names.
+        optimizer: Any optimizer.
     """
     for g, group in enumerate(optimizer.param_groups):
         yield from ((f"{path}.param_groups[{g}].{key}", value) for key, value in group.items() if key != "params")
@@ -75,9 +75,9 @@ def settings_and_counters(path: str, optimizer: Optimizer) -> Iterator[tuple[str
 
 
 def with_step_hooks(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Those of `optimizers` whose step calls its hooks; of a wrapper that calls none, the optimizer that it wraps.
+    """Return the optimizers whose step calls its hooks, with wrapped optimizers in place of wrappers without hooks.
 
-    A wrapper whose constructor leaves out that of `torch.optim.Optimizer`, as opacus' DPOptimizer does, has no hooks.
+    A wrapper that does not call the constructor of `torch.optim.Optimizer`, like opacus' DPOptimizer, has no hooks.
     """
     found: list[Optimizer] = []
     for optimizer in optimizers:
@@ -89,10 +89,10 @@ def with_step_hooks(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
 
 def unusual_devices(optimizer: Optimizer) -> list[tuple[Place, bool]]:
-    """Tensors of the state that torch and Lightning would load to another device than they are on.
+    """Find tensors of the state that torch and Lightning would load to a different device.
 
     Returns:
-        For each its place, and whether it is on the host; empty if the parameters are on the host themselves.
+        Place of each tensor, and whether it is on the host; empty if the parameters are on the host.
     """
     parameters = list(parameters_of(optimizer))
     if all(parameter.device.type == "cpu" for parameter in parameters):
@@ -114,9 +114,9 @@ def restore_as_stored(
     """Give the state of `optimizer` the types, shapes and devices of the state dict that it has loaded.
 
     Args:
-        optimizer: It has loaded `stored`.
-        stored: The state dict; one of an unknown form is left alone, because its class loads it by itself.
-        devices: The result of `unusual_devices` when it was saved.
+        optimizer: An optimizer that has loaded `stored`.
+        stored: The state dict. A state dict of unknown form changes nothing, because its class restores it.
+        devices: The result of `unusual_devices` when the state was saved.
     """
     entries, state = stored.get("state"), optimizer.state
     if not isinstance(entries, Mapping):
@@ -126,17 +126,17 @@ def restore_as_stored(
         parameter = parameters.get(number)
         key = number if parameter is None else parameter
         if key in state:
-            beside = parameter if parameter is not None else next(iter(parameters.values()), None)
-            state[key] = _as_stored(entry, state[key], (number,), beside, on_host)
+            like = parameter if parameter is not None else next(iter(parameters.values()), None)
+            state[key] = _as_stored(entry, state[key], (number,), like, on_host)
 
 
-def has_state_of_its_own(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` wraps another one and keeps state besides it, so that a state dict may be of either."""
+def has_separate_state(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` wraps another one and has a separate state; a state dict may then belong to either."""
     return any(inner.state is not optimizer.state for inner in _inner(optimizer))
 
 
 def put_setting(group: dict[str, Any], name: str, value: Any) -> None:
-    """Give a group of an optimizer another value of a setting."""
+    """Change a setting in a group of an optimizer."""
     if isinstance(group.get(name), Tensor):  # a captured step reads this very tensor
         group[name].fill_(value)
     else:
@@ -144,7 +144,7 @@ def put_setting(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def restore_groups(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Give the groups of `optimizer` the settings of `groups`, but not other parameters."""
+    """Copy the settings of `groups` to the groups of `optimizer`; parameters stay."""
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         for name, value in saved.items():
             if name != "params":
@@ -168,7 +168,7 @@ def _as_stored(stored: Any, loaded: Any, place: Place, parameter: Tensor | None,
     if type(stored) in (list, tuple) and type(loaded) is type(stored) and len(stored) == len(loaded):
         pairs = enumerate(zip(stored, loaded, strict=True))
         return type(stored)(_as_stored(old, new, (*place, at), parameter, on_host) for at, (old, new) in pairs)
-    return stored if isinstance(stored, str) else loaded  # of a text, torch makes "<generator object …>"
+    return stored if isinstance(stored, str) else loaded  # torch turns a string into "<generator object …>"
 
 
 def _tensors(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
@@ -180,5 +180,5 @@ def _tensors(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _inner(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that `optimizer` wraps."""
+    """Return the optimizers that `optimizer` wraps."""
     return [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]

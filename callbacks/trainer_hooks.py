@@ -1,4 +1,4 @@
-"""Trainer hooks: classes whose methods take a `TrainerState`, run through one adapter; three that most runs need."""
+"""Trainer hooks: classes whose methods take a `TrainerState`; the adapter that runs them; three common hooks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_genlight_trainer_state"
 _FACTS = {each.name: each.name for each in fields(RunState)} | {"mb_idx": "minibatch_index"}
-"""Fields that are facts of the run state, with their names there."""
+"""Fields stored in the run state, with their names there."""
 _LIVE = ("optimizer", "policy", "experience", "stats_tracker", "timer", "training_env_id")
 """Fields that are live objects; no checkpoint holds them."""
 
@@ -133,29 +133,29 @@ class TrainerHook:
             self.critical = critical
 
     def on_new_training_run(self, trainer_state: TrainerState) -> None:
-        """Training is about to take its first step, of a new run or of a resumed one."""
+        """Called before the first step of a new or resumed run."""
 
     def on_rollout_start(self, trainer_state: TrainerState) -> None:
-        """The trainer is about to collect experience."""
+        """Called before the trainer collects experience."""
 
     def on_rollout_end(self, trainer_state: TrainerState) -> None:
-        """Experience was collected; ``rollout_stats`` is set."""
+        """Called after experience was collected; ``rollout_stats`` is set."""
 
     def on_mb_end(self, trainer_state: TrainerState) -> None:
-        """A minibatch was trained."""
+        """Called after each minibatch."""
 
     def on_train_phase_end(self, trainer_state: TrainerState) -> None:
-        """All minibatches of the current experience were trained; ``epoch`` is still the one that ends, 0 at first."""
+        """Called after all minibatches of the current experience; ``epoch`` is still the ending one, 0 at first."""
 
     def on_epoch_end(self, trainer_state: TrainerState) -> None:
-        """A pass over the data, or a rollout with its training phase, has ended and is counted in ``epoch``."""
+        """Called after a pass over the data, or a rollout with its training phase; ``epoch`` includes it."""
 
     def on_training_end(self, trainer_state: TrainerState) -> None:
-        """Training ended as planned."""
+        """Called when training ends as planned."""
 
     @property
     def setup(self) -> Any:
-        """The hook that Lightning would call; this is not one of its callbacks.
+        """Lightning's hook of this name. It raises, because a trainer hook is no Lightning callback.
 
         Raises:
             TypeError: Always.
@@ -187,7 +187,7 @@ class TrainerHookAdapter(Hook):
             events = ", ".join(TRAINER_HOOK_EVENTS)
             raise TypeError(f"Invalid `hook` {hook!r}. Expected an object with one of the events {events}.")
         if not isinstance(hook, TrainerHook):
-            getattr(hook, "state_key", None)  # a callback of the six-hook style raises here, and says where it belongs
+            getattr(hook, "state_key", None)  # for a six-hook callback this raises an error that names its place
         self.callback = hook
         self.critical = bool(getattr(hook, "critical", False))
         self.ranks: Literal["zero", "all"] = "all" if getattr(hook, "run_on_all_ranks", False) else "zero"
@@ -250,7 +250,7 @@ class TrainerHookAdapter(Hook):
 
 
 def trainer_state_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> TrainerState:
-    """The state that all trainer hooks of `trainer` share; made at the first call."""
+    """Return the state that all trainer hooks of `trainer` share, created at the first call."""
     state: TrainerState | None = getattr(trainer, _ATTRIBUTE, None)
     if state is None or state.module is not pl_module or state.run_state is not run_state_of(trainer):
         state = TrainerState(trainer, pl_module)
@@ -264,7 +264,7 @@ def _has_event(hook: Any, name: str) -> bool:
 
 
 def _fields_of(hook: Any, name: str) -> list[str]:
-    """Fields that a hook reads or writes, as the run state names them."""
+    """Return the fields that a hook reads or writes, under their names in the run state."""
     fields = getattr(hook, name, ())
     return [_FACTS.get(field, field) for field in ([fields] if isinstance(fields, str) else fields)]
 
@@ -280,16 +280,16 @@ def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule |
 
 def _unknown(name: str) -> AttributeError:
     hint = nearest(name, (*_FACTS, *_LIVE))
-    return AttributeError(f"TrainerState has no field {name!r}.{hint} Facts of your own belong to `run_state.extra`")
+    return AttributeError(f"TrainerState has no field {name!r}.{hint} Store your own facts in `run_state.extra`")
 
 
 def should_run(epoch: int, interval: int) -> bool:
-    """Whether something that is due every `interval` epochs is due after `epoch`; an interval of 0 turns it off."""
+    """Whether a cadence of `interval` epochs is due after `epoch`; an interval of 0 turns it off."""
     return interval > 0 and epoch % interval == 0
 
 
 def log_model_parameters(policy: torch.nn.Module, wandb_run: Any = None) -> dict[str, int]:
-    """Log how many parameters a module has and how many of them train, and put both into a run of W&B.
+    """Log the number of parameters and of trainable parameters of a module, and store both in a run of W&B.
 
     Returns:
         ``model/parameters`` and ``model/trainable_parameters``.
@@ -311,29 +311,29 @@ def setup_wandb_metrics(wandb_run: Any) -> None:
     wandb_run.define_metric("*", step_metric="epoch")
 
 
-def _interval(name: str, given: int | None, holder: Any, path: str) -> int | None:
-    """A cadence in epochs: `given`, otherwise the entry at `path` of a configuration; None if there is neither.
+def _interval(name: str, argument: int | None, holder: Any, path: str) -> int | None:
+    """Return a cadence in epochs: `argument`, otherwise the entry at `path` of a configuration; None without either.
 
     Raises:
-        ValueError: It is not a whole number from 0 on.
+        ValueError: It is not an integer >= 0.
     """
-    value = functools.reduce(get_entry, path.split("."), holder) if given is None else given
+    value = functools.reduce(get_entry, path.split("."), holder) if argument is None else argument
     return None if value is None else step_cadence(name, value)
 
 
 def _required(interval: int | None, holder: Any, path: str) -> int:
-    """`interval`; 1 without a configuration.
+    """Return `interval`, or 1 if there is no configuration.
 
     Raises:
-        ValueError: There is a configuration without it.
+        ValueError: The configuration does not have it.
     """
     if interval is None and holder is not None:
-        raise ValueError(f"Invalid configuration. It has no {path}; add it, or give `interval`.")
+        raise ValueError(f"Invalid configuration. It has no {path}; add it, or set `interval`.")
     return 1 if interval is None else interval
 
 
 class CheckpointHook(TrainerHook):
-    """Saves with the run's `Checkpoint` at the end of epochs, and waits until the files are durable.
+    """Saves by the run's `Checkpoint` at the end of epochs, and waits until the files are durable.
 
     ``latest_checkpoint_uri`` then names the checkpoint of this epoch for all later hooks. With `wandb_run` the
     files also become an artifact of W&B, whose address is ``latest_wandb_uri``; it is None after an epoch whose
@@ -344,14 +344,14 @@ class CheckpointHook(TrainerHook):
             `interval`, ``checkpoint.wandb_checkpoint_interval`` of `wandb_interval`.
         device: See `TrainerHook`.
         checkpoint_manager: Your own manager. On rank zero, its ``save_agent(policy, epoch, metadata, wandb_run=…)``
-            saves too, and returns the address for ``latest_wandb_uri``. A run that starts at step 0 takes
+            also saves, and returns the address for ``latest_wandb_uri``. A run that starts at step 0 takes
             ``agent_step`` from its ``load_trainer_state()``. With a manager the trainer needs no `Checkpoint`.
-        wandb_run: What ``wandb.init`` returned, on rank zero.
+        wandb_run: The run that ``wandb.init`` returned, on rank zero.
         interval: Cadence in epochs; 0 turns it off.
-        wandb_interval: Upload the first checkpoint after every so many epochs; None uploads each one.
+        wandb_interval: Upload the first checkpoint after each multiple of this number of epochs; None uploads all.
 
     Raises:
-        ValueError: An interval is not a whole number from 0 on, or `trainer_cfg` has none.
+        ValueError: An interval is not an integer >= 0, or `trainer_cfg` has none.
         CheckpointError: At the end of an epoch: the trainer has no `Checkpoint`, or a file cannot be written.
     """
 
@@ -394,10 +394,10 @@ class CheckpointHook(TrainerHook):
             return
         savers = [] if trainer is None else savers_of(trainer)
         if trainer is None or not (savers or self.checkpoint_manager):
-            raise CheckpointError("CheckpointHook has nothing to save with: give the trainer a Checkpoint callback")
+            raise CheckpointError("CheckpointHook cannot save: give the trainer a Checkpoint callback")
         record = savers[0].save(trainer, trainer.lightning_module) if savers else None
         if record is not None:
-            # Not reported yet: an event log takes no metric of this step after its checkpoint.
+            # Do not report the checkpoint yet: an event log accepts no metric of a step after its checkpoint.
             savers[0].wait_until_durable()
             trainer_state.latest_checkpoint_uri = str(record)
         if not trainer.is_global_zero:
@@ -434,15 +434,15 @@ class EvaluationHook(TrainerHook):
         trainer_cfg: A configuration, as mappings or objects: ``evaluation.evaluate_interval`` is the default of
             `interval`. A function here is `evaluate`.
         device: See `TrainerHook`.
-        eval_config: The configuration's part for evaluations, if it is given by itself: ``evaluate_interval``.
-        curriculum: An attribute of the hook, for `evaluate`.
+        eval_config: The part of the configuration for evaluations, with ``evaluate_interval``, if it is separate.
+        curriculum: Stored as an attribute of the hook, for `evaluate`.
         evaluate: Takes ``latest_wandb_uri``, otherwise ``latest_checkpoint_uri``, and the `TrainerState`. Returns
             scores: a mapping, an object with fields, or a result that has them as ``scores``.
         interval: Cadence in epochs; 0 turns it off. It is skipped while there is no checkpoint.
 
     Raises:
         TypeError: There is no `evaluate`.
-        ValueError: `interval` is not a whole number from 0 on, or the configuration has none.
+        ValueError: `interval` is not an integer >= 0, or the configuration has none.
     """
 
     optional_reads = ("latest_wandb_uri",)  # so a `CheckpointHook` comes first
@@ -464,7 +464,7 @@ class EvaluationHook(TrainerHook):
         if evaluate is not None:
             vars(self)["evaluate"] = evaluate
         elif type(self).evaluate is EvaluationHook.evaluate:
-            raise TypeError("EvaluationHook has nothing to evaluate with. Give `evaluate`, a function of (uri, state).")
+            raise TypeError("EvaluationHook cannot evaluate. Set `evaluate`, a function of (uri, state).")
         holder, path = (
             (trainer_cfg, "evaluation.evaluate_interval") if eval_config is None else (eval_config, "evaluate_interval")
         )
@@ -473,7 +473,7 @@ class EvaluationHook(TrainerHook):
         self.curriculum = curriculum
 
     def evaluate(self, uri: str, trainer_state: TrainerState) -> Any:
-        """Scores of the checkpoint at `uri`."""
+        """Return the scores of the checkpoint at `uri`."""
         raise NotImplementedError
 
     @override
@@ -492,14 +492,14 @@ class MetricsHook(TrainerHook):
     Args:
         trainer_cfg: See `TrainerHook`.
         device: See `TrainerHook`.
-        wandb_run: What ``wandb.init`` returned, if no logger of the trainer is W&B's.
-        stats_client: A client of yours; its ``log(metrics)`` gets the same metrics.
-        timer: A stopwatch of yours, shared as ``timer`` of the state; its ``get_elapsed()`` is a metric, in seconds.
+        wandb_run: The run that ``wandb.init`` returned, if the trainer has no logger of W&B.
+        stats_client: Your own client; its ``log(metrics)`` gets the same metrics.
+        timer: Your own stopwatch, shared as ``timer`` of the state; its ``get_elapsed()`` is a metric, in seconds.
         interval: Cadence in epochs; 0 turns it off.
 
     Raises:
         TypeError: `stats_client` has no ``log``, or `timer` no ``get_elapsed``.
-        ValueError: `interval` is not a whole number from 0 on.
+        ValueError: `interval` is not an integer >= 0.
     """
 
     optional_reads = ("eval_scores", "loss_stats", "rollout_stats")
@@ -543,8 +543,8 @@ class MetricsHook(TrainerHook):
         metrics = {**(trainer_state.loss_stats or {}), **rollout_means(trainer_state.rollout_stats or {}), **own}
         trainer = trainer_state.trainer
         if trainer is not None:
-            sent = own if is_own_loop(trainer) else metrics  # in genlight's loop `LogMetrics` has sent the others
-            log_to_loggers(trainer, sent, trainer.global_step)
+            unsent = own if is_own_loop(trainer) else metrics  # in genlight's loop `LogMetrics` has sent the others
+            log_to_loggers(trainer, unsent, trainer.global_step)
         for sink in (self.wandb_run, self.stats_client):
             if sink is not None:
                 sink.log(metrics)

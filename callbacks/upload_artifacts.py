@@ -1,4 +1,4 @@
-"""Checkpoints, samples, metrics and the end of a run on their way to their receivers."""
+"""Upload of checkpoints, samples, metrics and the end of a run."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 class UploadArtifacts(Hook):
     """Queues every checkpoint, sample and metric of a run for upload without waiting for the network.
 
-    Works with any LightningModule. Checkpoints are those of `Checkpoint`, with all their files, which stay until they
-    are delivered whatever it keeps; files of Lightning's ``ModelCheckpoint`` are not sent. Metrics of a trainer class
-    are those that loggers get; of other modules, ``trainer.callback_metrics`` every `metric_every` steps.
+    Works with any LightningModule. It sends the checkpoints of `Checkpoint` with all their files, and keeps these
+    files until they are delivered. It does not send files of Lightning's ``ModelCheckpoint``. For a trainer class it
+    sends the metrics that loggers get; for other modules, ``trainer.callback_metrics`` every `metric_every` steps.
 
     Endpoints, the file store, the token and the deadline come from the environment (``TRAINER_UPLOAD_METRICS_URL`` and
     so on, ``TENSORHUB_URL``, ``TRAINER_CAPABILITY_TOKEN``, ``TRAINER_UPLOAD_DEADLINE_SECONDS``), so that no
-    configuration file holds a secret. The queue lies in ``uploads`` of the trainer's ``default_root_dir``.
+    configuration file holds a secret. The queue is the folder ``uploads`` in the trainer's ``default_root_dir``.
 
     Args:
         uploader: An uploader that the caller starts, waits for and closes. None creates one for each fit, whose end
@@ -51,11 +51,11 @@ class UploadArtifacts(Hook):
         critical: Whether the run ends when the receiver refuses an upload permanently.
 
     Raises:
-        ValueError: Neither `uploader` nor `run_id` is given, a number is out of range, or a URL is none.
+        ValueError: Neither `uploader` nor `run_id` is given, a number is out of range, or a URL is invalid.
     """
 
-    _of_this_process = frozenset({"_given", "_run", "_uploader"})
-    _given: Uploader | None = None
+    _of_this_process = frozenset({"_external", "_run", "_uploader"})
+    _external: Uploader | None = None
     _run: RunContext | None = None
     _uploader: Uploader | None = None
 
@@ -71,22 +71,22 @@ class UploadArtifacts(Hook):
     ) -> None:
         self.critical = critical
         self.metric_every = step_cadence("metric_every", metric_every)
-        self._given = self._uploader = uploader
+        self._external = self._uploader = uploader
         targets = targets if isinstance(targets, str) else tuple(targets)
         self._settings: dict[str, Any] = {"run_id": run_id, "owner": owner, "targets": targets}
         if uploader is None:
-            self._configured(queue_dir=QUEUE_DIRECTORY)  # refuses what cannot be used before a fit begins
+            self._make_config(queue_dir=QUEUE_DIRECTORY)  # raises for invalid settings before a fit begins
             if faults := [fault for target in targets if (fault := target_fault(target)) is not None]:
                 raise ValueError(" ".join(faults))
         self._newest: CheckpointRecord | None = None
         self._metrics_due = Boundaries(self, every=metric_every)
 
-    def _configured(self, **folders: Any) -> UploadConfig:
+    def _make_config(self, **folders: Any) -> UploadConfig:
         return UploadConfig.from_environment(os.environ, **folders, **self._settings)
 
     @property
     def waiting(self) -> int:
-        """How many checkpoints and samples have not been delivered yet."""
+        """Number of checkpoints and samples that have not been delivered yet."""
         queue = None if self._uploader is None else self._uploader.queue
         return 0 if queue is None else len(queue.entries("checkpoint", "sample"))
 
@@ -96,17 +96,17 @@ class UploadArtifacts(Hook):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit" or self._given is not None:
+        if stage != "fit" or self._external is not None:
             return
         folders = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
         root = trainer.default_root_dir
-        config = self._configured(queue_dir=Path(root) / QUEUE_DIRECTORY, roots=[root, *folders])
+        config = self._make_config(queue_dir=Path(root) / QUEUE_DIRECTORY, roots=[root, *folders])
         if lacking := config.lacks_for_files():
             log.warning("%s", lacking)
         self._uploader = Uploader(config).__enter__()
         run = self._run
-        if run is not None and run.uploader is None:  # from here on it is the run's
-            run.uploader = self._given = self._uploader
+        if run is not None and run.uploader is None:  # from here on the run owns it
+            run.uploader = self._external = self._uploader
             run.requires_uploads, run.deadline_s = self.critical, config.deadline_s
 
     @override
@@ -118,26 +118,26 @@ class UploadArtifacts(Hook):
             saver.keep_while_in_use(self._waiting_files)
         if not savers and trainer.checkpoint_callbacks and self._uploader and self._uploader.config.wants("checkpoint"):
             log.warning(
-                "UploadArtifacts sends no file of %s: give the trainer a `Checkpoint` of genlight.callbacks",
+                "UploadArtifacts does not send files of %s: give the trainer a `Checkpoint` of genlight.callbacks",
                 ", ".join(type(callback).__name__ for callback in trainer.checkpoint_callbacks),
             )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Queue what the run resumes from, and what came before: its last process may have been killed before it did.
+        """Queue the checkpoint that the run resumes from and earlier ones; a kill may have prevented this.
 
-        What was delivered before is not sent again, and another run's checkpoint is not ours to send. One without a
-        `run_id`, of a module that genlight does not host, is ours where this fit goes on saving.
+        Delivered checkpoints are not sent again, and checkpoints of other runs are not sent. A checkpoint without a
+        `run_id`, of a module that genlight does not host, belongs to this run if this fit saves to the same folder.
         """
-        if self._uploader is None or trainer.ckpt_path is None:  # which under FSDP is not known before
+        if self._uploader is None or trainer.ckpt_path is None:  # under FSDP the path is not known earlier
             return
         try:
-            found = find_checkpoint(trainer.ckpt_path)
-            record = read_record(found)
-        except (FileNotFoundError, BrokenCheckpointError):  # or one of another format
+            path = find_checkpoint(trainer.ckpt_path)
+            record = read_record(path)
+        except (FileNotFoundError, BrokenCheckpointError):  # or a checkpoint of another format
             return
-        goes_on = found.parent in [saver.directory for saver in savers_of(trainer)]
-        if record.run_id == self._uploader.config.run_id or (not record.run_id and goes_on):
+        is_in_folder = path.parent in [saver.directory for saver in savers_of(trainer)]
+        if record.run_id == self._uploader.config.run_id or (not record.run_id and is_in_folder):
             for each in (*never_queued(self._uploader, record), record):
                 self.on_checkpoint_durable(trainer, pl_module, each)
 
@@ -187,8 +187,8 @@ class UploadArtifacts(Hook):
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._given is None:
-            for saver in savers_of(trainer):  # after an exception they have their turn after this callback
+        if self._external is None:
+            for saver in savers_of(trainer):  # after an exception Lightning calls them after this callback
                 wait_after_failure(functools.partial(saver.wait, trainer))
         self._finish(trainer, exception)
 
@@ -196,14 +196,14 @@ class UploadArtifacts(Hook):
         return set() if self._uploader is None else self._uploader.queue.unlinked_files()
 
     def _finish(self, trainer: pl.Trainer, error: BaseException | None) -> None:
-        """Wait for required uploads, then send the terminal message; an uploader of the caller's is left to them.
+        """Wait for required uploads, then send the terminal message; does nothing if the caller owns the uploader.
 
         Raises:
-            UploadError: A required upload, or the terminal message, was not acknowledged, and the fit has no other
-                `error` to end with.
+            UploadError: A required upload or the terminal message was not acknowledged, and the fit has no other
+                `error`.
         """
         uploader = self._uploader
-        if uploader is None or self._given is not None:
+        if uploader is None or self._external is not None:
             return
         self._uploader = None
         step, final = trainer.global_step, None if self._newest is None else str(self._newest.reported_path)
@@ -211,7 +211,7 @@ class UploadArtifacts(Hook):
             refusal = uploader.settle(progress=log.info)
             if (ended_by := error or refusal) is None:
                 unacknowledged = uploader.deliver_terminal("completed", step, final)
-            else:  # which is sent whether or not an upload was refused
+            else:  # send the failure even if an upload was refused
                 secrets = secrets_of_module(trainer.lightning_module)
                 text = describe_failure(ended_by, has_checkpoint=final is not None, secrets=secrets).text
                 unacknowledged = uploader.deliver_terminal("failed", step, final, text)

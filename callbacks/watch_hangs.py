@@ -1,4 +1,4 @@
-"""Notices training that makes no progress, and writes down where every thread is."""
+"""Detect training that makes no progress, and write the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __all__ = ["WatchHangs"]
 log = logging.getLogger(__name__)
 
 EXIT_HUNG = 1
-LOOKS_PER_LIMIT = 10
-LONGEST_PAUSE_S = 5.0
-OTHERS_WITHIN_S = 2 * LONGEST_PAUSE_S
-"""How long a rank that ends the run waits for the stacks of the others, which are killed then."""
+CHECKS_PER_LIMIT = 10
+MAX_PAUSE_S = 5.0
+OTHERS_TIMEOUT_S = 2 * MAX_PAUSE_S
+"""Time that a rank which ends the run waits for the stacks of the others before they are killed."""
 OTHERS_POLL_S = 0.1
-WORKS_FOR_S = 6 * LONGEST_PAUSE_S
-"""How long the last touch of another rank's file counts; its clock may differ, and a file system be slow."""
-MEMORY = 0.9
-"""Share of what was learned before in what is learned from one more step."""
+WORK_FRESH_S = 6 * MAX_PAUSE_S
+"""Time for which a touch of another rank's file counts; its clock may differ, and the file system may be slow."""
+SMOOTHING = 0.9
+"""Weight of earlier steps in the running mean of step times."""
 
 
 class WatchHangs(Hook):
@@ -53,7 +53,7 @@ class WatchHangs(Hook):
     wrote none, since one that is lost or paused holds up the others.
 
     Args:
-        directory: Where the files go; None means ``<default_root_dir>/hangs``.
+        directory: Folder for the files; None means ``<default_root_dir>/hangs``.
         factor: A step that takes this many times the usual duration counts as a hang.
         floor_s: Shortest duration that counts as a hang, in seconds.
         work_limit_s: The same for an evaluation, a rollout, a checkpoint, samples or a pause.
@@ -61,10 +61,10 @@ class WatchHangs(Hook):
 
     Raises:
         ValueError: `factor`, `floor_s` or `work_limit_s` is not above 0.
-        ThreadLimitError: At the start of training, which it ends: the watching thread could not be started.
+        ThreadLimitError: The watching thread could not start; this ends the run at the start of training.
     """
 
-    critical = True  # at a start it is better known that nothing watches than when a hang stays unnoticed
+    critical = True  # fail at the start rather than leave a hang unnoticed
     ranks: Literal["zero", "all"] = "all"
     _of_this_process = frozenset({"_stopped"})
     _stopped: threading.Event | None = None
@@ -87,7 +87,7 @@ class WatchHangs(Hook):
         self.work_limit_s = work_limit_s
         self.end_run = end_run
         self.on_hang: Callable[[Exception], None] | None = None
-        """Reports a hang that ends the run, in the watching thread, and may end the process itself."""
+        """Called in the watching thread with a hang that ends the run; may end the process itself."""
         self._count = 0
         self._work: tuple[str, float] | None = None
         self._work_ended_s = 0.0
@@ -140,23 +140,23 @@ class WatchHangs(Hook):
     ) -> None:
         began_s = time.time()
         usual_s, reported, seen, seen_at_s = 0.0, False, batches(), time.monotonic()
-        others = [_works(directory, other) for other in range(ranks) if other != rank]
+        others = [_work_file(directory, other) for other in range(ranks) if other != rank]
         while True:
             limit_s = max(self.floor_s, self.factor * usual_s)
-            if stopped.wait(min(limit_s / LOOKS_PER_LIMIT, LONGEST_PAUSE_S)):
-                _works(directory, rank).unlink(missing_ok=True)
+            if stopped.wait(min(limit_s / CHECKS_PER_LIMIT, MAX_PAUSE_S)):
+                _work_file(directory, rank).unlink(missing_ok=True)
                 return
             now, newest, work = time.monotonic(), batches(), self._work
             since_s = max(seen_at_s, self._work_ended_s) if work is None else work[1]
             if newest != seen:
-                # Lightning starts to count at 0 again in each run of validation.
+                # Lightning counts from 0 again in each validation.
                 step_s = max(now - since_s, 0.0) / max(1, newest - seen)
-                usual_s = MEMORY * usual_s + (1 - MEMORY) * step_s if usual_s else step_s
+                usual_s = SMOOTHING * usual_s + (1 - SMOOTHING) * step_s if usual_s else step_s
                 seen, seen_at_s, reported = newest, now, False
             elif work is not None:
                 limit_s = max(self.work_limit_s, self.factor * self._longest.get(work[0], 0.0))
                 if others and now - since_s < limit_s:
-                    _touch(_works(directory, rank))
+                    _touch(_work_file(directory, rank))
             elif any(map(_is_fresh, others)):
                 seen_at_s = now
             if now - since_s >= limit_s and seen_at_s < now and not reported:
@@ -175,7 +175,7 @@ class WatchHangs(Hook):
                 faulthandler.dump_traceback(file, all_threads=True)
             temporary.rename(path)
         except OSError as error:
-            log.error("the stacks could not be written to %s: %s", path, error.strerror)  # noqa: TRY400
+            log.error("cannot write the stacks to %s: %s", path, error.strerror)  # noqa: TRY400
         log.warning("%s", TrainingHungError(rank, seconds, path))
         if self.end_run:
             try:
@@ -188,39 +188,39 @@ class WatchHangs(Hook):
                 os._exit(EXIT_HUNG)
 
 
-def _works(directory: Path, rank: int) -> Path:
+def _work_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.works"
 
 
 def _touch(path: Path) -> None:
-    """Let the other ranks know that this one works on something that they wait for."""
-    with contextlib.suppress(OSError):  # where it cannot be written, the others wait as long as for a step
+    """Tell the other ranks that this one is busy with work that they wait for."""
+    with contextlib.suppress(OSError):  # without this file the others apply the limit of a step
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
 
 def _is_fresh(path: Path) -> bool:
     try:
-        return abs(time.time() - path.stat().st_mtime) < WORKS_FOR_S
+        return abs(time.time() - path.stat().st_mtime) < WORK_FRESH_S
     except OSError:
         return False
 
 
 def _batches_of(trainer: pl.Trainer) -> Callable[[], int]:
-    """A function that counts the batches that were trained and validated."""
+    """Return a function that counts the trained and validated batches."""
     epoch_loop = trainer.fit_loop.epoch_loop
     trained, validated = epoch_loop.batch_progress.total, epoch_loop.val_loop.batch_progress.total
     return lambda: trained.completed + validated.completed
 
 
 def _stacks_of_others(directory: Path, rank: int, ranks: int, began_s: float) -> dict[int, Path | None]:
-    """The newest file of each other rank; those that hang in the same place notice it a little sooner or later."""
-    end = time.monotonic() + OTHERS_WITHIN_S
+    """Return the newest file of each other rank; waits, because ranks in the same hang notice it at different times."""
+    end = time.monotonic() + OTHERS_TIMEOUT_S
     others = [other for other in range(ranks) if other != rank]
     while True:
-        found = {other: _newest(directory.glob(f"rank-{other}-*.txt"), began_s) for other in others}
-        if None not in found.values() or time.monotonic() >= end:
-            return found
+        newest = {other: _newest(directory.glob(f"rank-{other}-*.txt"), began_s) for other in others}
+        if None not in newest.values() or time.monotonic() >= end:
+            return newest
         time.sleep(OTHERS_POLL_S)
 
 

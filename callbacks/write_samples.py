@@ -1,4 +1,4 @@
-"""Samples of a hosted trainer at a cadence, each whole or absent."""
+"""Write samples of a hosted trainer at a cadence, each complete or absent."""
 
 from __future__ import annotations
 
@@ -35,30 +35,29 @@ __all__ = ["WriteSamples"]
 log = logging.getLogger(__name__)
 
 _SAMPLES_DUE = "samples_due"
-"""The member of a checkpoint's own part that says that the samples of its step come after it."""
-_TEXTS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
+"""Entry of a checkpoint's own part: the samples of its step are made after it."""
+_REQUEST_FIELDS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
 
 
 class SampleRequest(dict[str, Any]):
-    """A request for one sample, for ``generate_sample``: a mapping, whose members are attributes, too.
+    """A request for one sample, for ``generate_sample``: a mapping whose entries are also attributes.
 
-    What is not given is ``t2i`` for the task, ``sample-00`` and so on for the name, an empty text for the two prompts,
+    The defaults are ``t2i`` for the task, ``sample-00`` and so on for the name, an empty string for the two prompts,
     and None for everything else.
 
     Args:
-        given: Any of name, task, prompt, negative_prompt, instruction, source_image and seed, and more of the caller's
-            own.
-        index: The request's place among the requests.
+        fields: Any of name, task, prompt, negative_prompt, instruction, source_image and seed, and your own entries.
+        index: Index of the request.
     """
 
-    def __init__(self, given: Mapping[str, Any], index: int = 0) -> None:
+    def __init__(self, fields: Mapping[str, Any], index: int = 0) -> None:
         super().__init__(name=f"sample-{index:02d}", task="t2i", prompt="", negative_prompt="")
         self.update(instruction=None, source_image=None, seed=None)
-        self.update({name: value for name, value in given.items() if value is not None})
+        self.update({name: value for name, value in fields.items() if value is not None})
 
     @property
     def mode(self) -> Any:
-        """The task under the name that some releases of the older runtime had for it."""
+        """The task, under its name in some releases of the older runtime."""
         return self["task"]
 
     def __getattr__(self, name: str) -> Any:
@@ -80,7 +79,7 @@ class WriteSamples(Hook):
     resumed run makes the samples first.
 
     Args:
-        directory: Where samples go.
+        directory: Folder for samples.
         every_n_steps: Cadence in steps; 0 turns it off.
         requests: One mapping for each sample, with any of name, task, prompt, negative_prompt, instruction,
             source_image, seed.
@@ -110,7 +109,7 @@ class WriteSamples(Hook):
         self.critical = critical
         self._boundaries = Boundaries(self)
         self._is_behind = False
-        """Whether the checkpoint that is resumed from came before the samples of its step."""
+        """Whether the run resumes from a checkpoint that was saved before the samples of its step."""
 
     @override
     def on_save_checkpoint(
@@ -133,7 +132,7 @@ class WriteSamples(Hook):
             plugin = getattr(pl_module, "plugin", None)
             if plugin is not None and find_generator(getattr(pl_module, "contract_state", None)) is None:
                 log.warning(
-                    "Samples every %d steps will hold their requests alone: the state of %s has no `generate_sample`. "
+                    "Samples every %d steps will hold only their requests: the state of %s has no `generate_sample`. "
                     "Put a function of that name into the state, or set `sample_every` to 0.",
                     self.every_n_steps,
                     type(plugin).__name__,
@@ -152,7 +151,7 @@ class WriteSamples(Hook):
                 self.write(trainer, pl_module, trainer.global_step)
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> dict[Path, list[Path]]:
-        """Make and write the samples of `step`; returns the record of each with the files that belong to it."""
+        """Make and write the samples of `step`; return the files of each sample by its record."""
         make_directory(self.directory, shared=None)
         ctx = getattr(pl_module, "ctx", None)
         facts = {"run_id": str(getattr(getattr(ctx, "job", None), "run_id", "")), "step": step}
@@ -170,17 +169,17 @@ class WriteSamples(Hook):
         return written
 
     def _samples_of(self, pl_module: pl.LightningModule, step: int) -> list[tuple[str, SampleRequest]]:
-        """Name and request of each sample."""
+        """Return name and request of each sample."""
         name = f"step-{step:08d}"
         if self.requests:
-            return [(f"{name}-{at:02d}", SampleRequest(given, at)) for at, given in enumerate(self.requests)]
+            return [(f"{name}-{at:02d}", SampleRequest(fields, at)) for at, fields in enumerate(self.requests)]
         return [(name, SampleRequest({}))] if find_generator(getattr(pl_module, "contract_state", None)) else []
 
     def _text_of(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}.txt"
 
     def _catch_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
-        """Make the samples of `step`, unless only the announcement of them may be missing."""
+        """Make the samples of `step` if they are incomplete, and announce them."""
         records = [self.directory / f"{name}.json" for name, _ in self._samples_of(pl_module, step)]
         texts = [] if self.requests else [self._text_of(step)]
         if not all(path.is_file() for path in (*texts, *records)):
@@ -198,44 +197,44 @@ class WriteSamples(Hook):
     def _write_sample(
         self, generate: Callable[..., Any] | None, name: str, request: SampleRequest, facts: dict[str, Any], ctx: Any
     ) -> tuple[Path, list[Path]]:
-        arriving, folder = self.directory / temporary_name(name), self.directory / name
+        temporary, folder = self.directory / temporary_name(name), self.directory / name
         record = self.directory / f"{name}.json"
         seed = request.seed if request.seed is not None else self.seed
-        offered = {field: request[field] for field in _TEXTS}
+        offered = {field: request[field] for field in _REQUEST_FIELDS}
         offered |= {"step": facts["step"], "ctx": ctx, "request": request, "seed": seed}
-        offered |= {"mode": request.mode, "output_dir": str(arriving)}
-        make_directory(arriving, shared=None)
+        offered |= {"mode": request.mode, "output_dir": str(temporary)}
+        make_directory(temporary, shared=None)
         try:
             returned = {} if generate is None else call_with_accepted(generate, offered)
             if not isinstance(returned, Mapping | None):
                 kind = type(returned).__qualname__
                 raise ContractError(f"generate_sample returned a {kind}; it must be a mapping or None")
-            files = [folder / file.relative_to(arriving) for file in _durable_files(arriving, name)]
+            files = [folder / file.relative_to(temporary) for file in _durable_files(temporary, name)]
             named = [str(file.relative_to(self.directory)) for file in files]
             encoded = _encoded({**request, "seed": seed, **facts, **(returned or {}), "files": named}, name)
-            # What an earlier attempt at the same step left goes; its record first, or it would name what is gone.
+            # Remove the sample of an earlier attempt at this step; its record first, because it names the files.
             record.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             if files:
-                arriving.rename(folder)
+                temporary.rename(folder)
             fsync_directory(self.directory)
         finally:
-            shutil.rmtree(arriving, ignore_errors=True)
-        # The generator may have returned paths within the folder that it was given.
-        write_bytes_durably(record, encoded.replace(arriving.name.encode(), name.encode()))
+            shutil.rmtree(temporary, ignore_errors=True)
+        # The generator may have returned paths within its temporary folder.
+        write_bytes_durably(record, encoded.replace(temporary.name.encode(), name.encode()))
         return record, files
 
 
 def find_generator(state: Any) -> Callable[..., Any] | None:
-    """The ``generate_sample`` of a trainer's state, as an attribute or a key."""
+    """Return the ``generate_sample`` of a trainer's state, an attribute or a key, or None."""
     generate = get_entry(state, "generate_sample")
     return generate if callable(generate) else None
 
 
 def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-    """Call `function` with those of the `offered` arguments that its signature takes.
+    """Call `function` with the `offered` arguments that its signature accepts.
 
-    What is offered as None is left out where the signature has a default; ``mode``, which is the task, unless it names
+    Arguments that are None are omitted if the parameter has a default; ``mode`` is passed only if the signature names
     it.
     """
     parameters = inspect.signature(function).parameters.values()
@@ -243,34 +242,34 @@ def call_with_accepted(function: Callable[..., Any], offered: Mapping[str, Any])
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     accepted = {name: value for name, value in offered.items() if name in named or (takes_all and name != "mode")}
     required = inspect.Parameter.empty
-    given = {n: value for n, value in accepted.items() if value is not None or named.get(n, required) is required}
-    return function(**given)
+    arguments = {n: value for n, value in accepted.items() if value is not None or named.get(n, required) is required}
+    return function(**arguments)
 
 
 def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
-    """Every file below `directory`, each made durable before it is named.
+    """Make every file below `directory` durable; yield each path.
 
     Raises:
-        ContractError: One of them is not a file that could be read.
+        ContractError: The folder holds something that is not a regular file.
     """
     for folder, _, names in sorted(os.walk(directory)):
         for name in sorted(names):
             path = Path(folder, name)
-            if not path.is_file():  # a pipe would be waited for, and a link may lead nowhere
-                raise ContractError(f"generate_sample of {sample} left {name!r}, which is not a file")
+            if not path.is_file():  # opening a pipe would block, and a link may be broken
+                raise ContractError(f"generate_sample of {sample} created {name!r}, which is not a file")
             fsync_file(path)
             yield path
         fsync_directory(folder)
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """The files of a sample that was complete before; what a link leads to is not one of them."""
+    """Return the files of a complete sample, without links."""
     paths = [Path(folder, name) for folder, _, names in sorted(os.walk(directory)) for name in sorted(names)]
     return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what is left of samples that a run was killed over; only the run that holds the directory may."""
+    """Remove incomplete samples of a killed run; only the run that owns the directory may do this."""
     for entry in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

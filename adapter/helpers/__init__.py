@@ -33,7 +33,7 @@ WARMUP_START = 0.1
 
 
 def seed_everything(seed: int) -> int:
-    """Seed the random numbers of Python, NumPy and torch (CPU and every device); returns the seed.
+    """Seed the random numbers of Python, NumPy and torch (CPU and every device); return the seed.
 
     Raises:
         ValueError: `seed` is not in 0 … 2**32 - 1, the range that NumPy accepts.
@@ -52,9 +52,9 @@ def seed_everything(seed: int) -> int:
 
 
 def to_float_scalar(value: Any) -> float:
-    """`value` as a Python float: a number, a NumPy scalar, or a tensor or array with one element.
+    """Return `value` as a Python float: a number, a NumPy scalar, or a tensor or array with one element.
 
-    Waits for the device of a tensor; call this at a cadence, not in every step.
+    Synchronizes with the device of a tensor; call this at a cadence, not in every step.
 
     Raises:
         TypeError: `value` is not a number, such as a string or None.
@@ -89,14 +89,14 @@ def build_default_adamw_bundle(
     warmup_steps: int | None = None,
     max_steps: int | None = None,
 ) -> OptimizerBundle:
-    """AdamW over all of `model_or_params`, with a warm-up if `warmup_steps` is set, and cosine decay over `max_steps`.
+    """Return AdamW over all of `model_or_params`, with warm-up for `warmup_steps` and cosine decay to `max_steps`.
 
     Each setting is the argument, otherwise the entry of `hyperparams` with its name (for `lr` first ``learning_rate``),
     otherwise the default. Call ``scheduler.step()`` once after each ``optimizer.step()``. The scheduler also loads the
     ``state_dict()`` of the older runtime's scheduler.
 
     Args:
-        model_or_params: A module, parameters, or parameter groups, including frozen ones, which may be unfrozen later.
+        model_or_params: A module, parameters, or parameter groups, including frozen ones: they may be unfrozen later.
             None gives an empty bundle.
         hyperparams: Usually ``ctx.job.hyperparams``; entries with other names are ignored.
         lr: Peak learning rate. Default 1e-4.
@@ -113,14 +113,14 @@ def build_default_adamw_bundle(
         return OptimizerBundle()
     import torch
 
-    given = hyperparams or {}
+    settings = hyperparams or {}
 
     def setting(name: str, value: Any, default: Any) -> Any:
-        return value if value is not None else given.get(name, default)
+        return value if value is not None else settings.get(name, default)
 
     entries = model_or_params.parameters() if isinstance(model_or_params, torch.nn.Module) else model_or_params
     groups: list[Any] = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
-    rate = lr if lr is not None else given.get("learning_rate", given.get("lr", 1e-4))
+    rate = lr if lr is not None else settings.get("learning_rate", settings.get("lr", 1e-4))
     optimizer = torch.optim.AdamW(
         groups,  # copies: AdamW writes into them
         lr=float(rate),

@@ -1,4 +1,4 @@
-"""Components of a model folder, read from safetensors to their device."""
+"""Loading of a model folder's components from safetensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "load_components"]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Names of precisions, as `StepContext.dtype` has them, and torch's own."""
+"""Torch's name of each precision in `StepContext.dtype`."""
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -25,7 +25,7 @@ CANONICAL_NAMES = ("model", "diffusion_pytorch_model")
 def load_components(
     directory: str | Path, device: str | torch.device = "cuda:0", dtype: str | torch.dtype = "bf16"
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of every component of a model folder, by component and tensor name.
+    """Return the tensors of every component of a model folder, by component and tensor name.
 
     A component is a folder that holds safetensors files: one file, or shards with an index. Files in `directory` itself
     are the component ``model``. If a folder also holds variants of ``model.safetensors`` or
@@ -59,10 +59,10 @@ def load_components(
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder's component."""
+    """Return the files of a folder's component."""
     for name in CANONICAL_NAMES:
-        if (whole := folder / f"{name}{SUFFIX}").exists():
-            return [whole]
+        if (file := folder / f"{name}{SUFFIX}").exists():
+            return [file]
         if (index := folder / f"{name}{INDEX_SUFFIX}").exists():
             return _shards(index)
     indexes = list(folder.glob(f"*{INDEX_SUFFIX}"))

@@ -1,4 +1,4 @@
-"""The trainable part of a module, its optimizer and its scheduler, in files without pickle.
+"""Checkpoints of the trainable part of a module, its optimizer and its scheduler, without pickle.
 
 A checkpoint of adapter weights (such as LoRA) omits the frozen base. Existing tools expect these file names.
 ``checkpoint_meta.json`` is written last, so that if it exists the other files are complete. Files of the older runtime
@@ -128,9 +128,9 @@ def load_trainable_module_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint of `save_trainable_module_checkpoint`, ours or the older runtime's; returns its facts.
+    """Load a checkpoint of `save_trainable_module_checkpoint`, ours or the older runtime's; return its facts.
 
-    No weight is changed before everything has been found and fits.
+    Checks all files and shapes before it changes a weight.
 
     Raises:
         CheckpointError: A file is missing, the parameters of `module` and of the checkpoint differ in name or shape, or
@@ -146,14 +146,14 @@ def load_trainable_module_checkpoint(
     weights_file = directory / (old_weights or WEIGHTS_FILE)
     weights = _read(weights_file, _load_torch if old_weights else _load_safetensors)
     _check_same_parameters(parameters, weights, weights_file)
-    wanted = {name: each for name, each in ((OPTIMIZER, optimizer), ("scheduler", scheduler)) if each is not None}
-    states = _states(directory, facts) if wanted else {}
-    for name in wanted:
+    targets = {name: each for name, each in ((OPTIMIZER, optimizer), ("scheduler", scheduler)) if each is not None}
+    states = _states(directory, facts) if targets else {}
+    for name in targets:
         if name not in states:
             raise CheckpointError(f"{directory} holds no {name}: it was saved without one")
 
     # An optimizer compares its groups with the saved ones before it changes anything.
-    for name, each in wanted.items():
+    for name, each in targets.items():
         try:
             each.load_state_dict(states[name])
         except (KeyError, TypeError, ValueError) as error:
@@ -165,7 +165,7 @@ def load_trainable_module_checkpoint(
 
 
 def _states(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved states, by ``optimizer`` and ``scheduler``."""
+    """Return the saved states, by ``optimizer`` and ``scheduler``."""
     from ...callbacks.checkpoint import load
 
     if PurePath(str(facts.get("optimizer_path"))).name == OLD_OPTIMIZER_FILE:
@@ -176,7 +176,7 @@ def _states(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 def _check_same_parameters(
     parameters: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], file: Path
 ) -> None:
-    """Every difference in one error."""
+    """Raise one error for all differences."""
     faults = [f"{name} is missing there" for name in parameters if name not in saved]
     faults += [f"{name} is not trainable in this module" for name in saved if name not in parameters]
     for name, parameter in parameters.items():
@@ -187,7 +187,7 @@ def _check_same_parameters(
 
 
 def _load_torch(file: Path) -> Any:
-    """Load a file that the older runtime wrote by ``torch.save``: tensors and plain values, and no code to run."""
+    """Load a file that the older runtime wrote by ``torch.save``: only tensors and plain values, no code."""
     import torch
 
     with os.fdopen(open_regular(file), "rb") as opened:
@@ -197,12 +197,12 @@ def _load_torch(file: Path) -> Any:
 def _load_safetensors(file: Path) -> Any:
     from safetensors.torch import load_file
 
-    os.close(open_regular(file))  # or a pipe would be waited for
+    os.close(open_regular(file))  # refuses a pipe, because reading one would block
     return load_file(file)
 
 
 def _read(file: Path, load: Callable[[Path], Any]) -> dict[str, Any]:
-    """The dictionary in `file`."""
+    """Return the dictionary in `file`."""
     from safetensors import SafetensorError
 
     try:

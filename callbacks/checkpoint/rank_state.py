@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
-from ..optimizer_state import has_state_of_its_own, restore_as_stored, unusual_devices
+from ..optimizer_state import has_separate_state, restore_as_stored, unusual_devices
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, content_digests, restore_flags
 from .format.record import digest_of
@@ -194,7 +194,7 @@ def restore_optimizers_as_stored(
 ) -> None:
     """Call `restore_as_stored` for each of `optimizers`, with its state and the devices that `capture_parts` noted."""
     for at, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
-        if not has_state_of_its_own(optimizer):
+        if not has_separate_state(optimizer):
             restore_as_stored(optimizer, state, devices[at] if devices else ())
 
 

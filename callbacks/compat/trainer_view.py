@@ -156,11 +156,11 @@ class TrainerView:
     @property
     def should_stop(self) -> bool:
         """Whether training ends; all ranks do, at most 10 steps after one of them has set it."""
-        return self.lightning.should_stop or self.stop_vote.wanted
+        return self.lightning.should_stop or self.stop_vote.is_requested
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self.stop_vote.want(self.lightning, bool(value))
+        self.stop_vote.request(self.lightning, bool(value))
 
     def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write a ``.pt`` checkpoint of this style, on rank zero; see the function `save_checkpoint`.

@@ -1,4 +1,4 @@
-"""The comparison of replicas across ranks, and the digests that it is made of.
+"""Comparison of replicas across ranks, by digests.
 
-May import the rest of `callbacks`, and what that may import.
+May import the rest of `callbacks` and everything below it.
 """

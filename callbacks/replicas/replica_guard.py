@@ -1,4 +1,4 @@
-"""A callback that notices when replicas drift apart."""
+"""A callback that detects when replicas drift apart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["ReplicaGuard"]
 
 STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
-"""How many steps later a digest has left its device, and all ranks have sent theirs: no step waits for either."""
+"""Steps after which a digest has left its device, and after which all ranks have sent theirs; no step waits."""
 
 _LARGEST = 2**62 - 1
 
@@ -37,15 +37,15 @@ class ReplicaGuard(Hook):
     Data-parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors, and under every
     strategy, FSDP 2 included, equal settings of optimizers (learning rates, say), counters and states of schedulers. If
     they do not, training continues without an error, with a different model on each rank. Typical causes are gradients
-    used before they are averaged, random numbers that differ between ranks where they must not (weight noise, for
+    used before they are averaged, random numbers that must not differ between ranks (weight noise, for
     example), an update made by only one rank, a learning rate that follows the loss of a rank, and faulty hardware.
 
-    By default the replicas are compared after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
-    training. A comparison hashes all tensors where they are, by their bits and places, and exchanges 32 bytes over its
-    own process group. The result is read four steps later, so that no step waits for it; a save reads it at once, and
-    keeps no replicas that differ. If there is a difference, the first tensor that differs is found and reported with
-    its values. Not compared: what the trainer class lists in ``rank_local``, optimizer states that are sharded, and
-    sharded tensors. With one rank the callback does nothing.
+    By default it compares the replicas after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
+    training. A comparison hashes all tensors on their devices, by their bits and places, and exchanges 32 bytes over
+    a separate process group. The result is read four steps later, so that no step waits for it; a save reads it at
+    once, and fails if replicas differ. The error has the values of the first tensor that differs. It does not
+    compare entries of the trainer class's ``rank_local``, sharded optimizer states, and sharded tensors. With one rank
+    it does nothing.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
@@ -60,7 +60,7 @@ class ReplicaGuard(Hook):
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         self.doubles = every_n_steps is None
-        """Whether replicas are compared at steps that double, and with each checkpoint."""
+        """Whether to compare at steps 1, 2, 4, 8, …, and with each checkpoint."""
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps or 0)
         self._boundaries = Boundaries(self)
         self._first_step = self._next_double = 0
@@ -76,7 +76,7 @@ class ReplicaGuard(Hook):
         self._next_double = trainer.global_step + 1
         self._boundaries = Boundaries(self, trainer.global_step)
         self._pending = None
-        # Of its own, so that ranks which part ways meet in what they exchange for training, and are told there.
+        # A separate group: diverged ranks then meet in the collectives of training, and those report the cause.
         self._group = host_group() if _has_process_group(trainer) else None
 
     @override
@@ -124,7 +124,7 @@ class ReplicaGuard(Hook):
         return (self.doubles or self.every_n_steps > 0) and _has_process_group(trainer)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to compare what there is now."""
+        """Begin a comparison of the current replicas."""
         self._read(pl_module)
         self._compared_step = trainer.global_step
         tensors = [tensor for _, tensor in _replicated(pl_module, trainer)]
@@ -133,15 +133,17 @@ class ReplicaGuard(Hook):
         self._pending = _Comparison(trainer, self._group, torch.stack([number, -number]), settings)
 
     def _read(self, pl_module: pl.LightningModule) -> None:
-        """Read what was begun, if anything.
+        """Read the result of the pending comparison, if there is one.
 
         Raises:
-            ReplicaDriftError: On every rank.
+            ReplicaDriftError: The replicas differ; raised on every rank.
         """
         comparison, self._pending = self._pending, None
         if comparison is not None and comparison.differs():
             named = list(_replicated(pl_module, comparison.trainer))
-            raise ReplicaDriftError(_explained(named, comparison.settings, comparison.step, comparison.group))
+            raise ReplicaDriftError(
+                _describe_differences(named, comparison.settings, comparison.step, comparison.group)
+            )
 
 
 def _has_process_group(trainer: pl.Trainer) -> bool:
@@ -149,13 +151,13 @@ def _has_process_group(trainer: pl.Trainer) -> bool:
 
 
 class _Comparison:
-    """A comparison on its way: of tensors and of settings the largest digest of all ranks and the largest negative one.
+    """A pending comparison. Ranks agree if the largest digest equals minus the largest negative one.
 
     Args:
-        trainer: Whose ranks compare.
-        group: What they exchange over.
+        trainer: The trainer of the ranks.
+        group: The process group of the exchange.
         numbers: The digest of the tensors and its negative, on any device.
-        settings: Numbers and texts of the host, by path.
+        settings: Numbers and strings on the host, by path.
     """
 
     def __init__(
@@ -165,20 +167,20 @@ class _Comparison:
         self.settings = settings
         self.work: Any = None
         number = xxhash.xxh3_64_intdigest(repr(settings).encode()) & _LARGEST
-        self._of_settings = torch.tensor([number, -number], device="cpu")
-        self._sent = self._of_settings
+        self._settings_digests = torch.tensor([number, -number], device="cpu")
+        self._sent = self._settings_digests
         self._numbers = LateCopy(numbers)
         if self._numbers.is_there():
             self.send()
 
     def send(self) -> None:
-        """Send the digest to the other ranks, unless that was done."""
+        """Send the digests to the other ranks, unless they were sent."""
         if self.work is None:
-            self._sent = torch.cat([self._numbers.read(), self._of_settings])
+            self._sent = torch.cat([self._numbers.read(), self._settings_digests])
             self.work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def differs(self) -> bool:
-        """Whether tensors or settings of the ranks differ."""
+        """Whether tensors or settings differ between ranks."""
         self.send()
         self.work.wait()
         of_tensors, negative, of_settings, negative_of_settings = self._sent.tolist()
@@ -186,12 +188,12 @@ class _Comparison:
 
 
 def _next_double(step: int, first: int) -> int:
-    """The first step after `step` that is 1, 2, 4, 8, … after `first`."""
+    """Return the first step after `step` that is 1, 2, 4, 8, … steps after `first`."""
     return first + (1 << (step - first).bit_length() if step > first else 1)
 
 
 def _replicated(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that must be equal on all ranks, by name: as a hosted trainer class says, or of any Lightning module."""
+    """Yield name and value of tensors that must be equal on all ranks, of a hosted trainer or a Lightning module."""
     own = getattr(module, "replicated_tensors", None)
     named = own() if own is not None else _of_module(module, trainer)
     settings = ((name, value) for name, value in _leaves_of_settings(module, trainer) if isinstance(value, Tensor))
@@ -201,7 +203,7 @@ def _replicated(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tup
 
 
 def _settings(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
-    """Settings, counters and schedulers' states that the host has as numbers and texts; nothing waits for a device."""
+    """Yield path and text of settings, counters and schedulers' states on the host; does not synchronize."""
     for name, value in _leaves_of_settings(module, trainer):
         if isinstance(value, bool | int | float | complex | str):
             yield name, repr(value)
@@ -238,24 +240,24 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
                     yield f"{key} of {names.get(id(parameter), f'tensor {i}')}", value
 
 
-def _explained(
+def _describe_differences(
     named: Sequence[tuple[str, Tensor]], settings: dict[str, str], step: int, group: dist.ProcessGroup | None
 ) -> str:
-    """The differences between the ranks, settings first, which change weights too. Collective."""
+    """Describe the differences between ranks. Settings come first, because they also change weights. Collective."""
     digests = content_digests([tensor for _, tensor in named])
     tensors = {
         name: (f"shape {tuple(tensor.shape)}", digest) for (name, tensor), digest in zip(named, digests, strict=True)
     }
     everyone = gather_objects({"settings": settings, "tensors": tensors}, group)
     for what in ("settings", "tensors"):
-        of_ranks: list[dict[str, Any]] = [theirs[what] for theirs in everyone]
-        names = list(dict.fromkeys(name for theirs in of_ranks for name in theirs))
-        drifted = [name for name in names if len({theirs.get(name) for theirs in of_ranks}) > 1]
+        by_rank: list[dict[str, Any]] = [theirs[what] for theirs in everyone]
+        names = list(dict.fromkeys(name for theirs in by_rank for name in theirs))
+        drifted = [name for name in names if len({theirs.get(name) for theirs in by_rank}) > 1]
         if drifted:
             break
     else:
-        return f"after step {step} replicas differed between ranks, and they no longer do; {_ADVICE}"
-    of_first = [theirs.get(drifted[0], "nothing") for theirs in of_ranks]
+        return f"after step {step} replicas differed between ranks, but no longer do; {_ADVICE}"
+    of_first = [theirs.get(drifted[0], "nothing") for theirs in by_rank]
     values = [value if isinstance(value, str) else value[0] for value in of_first]
     if what == "tensors" and len(set(values)) == 1:
         values = _values(dict(named)[drifted[0]], group)
@@ -272,17 +274,17 @@ def _explained(
 
 
 _ADVICE = (
-    "What is meant to differ by rank is named in the trainer's `rank_local`, an optimizer that shards its state "
-    "included; ReplicaGuard(every_n_steps=0) compares nothing."
+    "If a difference is intended, name it in the trainer's `rank_local` (also an optimizer that shards its state); "
+    "ReplicaGuard(every_n_steps=0) turns the comparison off."
 )
 
 
 def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
-    """Each rank's value of the first element that differs from rank 0's."""
+    """Return each rank's value of the first element that differs from rank 0's."""
     mine = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     reference = mine.clone()
     dist.broadcast(reference, src=0, group=group)
-    # By their bits: a zero equals the other zero, and a nan nothing.
+    # Compare bits: as numbers, 0.0 equals -0.0, and a nan equals nothing.
     unequal = (as_uint8(mine) != as_uint8(reference)).view(len(mine), -1).any(1)
     place = int(unequal.nonzero()[0]) if unequal.any() else len(mine)
     first = min(gather_objects(place, group))
@@ -293,17 +295,17 @@ def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
 def _cause(what: str, drifted: Sequence[str], count: int) -> str:
     if what == "settings":
         return (
-            "a learning rate, a schedule or a count that follows the loss or the rows of one rank: average what "
-            "decides it over all ranks, or decide on rank 0 and broadcast it"
+            "a learning rate, a schedule or a count that depends on the loss or the rows of one rank: average that "
+            "value over all ranks, or decide on rank 0 and broadcast it"
         )
     if all(name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked") for name in drifted):
         return "statistics of a norm layer that each rank computes from its own rows; SyncBatchNorm makes them equal"
-    if all(" of " in name for name in drifted):  # what optimizers keep of a parameter
-        return "an optimizer that shards its state, or one whose state was changed by what a rank's own rows say"
+    if all(" of " in name for name in drifted):  # optimizer states
+        return "an optimizer that shards its state, or one whose state depends on a rank's own rows"
     if 2 * len(drifted) > count:
         return (
-            "gradients that are not averaged: a backward outside of `train_step`, gradients of torch.func or "
-            "torch.autograd.grad that are used without `.grad`, gradients that were changed in place after they were "
-            "read, or ranks that began differently"
+            "gradients that are not averaged: a backward call outside of `train_step`, gradients of torch.func or "
+            "torch.autograd.grad used without `.grad`, gradients changed in place after they were read, or ranks "
+            "that started differently"
         )
-    return "an update that not every rank made, or random numbers that differ between ranks, in that module"
+    return "an update that some ranks did not make, or random numbers that differ between ranks, in that module"

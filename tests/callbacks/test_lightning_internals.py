@@ -40,7 +40,7 @@ def test_a_protected_name_that_is_gone_is_an_import_error_that_names_it(module, 
 
     found = f"{package} {metadata.version(package)} has no {owner.__name__}.{name}"
     assert str(raised.value).startswith(found)
-    assert f", which genlight uses; install a release that it supports: {package}>=" in str(raised.value)
+    assert f", which genlight uses; install a supported release: {package}>=" in str(raised.value)
 
 
 def test_the_releases_that_are_named_are_those_that_an_installation_takes():

@@ -56,10 +56,10 @@ class Leaves:
 @pytest.mark.parametrize(
     ("hook", "named"),
     [
-        ("evaluate", "`evaluate` left modules in another mode than it found them in"),
-        ("generate_sample", "`generate_sample` left"),
-        ("save_checkpoint", "`save_checkpoint` left"),
-        ("trains a frozen layer", 'no dropout: state["model"].2.'),
+        ("evaluate", "`evaluate` changed the mode of modules"),
+        ("generate_sample", "`generate_sample` changed"),
+        ("save_checkpoint", "`save_checkpoint` changed"),
+        ("trains a frozen layer", 'for example: state["model"].2.'),
         ("none", ""),
     ],
 )
@@ -72,7 +72,7 @@ def test_training_goes_on_in_the_modes_that_it_had_and_the_hook_is_named_once(
     fit(plugin, callbacks, steps=6, enable_checkpointing=True)
 
     assert plugin.modes == [[True, True, True, False, False]] * 6
-    assert caplog.text.count("left modules in another mode") == (hook != "none")
+    assert caplog.text.count("changed the mode of modules") == (hook != "none")
     assert named in caplog.text
     if hook in ("evaluate", "generate_sample", "save_checkpoint"):
         assert 'state["model"].' in caplog.text

@@ -98,7 +98,7 @@ def fit(tmp_path, chaos, monkeypatch):
 def test_stock_checkpoints_stay_here_and_are_named(fit, chaos, tmp_path, caplog):
     fit(every=0, callbacks=[ModelCheckpoint(tmp_path / "run" / "stock", every_n_train_steps=2)])
     assert chaos.messages("/checkpoint") == []
-    assert "sends no file of ModelCheckpoint: give the trainer a `Checkpoint`" in caplog.text
+    assert "does not send files of ModelCheckpoint: give the trainer a `Checkpoint`" in caplog.text
 
 
 def test_metrics_of_a_plain_module_arrive_at_the_cadence(fit, chaos):

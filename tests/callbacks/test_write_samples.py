@@ -175,7 +175,7 @@ def test_a_cadence_without_a_generator_is_told_once(fit, sampling, counting_trai
     assert not told()
     fit(counting_trainer(), [WriteSamples(tmp_path / "without", 1)], job=JOB)
     (message,) = told()
-    assert message.startswith("Samples every 1 steps will hold their requests alone: the state of ")
+    assert message.startswith("Samples every 1 steps will hold only their requests: the state of ")
     assert message.endswith("or set `sample_every` to 0.")
 
 
@@ -445,8 +445,8 @@ def test_what_a_killed_run_left_of_a_sample_is_removed_at_the_next_start_and_not
 @pytest.mark.parametrize(
     ("leave", "message"),
     [
-        (lambda folder: os.mkfifo(folder / "pipe"), "left 'pipe', which is not a file"),
-        (lambda folder: (folder / "link").symlink_to("nowhere"), "left 'link', which is not a file"),
+        (lambda folder: os.mkfifo(folder / "pipe"), "created 'pipe', which is not a file"),
+        (lambda folder: (folder / "link").symlink_to("nowhere"), "created 'link', which is not a file"),
         (lambda folder: Path(os.fsdecode(bytes(folder) + b"/\xff")).touch(), "is not JSON: .*surrogates not allowed"),
     ],
     ids=["pipe", "dangling link", "name"],

@@ -1,1 +1,1 @@
-"""Trainer classes as people write them, each compared with a plain loop in every mode."""
+"""Trainer classes as people write them; tests compare each with a plain loop in every mode."""

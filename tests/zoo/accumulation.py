@@ -42,7 +42,7 @@ class OverTwoSteps(Base):
 
 
 class LooseOverTwoSteps(OverTwoSteps):
-    """Parameters that belong to no module, an open window at the checkpoint."""
+    """Parameters outside of modules; the checkpoint falls within an accumulation window."""
 
     def configure(self, ctx):
         w, b = torch.randn(6, 1).requires_grad_(), torch.zeros(1, requires_grad=True)
@@ -53,7 +53,7 @@ class LooseOverTwoSteps(OverTwoSteps):
 
 
 class SummedByHand(OverTwoSteps):
-    """Gradients are summed up in a list of the trainer's own, over two steps."""
+    """The trainer sums gradients in its own list, over two steps."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -81,7 +81,7 @@ class SummedByHand(OverTwoSteps):
 
 
 class MovedAside(Base):
-    """Gradients of microbatches leave ``.grad`` between the backward calls, and their sum becomes it."""
+    """The trainer moves the gradients of microbatches out of ``.grad`` and finally stores their sum there."""
 
     def train_step(self, batch, state, ctx):
         parameters = list(state["model"].parameters())
@@ -108,7 +108,7 @@ class RetainedGraph(Base):
 
 
 class LooksInBetween(Base):
-    """The norm after the first backward has a say in the second."""
+    """The gradient norm after the first backward call changes the second one."""
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
@@ -120,7 +120,7 @@ class LooksInBetween(Base):
 
 
 class UnevenMicroBatches(Base):
-    """As many backward calls as the rows of this rank ask for, each with its share of the sum."""
+    """Makes a number of backward calls that depends on the rank's rows, each with its share of the sum."""
 
     def train_step(self, batch, state, ctx):
         size = 1 if batch["x"][0, 0] > 0 else 4
@@ -132,7 +132,7 @@ class UnevenMicroBatches(Base):
 
 
 class ConflictingTasks(Base):
-    """PCGrad: gradients of two tasks are projected on each other before they are used."""
+    """PCGrad: projects the gradients of two tasks on each other before it uses them."""
 
     def train_step(self, batch, state, ctx):
         parameters = list(state["model"].parameters())
@@ -153,7 +153,7 @@ class ConflictingTasks(Base):
 
 
 class GradientHooks(Base):
-    """Hooks on parameters scale what arrives."""
+    """Hooks on parameters scale the incoming gradients."""
 
     def model(self):
         model = mlp()

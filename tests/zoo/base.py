@@ -1,4 +1,4 @@
-"""What the classes of the zoo have in common: tiny data, tiny networks, and a register of all of them."""
+"""Common parts of the classes: tiny data, tiny networks, and a register of all classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepContext, StepResult
 
-ROWS = 8  # a step, over all ranks
+ROWS = 8  # rows of a step, over all ranks
 STEPS = 5
 INTERRUPTED_AT = 3
 
@@ -48,7 +48,7 @@ def mlp(inputs: int = 6, outputs: int = 1, hidden: int = 12) -> nn.Sequential:
 
 
 class LowRank(nn.Module):
-    """A frozen layer with a trained adapter beside it."""
+    """A frozen layer with a trained adapter."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -61,7 +61,7 @@ class LowRank(nn.Module):
 
 
 class AveragesItsModel:
-    """Part of a class: an average of the weights, in a copy of the model."""
+    """Mixin: an average of the weights in a copy of the model."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -76,21 +76,21 @@ class AveragesItsModel:
 
 
 class Base:
-    """Adam on a small network, the state a dict; others change what they are about."""
+    """Adam on a small network; the state is a dict. Subclasses override parts."""
 
     rows: Callable[[int], dict[str, torch.Tensor]] = staticmethod(regression)
     loader: Callable[[int, int], Any] | None = None
-    """Makes the loader for a rank and a world size; None reads `rows`."""
+    """Creates the loader for a rank and a world size; None reads `rows`."""
     differs: str = ""
-    """Why data-parallel training cannot give what one process gives."""
+    """Why data-parallel training differs from one process; empty if it does not."""
     per_rank: tuple[str, ...] = ()
-    """Words in the paths of tensors that are meant to differ by rank."""
+    """Words in the paths of tensors that may differ between ranks."""
     resume_compares: str = "everything"
-    """``weights`` where the rest cannot be compared between processes."""
+    """``weights`` if the other state cannot be compared between processes."""
     tolerance_alone: float = 0.0
-    """Relative, of one process in fp32."""
+    """Relative tolerance of one process in fp32."""
     tolerance: float = 1e-4
-    """Relative, of two ranks in fp32 against one process."""
+    """Relative tolerance of two ranks in fp32 against one process."""
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

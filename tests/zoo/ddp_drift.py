@@ -1,4 +1,4 @@
-"""Trainer classes whose replicas would drift apart if only what optimizers hold were averaged, and only by backward."""
+"""Trainer classes whose replicas would drift if only gradients of optimized parameters were averaged, in backward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Base:
 
 
 class CenterLoss(Base):
-    """Class centres are moved by hand, by their gradients; an optimizer holds the rest."""
+    """The trainer moves class centers by their gradients; an optimizer holds the other parameters."""
 
     def configure(self, ctx):
         model, centers = mlp(6, 3), nn.Embedding(2, 3)
@@ -67,7 +67,7 @@ class CenterLoss(Base):
 
 
 class BareCenters(CenterLoss):
-    """The same with a bare tensor, differentiated by torch.autograd.grad, whose result nothing averages."""
+    """The same with a bare tensor and torch.autograd.grad; nothing averages its result."""
 
     def configure(self, ctx):
         model = mlp(6, 3)
@@ -88,7 +88,7 @@ class BareCenters(CenterLoss):
 
 
 class CentersOfOneRank(CenterLoss):
-    """Each class has a centre of its own, which the other rank's rows never touch."""
+    """Each class has its own center; the other rank's rows never touch it."""
 
     def configure(self, ctx):
         model = mlp(6, 3)
@@ -114,7 +114,7 @@ class CentersOfOneRank(CenterLoss):
 
 
 class FunctionalBesideBackward(Base):
-    """A backward call for one half of the parameters, torch.func for the other, two updates in a step."""
+    """Uses backward for one half of the parameters and torch.func for the other; makes two updates in a step."""
 
     def configure(self, ctx):
         model = mlp()
@@ -140,9 +140,9 @@ class FunctionalBesideBackward(Base):
 
 
 class Reptile(Base):
-    """A clone is trained inside of the step; the way that it went is the gradient.
+    """Trains a clone within the step; the gradient is the distance that the clone moved.
 
-    With one inner step over all rows the way is a gradient, so that ranks can be compared with one process.
+    With one inner step over all rows this is a true gradient, so that ranks can be compared with one process.
     """
 
     def configure(self, ctx):
@@ -164,7 +164,7 @@ class Reptile(Base):
 
 
 class EvolutionInTwoRounds(Base):
-    """Gradients from antithetic perturbations, written twice in a step, each time clipped and used."""
+    """Writes gradients from antithetic perturbations twice in a step; clips and uses them each time."""
 
     @torch.no_grad()
     def train_step(self, batch, state, ctx):
@@ -186,9 +186,9 @@ class EvolutionInTwoRounds(Base):
 
 
 class Densified(Base):
-    """As in Gaussian splatting: points are cloned where gradients are large, pruned where opacity is low.
+    """Gaussian splatting: clones points with large gradients and prunes points with low opacity.
 
-    The parameters are replaced, and the optimizer's moments go with them.
+    Replaces the parameters together with the optimizer's moments.
     """
 
     def configure(self, ctx):
@@ -227,14 +227,14 @@ class Densified(Base):
 
 
 class DensifiedWithoutAChangeOfSize(Densified):
-    """Relocation: as many points as before, in new parameters."""
+    """Relocation: the number of points stays, the parameters are new."""
 
     def replace(self, state, rows):
         super().replace(state, rows[-len(state["points"]["opacity"]) :])
 
 
 class Growing(Base):
-    """A layer is added while training, with parameters that the optimizer takes on."""
+    """Adds a layer during training and gives its parameters to the optimizer."""
 
     def configure(self, ctx):
         model = nn.ModuleDict({"trunk": mlp(6, 4), "heads": nn.ModuleList([nn.Linear(4, 1)])})
@@ -256,7 +256,7 @@ class Growing(Base):
 
 
 class Momentum(Base):
-    """A moving copy for contrast, whose parameters want gradients and never get any."""
+    """A moving copy for contrast; its parameters require gradients and never get any."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -275,7 +275,7 @@ class Momentum(Base):
 
 
 class FunctionalWithoutGrad(Base):
-    """Gradients of torch.func that never come to ``.grad``: nothing tells when they are used."""
+    """Gradients of torch.func that never enter ``.grad``; genlight cannot see their use."""
 
     def train_step(self, batch, state, ctx):
         model = state["model"]
@@ -291,7 +291,7 @@ class FunctionalWithoutGrad(Base):
 
 
 class ReptileInPlace(Reptile):
-    """Writes into gradients that are there, past autograd's sight."""
+    """Writes into existing gradients without autograd."""
 
     def train_step(self, batch, state, ctx):
         model = state["model"]
@@ -323,7 +323,7 @@ class NoiseOfEachRank(Base):
 
 
 class Memory(nn.Module):
-    """The last inputs, in a buffer."""
+    """Keeps the last inputs in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ class Memory(nn.Module):
 
 
 class MemoryOfOwnRows(Base):
-    """Each rank remembers its own rows, in a module without an optimizer."""
+    """Each rank keeps its own rows in a module without an optimizer."""
 
     def configure(self, ctx):
         return {**super().configure(ctx), "memory": Memory()}
@@ -351,7 +351,7 @@ class DeclaredMemory(MemoryOfOwnRows):
 
 
 class DeclaredLatents(Base):
-    """Latents of a rank's own rows, learned by an optimizer of their own, and of another shape on each rank."""
+    """Latents of a rank's rows with a separate optimizer and a different shape on each rank."""
 
     rank_local = ("latents", "trainer.unused")
 
@@ -371,7 +371,7 @@ class DeclaredLatents(Base):
 
 
 class ShardedMomentum(torch.optim.Optimizer):
-    """As some Muons do it: each rank keeps the momenta of its share of parameters and sends out what it updated."""
+    """Like some Muons: each rank keeps the momenta of its share of parameters and broadcasts the updated ones."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -391,7 +391,7 @@ class ShardedMomentum(torch.optim.Optimizer):
 
 
 class ShardsItsOptimizer(Base):
-    """Without a word about it."""
+    """Does not declare the sharded optimizer."""
 
     def configure(self, ctx):
         model = mlp()
@@ -399,7 +399,7 @@ class ShardsItsOptimizer(Base):
 
 
 class DeclaresItsShardedOptimizer(ShardsItsOptimizer):
-    """By its name in the state."""
+    """Declares it by its name in the state."""
 
     rank_local = ("optimizer",)
 
@@ -409,7 +409,7 @@ class OptimizerThatSaysSo(ShardedMomentum):
 
 
 class HasAnOptimizerThatSaysSo(Base):
-    """By the optimizer's class."""
+    """Declares it by the optimizer's class."""
 
     def configure(self, ctx):
         model = mlp()
@@ -428,7 +428,7 @@ RIGHT = [
     DeclaresItsShardedOptimizer,
     HasAnOptimizerThatSaysSo,
 ]
-"""Equal to one process over the whole batch."""
+"""Classes that equal one process over the complete batch."""
 
 DECLARED = [DeclaredMemory, DeclaredLatents]
 """Equal but for what is each rank's own."""
@@ -442,4 +442,4 @@ REFUSED = {
     MemoryOfOwnRows: r'first is state\["memory"\]\.kept: .*`rank_local`',
     ShardsItsOptimizer: r'first is .*momentum of state\["model"\].* an optimizer that shards its state',
 }
-"""Refused by name, or ended by the comparison of replicas, with what is said."""
+"""Classes that are refused, or ended by the comparison of replicas; parts of the message."""

@@ -1,4 +1,4 @@
-"""Trainer classes whose ranks go different ways through a step."""
+"""Trainer classes whose ranks diverge within a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .runs import STEPS
 
 
 def together() -> bool:
-    """Whether there are other ranks."""
+    """Whether there are several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class SkipsBeforeBackward(Base):
-    """The rank with a bad row leaves the step as soon as it sees its own loss."""
+    """The rank with a bad row leaves the step as soon as it has its own loss."""
 
     bad_step = 3
 
@@ -47,13 +47,13 @@ class SkipsBeforeBackward(Base):
 
 
 class SkipsTheLastStep(SkipsBeforeBackward):
-    """The same in the last step, after which no other exchange would follow."""
+    """The same in the last step; no exchange follows."""
 
     bad_step = STEPS
 
 
 class SkipsTheUpdate(Base):
-    """Backward on all ranks, but the rank whose own loss is large does not update."""
+    """All ranks call backward, but a rank with a large loss does not update."""
 
     def configure(self, ctx):
         return {**super().configure(ctx), "calls": 0}
@@ -70,7 +70,7 @@ class SkipsTheUpdate(Base):
 
 
 class SkipsTheSecondUpdate(SkipsTheUpdate):
-    """An update too many on one rank, after gradients that all ranks have read."""
+    """One rank makes an additional update after all ranks have read gradients."""
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
@@ -84,7 +84,7 @@ class SkipsTheSecondUpdate(SkipsTheUpdate):
 
 
 class SkipsByTheNormOfGradients(SkipsTheUpdate):
-    """The right way: the gradients are those of all ranks, so all skip the same step."""
+    """The correct way: gradients are averaged, so all ranks skip the same step."""
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
@@ -100,7 +100,7 @@ class SkipsByTheNormOfGradients(SkipsTheUpdate):
 
 
 class SkipsStepsTogether(SkipsTheUpdate):
-    """Every second step trains nothing, on all ranks."""
+    """Every second step trains nothing on all ranks."""
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
@@ -108,7 +108,7 @@ class SkipsStepsTogether(SkipsTheUpdate):
 
 
 class LogsOnRankZero(Base):
-    """Rank 0 alone reads the norm of its gradients, and then all ranks reduce the loss themselves."""
+    """Only rank 0 reads the norm of its gradients; then all ranks reduce the loss by hand."""
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
@@ -142,7 +142,7 @@ class LogsOnRankZeroBeforeABarrier(LogsOnRankZero):
 
 
 class ReadsBetweenBackwardCalls(Base):
-    """Reads a gradient between two backward calls on one rank alone."""
+    """Only one rank reads a gradient between two backward calls."""
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
@@ -155,7 +155,7 @@ class ReadsBetweenBackwardCalls(Base):
 
 
 class UpdatesByHandOnOneRank(Base):
-    """No optimizer; one rank leaves a step before it asks for gradients."""
+    """No optimizer; one rank leaves a step before it computes gradients."""
 
     def configure(self, ctx):
         return {"model": mlp(), "calls": 0}
@@ -171,7 +171,7 @@ class UpdatesByHandOnOneRank(Base):
 
 
 class DensifiesByItsOwnRows(Base):
-    """Points are added where a rank's own rows are, so that ranks have different points."""
+    """Adds points near a rank's own rows, so that ranks have different points."""
 
     def configure(self, ctx):
         points = nn.ParameterDict({"mean": nn.Parameter(torch.randn(6, 6))})
@@ -190,13 +190,13 @@ class DensifiesByItsOwnRows(Base):
         return StepResult({})
 
     def replacement(self, points, batch, ctx):
-        """What takes the place of the points; None leaves them."""
+        """Return replacements for the points; None keeps them."""
         far = batch["x"][torch.cdist(batch["x"], points).min(1).values > 2 - ctx.rank]
         return torch.cat([points.detach(), far[: 1 + ctx.rank]])
 
 
 class FreezesOnOneRank(SkipsTheUpdate):
-    """One rank alone freezes its first layer in the middle of the training."""
+    """Only one rank freezes its first layer during training."""
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
@@ -206,7 +206,7 @@ class FreezesOnOneRank(SkipsTheUpdate):
 
 
 class FreezesFromTheStartOnOneRank(Base):
-    """One rank alone builds its first layer frozen."""
+    """Only one rank builds its first layer frozen."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -215,14 +215,14 @@ class FreezesFromTheStartOnOneRank(Base):
 
 
 class ReplacesOnOneRank(DensifiesByItsOwnRows):
-    """Points are replaced on one rank alone, by as many as there were."""
+    """Only one rank replaces its points, by the same number of points."""
 
     def replacement(self, points, batch, ctx):
         return points.detach().clone() if ctx.rank == 1 else None
 
 
 class UpdatesTwiceInTheLastStep(SkipsTheUpdate):
-    """One rank alone makes another update, which no step of the other rank would meet."""
+    """Only one rank makes a second update; no step of the other rank matches it."""
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
@@ -233,7 +233,7 @@ class UpdatesTwiceInTheLastStep(SkipsTheUpdate):
 
 
 class CallsBackwardOnceMore(SkipsTheUpdate):
-    """One rank alone calls backward twice in the last step."""
+    """Only one rank calls backward twice in the last step."""
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
@@ -245,7 +245,7 @@ class CallsBackwardOnceMore(SkipsTheUpdate):
 
 
 class UpdatesInBackward(Base):
-    """Each parameter is updated by a hook of its own as soon as its gradient is there."""
+    """A hook updates each parameter as soon as its gradient exists."""
 
     def configure(self, ctx):
         net = mlp()
@@ -265,7 +265,7 @@ class UpdatesInBackward(Base):
 
 
 class KilledInBackward(SkipsTheUpdate):
-    """A rank is killed in the middle of its backward call, while the other exchanges gradients."""
+    """A rank is killed within its backward call while the other exchanges gradients."""
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
@@ -279,7 +279,7 @@ class KilledInBackward(SkipsTheUpdate):
 
 
 RIGHT = [SkipsByTheNormOfGradients, SkipsStepsTogether, LogsOnRankZero, LogsOnRankZeroBeforeABarrier]
-"""Equal to one process over the whole batch."""
+"""Classes that equal one process over the complete batch."""
 
 REFUSED = {
     SkipsBeforeBackward: (
@@ -311,4 +311,4 @@ REFUSED = {
     ReplacesOnOneRank: r'ReplicaDriftError: .*the first is state\["points"\]\.mean',
     DensifiesByItsOwnRows: r"Ranks train different parameters in step 3: ranks 0 and 1 have parameters of other shapes",
 }
-"""Ended on both ranks, with what the error says."""
+"""Classes that end on both ranks; parts of the error message."""

@@ -40,9 +40,9 @@ class Ddpm(Diffusion):
 
 
 class NoiseDrawnInTheStep(Ddpm):
-    """Noise from the global generator, for the rows of a rank."""
+    """Draws noise from the global generator for the rows of a rank."""
 
-    differs = "noise is drawn for the rows of a rank"
+    differs = "each rank draws noise for its own rows"
 
     def loss(self, batch, state):
         return super().loss({**batch, "noise": torch.randn_like(batch["x"])}, state)

@@ -1,4 +1,4 @@
-"""Teachers and students, pruning, quantisation, precision by hand."""
+"""Teachers and students, pruning, quantization, precision by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Distilled(Base):
 
 
 class FeatureDistilled(Distilled):
-    """A hook of the teacher catches what lies inside."""
+    """A hook of the teacher captures inner activations."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -42,7 +42,7 @@ class FeatureDistilled(Distilled):
 
 
 class MagnitudePruning(Base):
-    """Masks are applied to the weights after each update."""
+    """Applies masks to the weights after each update."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -58,7 +58,7 @@ class MagnitudePruning(Base):
 
 
 class QuantizationAware(Base):
-    """Weights are rounded in the forward, straight through in the backward."""
+    """Rounds weights in the forward pass, with straight-through gradients."""
 
     class Rounded(nn.Linear):
         def forward(self, x):
@@ -103,7 +103,7 @@ class OwnAutocast(Base):
 
 
 class OwnScaler(Base):
-    """Mixed precision as the torch documentation has it."""
+    """Mixed precision as in the torch documentation."""
 
     tolerance = 1e-2
 
@@ -124,7 +124,7 @@ class OwnScaler(Base):
 
 
 class OverflowsOnce(Base):
-    """A loss that fp16 cannot hold in the second step: the update is skipped there, and counted."""
+    """The loss of the second step overflows fp16; its update must be skipped and counted."""
 
     def configure(self, ctx):
         return {**super().configure(ctx), "steps": 0}
@@ -149,7 +149,7 @@ class OverflowsOnce(Base):
 
 
 class OverflowsBesideUpdatesByHand(Base):
-    """The same with a head that the trainer updates itself, which has no scaler to skip it."""
+    """The same with a head that the trainer updates itself; no scaler skips that update."""
 
     def configure(self, ctx):
         body, head = mlp(6, 4), torch.nn.Linear(4, 1)
@@ -202,9 +202,9 @@ class ComplexWeights(Base):
 
 
 class NonPersistentStatistics(Base):
-    """Running statistics in a buffer that no state dict has; the trainer saves them itself."""
+    """Running statistics in a buffer outside of state dicts; the trainer saves them itself."""
 
-    differs = "statistics are those of each rank's rows until the end of a step"
+    differs = "statistics come from each rank's own rows until the end of a step"
 
     class Net(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Averages of weights: as modules, in lists, in dictionaries, swapped in for evaluation."""
+"""Averages of weights: modules, lists, dictionaries, swapped in for evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EmaModule(AveragesItsModel, Base):
 
 
 class EmaOfStateDict(EmaModule):
-    """Over the tensors of state dicts, buffers included."""
+    """Averages the tensors of state dicts, including buffers."""
 
     def train_step(self, batch, state, ctx):
         result = Base.train_step(self, batch, state, ctx)
@@ -27,7 +27,7 @@ class EmaOfStateDict(EmaModule):
 
 
 class EmaShadowList(Base):
-    """As diffusers' EMAModel: shadow parameters in a list."""
+    """Like diffusers' EMAModel: shadow parameters in a list."""
 
     class Ema:
         def __init__(self, parameters):
@@ -70,7 +70,7 @@ class TorchAveragedModel(Base):
 
 
 class SwappedForEvaluation(EmaModule):
-    """The averages are swapped in, looked at, and swapped out again in every step."""
+    """Swaps the averages in, reads them, and swaps them out again in every step."""
 
     def train_step(self, batch, state, ctx):
         result = super().train_step(batch, state, ctx)
@@ -85,7 +85,7 @@ class SwappedForEvaluation(EmaModule):
 class BestWeights(Base):
     """Keeps the weights of the lowest loss so far."""
 
-    differs = "the best step is one by each rank's own loss"
+    differs = "each rank chooses the best step by its own loss"
     per_rank = ("best",)
     rank_local = ("best",)
 
@@ -108,7 +108,7 @@ class BestWeights(Base):
 
 
 class EmaMadeInTheFirstStep(Base):
-    """An average in a list that the first step makes; a resume keeps the tensors that it gets as they are."""
+    """An average in a list that the first step creates; a resume keeps the loaded tensors."""
 
     ema = None
 
@@ -130,7 +130,7 @@ class EmaMadeInTheFirstStep(Base):
 
 
 class SwappedByData(Base):
-    """As many an EMA of two functions, ``apply_shadow`` and ``restore``: in a dict, by ``p.data = other``."""
+    """Like many EMAs with ``apply_shadow`` and ``restore``: a dict, swapped by ``p.data = other``."""
 
     def configure(self, ctx):
         state = super().configure(ctx)

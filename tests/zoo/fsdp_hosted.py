@@ -1,4 +1,4 @@
-"""Trainer classes whose modules, copies, hooks and optimizers sharding has to follow."""
+"""Trainer classes whose modules, copies, hooks and optimizers are difficult to shard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo.small import Base, mlp
 
 
 class Clip(Base):
-    """Two towers and a trained temperature; each row has a loss of its own, so that ranks can share them."""
+    """Two towers and a trained temperature; each row has a separate loss, so that ranks can share the rows."""
 
     clips = True
 
@@ -51,7 +51,7 @@ class Clip(Base):
 
 
 class EncoderPart(Base):
-    """An autoencoder whose encoder is called by itself, twice, once without a graph."""
+    """An autoencoder that calls its encoder separately, twice, once without a graph."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -78,7 +78,7 @@ class EncoderPart(Base):
 
 
 class FormattedNorms(Base):
-    """Logs norms and extremes of gradients and weights of which a rank holds nothing, as strings and numbers."""
+    """Logs norms and extremes, as strings and numbers, of gradients and weights that a rank has no part of."""
 
     def train_step(self, batch, state, ctx):
         loss = mse_loss(state["model"](batch["x"]), batch["y"])
@@ -115,7 +115,7 @@ class ModuleListOfBlocks(Base):
 
 
 class Codebook(Base):
-    """A layer that writes to its own weight in its forward, as a codebook's moving average does."""
+    """A layer that writes to its own weight in its forward pass, like a codebook's moving average."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -134,9 +134,9 @@ class Codebook(Base):
 
 
 class AveragesInWholeModules(Base):
-    """Averages of a part of a network and of all of it, in modules that are no copies of a trained one by their names.
+    """Averages of a part of a network and of all of it, in modules whose names do not match a trained module.
 
-    They stay whole, and operations in place on their tensors take the sharded weights.
+    They are not sharded, and in-place operations on their tensors take the sharded weights.
     """
 
     def configure(self, ctx):
@@ -160,14 +160,14 @@ class AveragesInWholeModules(Base):
 
 
 class Answer:
-    """An object that torch does not look into."""
+    """An object that torch does not traverse."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
 
 
 class ReturnsObject(Base):
-    """A module, in another one, whose outputs come in an object of its own."""
+    """An inner module that returns its outputs in a custom object."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -201,7 +201,7 @@ class ReturnsObject(Base):
 
 
 class ReturnsView(ReturnsObject):
-    """A view that the trainer changes in place, which takes torch's hook away from it."""
+    """A view that the trainer changes in place; this removes torch's hook from it."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -218,7 +218,7 @@ class ReturnsView(ReturnsObject):
 
 
 class FeaturesOfAHook(ReturnsObject):
-    """A loss of what a forward hook has kept; of one of two calls the output is used, too."""
+    """A loss of activations that a forward hook has captured; one of two calls also uses the output."""
 
     def configure(self, ctx):
         model = mlp()
@@ -243,7 +243,7 @@ class FeaturesOfAHookAlone(FeaturesOfAHook):
 
 
 class NamesInputsOfBackward(ReturnsObject):
-    """Two losses, each of which is differentiated by one module's parameters alone."""
+    """Two losses, each differentiated only with respect to one module's parameters."""
 
     def configure(self, ctx):
         body, head = mlp(6, 4), nn.Linear(4, 1)
@@ -263,7 +263,7 @@ class NamesInputsOfBackward(ReturnsObject):
 
 
 class AddsALayer(Base):
-    """Progressive growing: a layer and its group are added before the second step."""
+    """Progressive growing: adds a layer and its group before the second step."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -287,7 +287,7 @@ class AddsALayer(Base):
 
 
 class DropsAGroup(AddsALayer):
-    """FreezeOut: the first layer is trained no more, and its group is taken from the optimizer."""
+    """FreezeOut: stops training the first layer and removes its group from the optimizer."""
 
     def change(self, state):
         for parameter in state["optimizer"].param_groups.pop(0)["params"]:
@@ -296,7 +296,7 @@ class DropsAGroup(AddsALayer):
 
 
 class CompiledSgd(torch.optim.SGD):
-    """Compiles its update of a single number, of which one of two ranks holds nothing; that rank compiles first."""
+    """Compiles its update of a single number. One of two ranks has no part of it and compiles first."""
 
     steps = 0
 

@@ -1,4 +1,4 @@
-"""Trainer classes whose weights change beside the optimizer, around forwards that no backward follows."""
+"""Trainer classes that change weights without the optimizer, around forward calls without a backward call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.small import Base, mlp
 
 
 class LooksEverywhere(Base):
-    """A forward without backward at one of the places of a step; the subclasses say how and where."""
+    """A forward call without backward at some place of a step; subclasses choose how and where."""
 
     place = ""
     grad = False
@@ -52,7 +52,7 @@ LOOKING = {
 
 
 class HardTargetCopy(Base):
-    """A DQN's target network, overwritten every second step through tensors of ``state_dict()``."""
+    """A DQN's target network, overwritten every second step by tensors of ``state_dict()``."""
 
     through_data = False
 
@@ -82,7 +82,7 @@ class HardTargetCopyThroughData(HardTargetCopy):
 
 
 class WritesWhileGathered(Base):
-    """Changes the weights between a forward that records a graph and the next update, as spectral clipping does."""
+    """Changes the weights between a forward call with a graph and the next update, like spectral clipping."""
 
     through_data = False
 
@@ -103,7 +103,7 @@ class WritesWhileGatheredThroughData(WritesWhileGathered):
 
 
 class RestoresBestWeights(Base):
-    """Keeps the best weights as copies and goes back to them, with an evaluation before and after."""
+    """Keeps copies of the best weights and restores them, with an evaluation before and after."""
 
     def configure(self, ctx):
         return {**super().configure(ctx), "calls": 0, "best": SimpleNamespace(weights=None)}
@@ -121,7 +121,7 @@ class RestoresBestWeights(Base):
 
 
 class PenalisesWeights(Base):
-    """An L1 and an L2 term in the loss, over parameters that a forward used before."""
+    """An L1 and an L2 term in the loss, over parameters that a forward call has already used."""
 
     def train_step(self, batch, state, ctx):
         loss = mse_loss(state["model"](batch["x"]), batch["y"])
@@ -134,7 +134,7 @@ class PenalisesWeights(Base):
 
 
 class PenalisesWeightsFirst(Base):
-    """The penalty is computed before any forward of the step."""
+    """Computes the penalty before any forward call of the step."""
 
     def train_step(self, batch, state, ctx):
         penalty = 0.01 * sum(p.square().sum() for p in state["model"].parameters())
@@ -146,7 +146,7 @@ class PenalisesWeightsFirst(Base):
 
 
 class RenormalisedRows(Base):
-    """Rows of the first layer are scaled to unit length after each update (an nGPT-like constraint)."""
+    """Scales the rows of the first layer to unit length after each update (an nGPT-like constraint)."""
 
     def train_step(self, batch, state, ctx):
         result = super().train_step(batch, state, ctx)

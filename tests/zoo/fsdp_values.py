@@ -11,7 +11,7 @@ from zoo.small import Base, mlp
 
 
 class WholeParameterInTheSameGroup(Base):
-    """A parameter of no module stays whole; operations on lists of tensors, torch's choice on a device, have it too."""
+    """A parameter outside of modules is not sharded; torch's operations on lists of tensors must handle it too."""
 
     def configure(self, ctx):
         model, token = mlp(), torch.zeros(6, requires_grad=True)
@@ -29,7 +29,7 @@ class WholeParameterInTheSameGroup(Base):
 
 
 class HeadsByRank(Base):
-    """A head for each half of the rows, of which each rank trains one; a third that nobody trains."""
+    """A head for each half of the rows, so that each rank trains one; a third head is never trained."""
 
     together = True
 
@@ -58,7 +58,7 @@ class HeadsByRank(Base):
 
 
 class HeadsInPythonList(HeadsByRank):
-    """The heads are modules of their own, so that ranks gather different ones."""
+    """The heads are separate modules, so that ranks gather different ones."""
 
     together = False
 
@@ -76,7 +76,7 @@ class HeadOnOneRank(HeadsInPythonList):
 
 
 class ReadsNormOnOneRank(Base):
-    """A norm for the log that rank 0 alone looks at."""
+    """A norm for the log, computed only on rank 0."""
 
     def train_step(self, batch, state, ctx):
         mse_loss(state["model"](batch["x"]), batch["y"]).backward()
@@ -114,7 +114,7 @@ class Experts(Base):
 
 
 class ClippedByHand(Base):
-    """A norm that is summed by hand, in three ways."""
+    """A norm summed by hand, in three ways."""
 
     def train_step(self, batch, state, ctx):
         parameters = list(state["model"].parameters())
@@ -136,7 +136,7 @@ class ClippedByHand(Base):
 
 
 class SignsAndMasks(Base):
-    """Updates by the sign of gradients, masked by their size against a global threshold."""
+    """Updates by the sign of gradients, masked by a global threshold of their size."""
 
     def train_step(self, batch, state, ctx):
         loss = mse_loss(state["model"](batch["x"]), batch["y"])
@@ -183,7 +183,7 @@ class ResNet(Base):
 
 
 class SkipsOneLossOfItsOwn(Base):
-    """A rank whose own loss is nan leaves the step before its backward."""
+    """A rank whose loss is nan leaves the step before it calls backward."""
 
     def train_step(self, batch, state, ctx):
         loss = mse_loss(state["model"](batch["x"]), batch["y"])

@@ -1,4 +1,4 @@
-"""Trainer classes that compute with weights outside of modules: terms of a loss, adjoints, averages in lists."""
+"""Trainer classes that compute with weights outside of modules: loss terms, adjoints, averages in lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo.small import Base
 
 
 class Weights(Base):
-    """A network with a layer of five rows and one of a single row, of which two ranks hold unequal parts."""
+    """A network with a layer of five rows and one of a single row; two ranks hold unequal parts of them."""
 
     def configure(self, ctx):
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).to(ctx.device)
@@ -92,7 +92,7 @@ TERMS = {name: type(name, (Weights,), {"loss": staticmethod(loss)}) for name, lo
 
 
 class PenaltyByItself(Weights):
-    """A term of weights has a backward call of its own, before and after that of the rows."""
+    """A term of weights has its own backward calls, before and after the call for the rows."""
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
@@ -127,7 +127,7 @@ class ElasticWeights(Weights):
 
 
 class Proximal(Weights):
-    """FedProx: the distance from the weights of the first step, which are shards."""
+    """FedProx: the distance from the weights of the first step, as shards."""
 
     start = None
 
@@ -143,7 +143,7 @@ class Proximal(Weights):
 
 
 class PenaltyOnOneRank(Weights):
-    """All ranks compute a term, and only one adds it to its loss."""
+    """All ranks compute a term, but only one adds it to its loss."""
 
     def train_step(self, batch, state, ctx):
         loss, norm = self.loss(batch, state["model"]), state["model"][0].weight.norm() + 0 * batch["x"].mean()
@@ -195,7 +195,7 @@ SHADOWS = {
 
 
 class SwapsData(Shadow):
-    """The average is swapped in by ``.data``, looked at, and swapped out again."""
+    """Swaps the average in by ``.data``, reads it, and swaps it out again."""
 
     average = staticmethod(lerp)
 
@@ -213,7 +213,7 @@ class SwapsData(Shadow):
 
 
 class SwapsDataOfShards(SwapsData):
-    """The average is made in the first step, of shards."""
+    """Creates the average in the first step, from shards."""
 
     def configure(self, ctx):
         return {**super().configure(ctx), "shadow": None}
@@ -224,7 +224,7 @@ class SwapsDataOfShards(SwapsData):
 
 
 class SwapsBetweenSteps(Shadow):
-    """The average is swapped in while a batch is prepared, outside of the step."""
+    """Swaps the average in while it prepares a batch, outside of the step."""
 
     average = staticmethod(lerp)
     copies = False
@@ -251,7 +251,7 @@ class CopiesBetweenSteps(SwapsBetweenSteps):
 
 
 class TargetThroughData(Weights):
-    """A target network that follows by ``.data``, and changes places with the network once."""
+    """A target network that follows by ``.data``, and is once exchanged with the network."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -268,7 +268,7 @@ class TargetThroughData(Weights):
 
 
 class WritesWholeGradients(Shadow):
-    """Gradients are replaced by whole tensors, which differ between the ranks."""
+    """Replaces gradients by unsharded tensors that differ between ranks."""
 
     def average(self, state, parameters):
         for average, p in zip(state["shadow"], parameters, strict=True):
@@ -281,7 +281,7 @@ class WritesWholeGradients(Shadow):
 
 
 class TrainsAnAlias(Shadow):
-    """Weights stay the tensors of a list, so that an update changes both in plain torch."""
+    """A list holds the weights, so that in plain torch an update changes both."""
 
     def average(self, state, parameters):
         for average, p in zip(state["shadow"], parameters, strict=True):
@@ -290,7 +290,7 @@ class TrainsAnAlias(Shadow):
 
 
 class WritesItsRank(Weights):
-    """Each rank adds another whole tensor to a weight."""
+    """Each rank adds a different unsharded tensor to a weight."""
 
     def train_step(self, batch, state, ctx):
         with torch.no_grad():
@@ -299,7 +299,7 @@ class WritesItsRank(Weights):
 
 
 class Adjoint(torch.autograd.Function):
-    """Calls a module without a graph, and asks for gradients by its parameters in backward."""
+    """Calls a module without a graph, and computes gradients of its parameters in backward."""
 
     @staticmethod
     def forward(ctx, module, x, *parameters):
@@ -318,7 +318,7 @@ class Adjoint(torch.autograd.Function):
 
 
 class OdeAdjoint(torch.autograd.Function):
-    """As torchdiffeq's: parameters are kept on the context, several calls add up, and None becomes zeros."""
+    """Like torchdiffeq's: keeps parameters on the context, sums several calls, and turns None into zeros."""
 
     @staticmethod
     def forward(ctx, module, parameters, x, *_):
@@ -340,7 +340,7 @@ class OdeAdjoint(torch.autograd.Function):
 
 
 class Reversible(torch.autograd.Function):
-    """As a reversible layer: backward calls backward."""
+    """Like a reversible layer: backward calls backward."""
 
     @staticmethod
     def forward(ctx, module, x):
@@ -390,7 +390,7 @@ def checkpoint_in_a_checkpoint(module, x):
 
 
 def implicit(module, x):
-    """As a deep equilibrium model: a hook solves for the gradient by ``torch.autograd.grad``."""
+    """Like a deep equilibrium model: a hook solves for the gradient by ``torch.autograd.grad``."""
     z = 0.1 * module(x)
     last = z.clone().detach().requires_grad_()
     again = 0.1 * module(last + x)
@@ -407,7 +407,7 @@ def implicit(module, x):
 
 
 class Nested(Weights):
-    """A part of the network computes its gradients by calls within backward; parts of it are units, or all of it."""
+    """A part of the network computes its gradients by calls within backward; it, or its parts, are units."""
 
     inside = False
 

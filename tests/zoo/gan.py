@@ -50,7 +50,7 @@ class Gan(Base):
 
 
 class Wgan(Gan):
-    """The critic's weights are clamped after its update."""
+    """Clamps the critic's weights after its update."""
 
     def critic_loss(self, d, real, fake):
         return d(fake).mean() - d(real).mean()
@@ -84,7 +84,7 @@ class SpectralGan(Gan):
 
 
 class ToggledGan(Gan):
-    """The discriminator is frozen while the generator trains."""
+    """Freezes the discriminator while the generator trains."""
 
     def generator_loss(self, d, fake):
         d.requires_grad_(False)
@@ -96,7 +96,7 @@ class ToggledGan(Gan):
 
 
 class DetachedCritic(Gan):
-    """The critic's value weighs the generator's loss and gets no gradient: a forward without a backward."""
+    """The critic's value scales the generator's loss and gets no gradient: a forward call without backward."""
 
     def generator_loss(self, d, fake):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Runs classes of the zoo in every mode, in one process a rank that does all its jobs in turn."""
+"""Run classes of the zoo in every mode; each rank is one process that runs all its jobs."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ THEMES = (
     "updates",
     "vision",
 )
-"""Modules whose classes are in the table; the other ones have tests of their own."""
+"""Modules whose classes are in the table; the other modules have separate tests."""
 MODES = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a class did in one mode, on the rank that did worst."""
+    """Result of a class in one mode, on the rank with the worst result."""
 
     name: str
     strategy: str
     precision: str
     verdict: str
-    """``equal``, ``off``, ``drift``, ``refused``, ``error``, ``hang``, or ``no plain`` where torch alone fails."""
+    """``equal``, ``off``, ``drift``, ``refused``, ``error``, ``hang``, or ``no plain`` if the plain loop fails."""
     detail: str = ""
     resume: str = ""
-    """``exact``, ``not tried``, or what differs first."""
+    """``exact``, ``not tried``, or the first difference."""
 
     @property
     def mode(self) -> str:
@@ -62,7 +62,7 @@ Job = tuple[str, str, str]
 def run_cells(
     folder: Path, jobs: Sequence[Job], *, without_resume: Collection[Job] = (), device: str = "cpu"
 ) -> list[Cell]:
-    """The cells of `jobs`: those of one process in one worker, the others in a pair; some are not resumed."""
+    """Run `jobs`, those with one process in one worker, the others in a pair; return their cells."""
     cells = []
     for world_size in (1, 2):
         mine = [job for job in jobs if (job[1] == "one") == (world_size == 1)]
@@ -75,7 +75,7 @@ def run_cells(
 def _run_workers(
     folder: Path, jobs: Sequence[Job], world_size: int, without_resume: Collection[Job], device: str
 ) -> list[Cell]:
-    """The cells of `jobs`; where a process dies of one, that is its result, and a new pair goes on after it."""
+    """Run `jobs`; if a process dies, that is the result of its job, and new processes continue after it."""
     cells: list[Cell] = []
     while len(cells) < len(jobs):
         attempt = folder / f"from{len(cells)}"
@@ -86,9 +86,9 @@ def _run_workers(
         done = min(len(results) for results in by_rank)
         cells += [_worst([results[i] for results in by_rank]) for i in range(done)]
         if len(cells) < len(jobs):
-            said = [results[done] for results in by_rank if len(results) > done]
+            finished = [results[done] for results in by_rank if len(results) > done]
             died = Cell(*jobs[len(cells)], "error", f"a process died: {outputs[-300:]}")
-            cells.append(_worst([*said, died]) if said else died)
+            cells.append(_worst([*finished, died]))
     return cells
 
 
@@ -97,16 +97,16 @@ def _results(file: Path) -> list[Cell]:
 
 
 def _run_attempt(folder: Path, jobs: Sequence[tuple[str, str, str, bool]], world_size: int, device: str) -> str:
-    """Run until all jobs are done or a process has died; what it said last, then."""
+    """Run until all jobs are done or a process has died; return the last output of a dead process."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    codes, said = run_ranks_to_their_ends("zoo.worker", folder, device, world_size=world_size)
-    died = [text for code, text in zip(codes, said, strict=True) if code not in (0, -9)]
+    codes, outputs = run_ranks_to_their_ends("zoo.worker", folder, device, world_size=world_size)
+    died = [text for code, text in zip(codes, outputs, strict=True) if code not in (0, -9)]
     return " ".join(died[0].split()) if died else ""
 
 
 def _worst(cells: Sequence[Cell]) -> Cell:
     chosen = max(cells, key=lambda cell: _SEVERITY.index(cell.verdict))
-    # A rank that was left alone says no more than that; the other says why.
+    # A rank that lost its partner reports only that; the other rank has the cause.
     causes = [cell for cell in cells if cell.verdict == "error" and "gloo" not in cell.detail]
     if chosen.verdict == "error" and causes:
         chosen = causes[0]

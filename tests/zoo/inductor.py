@@ -1,4 +1,4 @@
-"""A class that compiles its module by inductor, for C++ on the host."""
+"""A class that compiles its module by inductor, to C++ on the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .small import Accumulating
 
 
 class Compiled(Accumulating):
-    """Two backward calls for an update, clipped, of a compiled module."""
+    """Two backward calls and clipping for each update of a compiled module."""
 
     def configure(self, ctx):
         state = super().configure(ctx)

@@ -12,7 +12,7 @@ from .base import Base, LowRank, tokens
 
 
 class Language(Base, abstract=True):
-    """SGD, because the bias of an attention's keys has no gradient but rounding, which Adam would make steps of."""
+    """SGD, because the gradient of an attention's key bias is only rounding, and Adam would make steps of it."""
 
     rows = staticmethod(tokens)
 
@@ -52,14 +52,14 @@ class TiedLm(CausalLm):
 
 
 class LmWithDropout(CausalLm):
-    differs = "dropout draws for the rows of a rank"
+    differs = "each rank draws dropout for its own rows"
 
     def model(self):
         return nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.2), nn.Linear(8, 11))
 
 
 class TruncatedBackprop(Language):
-    """A recurrent state is carried over steps, detached; each rank has that of its own rows."""
+    """Carries a detached recurrent state over steps; each rank has the state of its own rows."""
 
     per_rank = ("hidden",)
 
@@ -98,7 +98,7 @@ class LowRankAdapter(Language):
 
 
 class PromptTuning(Language):
-    """Soft prompts that belong to no module, before a frozen model."""
+    """Soft prompts outside of modules, in front of a frozen model."""
 
     def configure(self, ctx):
         model = TinyLm().requires_grad_(False)

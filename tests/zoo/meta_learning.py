@@ -14,9 +14,9 @@ from .base import Base, mlp
 
 
 class FirstOrderMaml(Base):
-    """The gradient of an adapted clone is written to the model."""
+    """Writes the gradient of an adapted clone to the model."""
 
-    differs = "the inner step is one by a rank's own rows"
+    differs = "each rank makes the inner step with its own rows"
 
     def train_step(self, batch, state, ctx):
         model = state["model"]
@@ -34,9 +34,9 @@ class FirstOrderMaml(Base):
 
 
 class Maml(Base):
-    """Second order, by functional calls."""
+    """Second-order gradients, by functional calls."""
 
-    differs = "the inner step is one by a rank's own rows"
+    differs = "each rank makes the inner step with its own rows"
 
     def loss(self, batch, state):
         model = state["model"]
@@ -48,7 +48,7 @@ class Maml(Base):
 
 
 class FunctionalGradients(Base):
-    """torch.func.grad, written to .grad."""
+    """Writes the result of torch.func.grad to .grad."""
 
     def train_step(self, batch, state, ctx):
         model = state["model"]
@@ -64,7 +64,7 @@ class FunctionalGradients(Base):
 
 
 class PerSampleGradients(Base):
-    """Clipped row by row, as private training does, and averaged."""
+    """Clips gradients row by row, like private training, and averages them."""
 
     def train_step(self, batch, state, ctx):
         model = state["model"]
@@ -86,7 +86,7 @@ class PerSampleGradients(Base):
 
 
 class WritesGradients(Base):
-    """torch.autograd.grad, written to .grad."""
+    """Writes the result of torch.autograd.grad to .grad."""
 
     def train_step(self, batch, state, ctx):
         parameters = list(state["model"].parameters())
@@ -97,7 +97,7 @@ class WritesGradients(Base):
 
 
 class LearnedLearningRate(Base):
-    """Hypergradients: a log rate that belongs to no module is moved by the product of two gradients."""
+    """Hypergradients: changes a log rate outside of modules by the product of two gradients."""
 
     def configure(self, ctx):
         model = mlp().to(ctx.device)
@@ -139,7 +139,7 @@ class AdversarialTraining(Base):
 
 
 class LatentPerBatch(Base):
-    """A latent is fitted anew in every step, by an optimizer that does not outlive it."""
+    """Fits a new latent in every step, by an optimizer that exists only there."""
 
     def train_step(self, batch, state, ctx):
         latent = torch.zeros_like(batch["y"], requires_grad=True)

@@ -28,7 +28,7 @@ class DenseMixture(Base):
 
 
 class TopOneMixture(Base):
-    """Each row goes to one expert; those that a rank does not use are not called."""
+    """Each row goes to one expert; a rank does not call unused experts."""
 
     class Net(DenseMixture.Net):
         def forward(self, x):
@@ -46,9 +46,9 @@ class TopOneMixture(Base):
 
 
 class BalancedRouter(TopOneMixture):
-    """A bias a expert moves by how often a rank used it, without autograd."""
+    """A bias for each expert depends on how often a rank used it, without autograd."""
 
-    differs = "the balance is one of each rank's own rows"
+    differs = "each rank balances experts by its own rows"
     per_rank = ("bias",)
 
     def configure(self, ctx):
@@ -68,7 +68,7 @@ class BalancedRouter(TopOneMixture):
 
 
 class StochasticDepth(Base):
-    """Blocks are left out by chance, alike on all ranks."""
+    """Skips blocks at random, the same on all ranks."""
 
     def setup(self, ctx):
         super().setup(ctx)

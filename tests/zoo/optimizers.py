@@ -1,4 +1,4 @@
-"""Optimizers of torch and of users: wrappers, closures, whole matrices, moments kept by hand."""
+"""Optimizers of torch and of users: wrappers, closures, matrix updates, moments kept by hand."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from .base import Base, mlp
 
 
 class Adagrad(Base):
-    """Its state is there before the first step."""
+    """Has a state before the first step."""
 
     def optimizer(self, parameters):
         return torch.optim.Adagrad(parameters, lr=0.05)
 
 
 class Asgd(Base):
-    """Numbers of its own for each parameter, as tensors of no dimension that steps replace."""
+    """Scalar states for each parameter: tensors without dimensions that steps replace."""
 
     def optimizer(self, parameters):
         return torch.optim.ASGD(parameters, lr=0.05)
 
 
 class FactoredAdafactor(Base):
-    """Moments of rows and columns, which have other shapes than their parameter."""
+    """Moments of rows and columns, with shapes that differ from the parameter."""
 
     def optimizer(self, parameters):
         return torch.optim.Adafactor(parameters, lr=0.01)
 
 
 class HessianDiagonal(Base):
-    """As AdaHessian: the update differentiates the gradients once more, along random signs."""
+    """Like AdaHessian: the update differentiates the gradients again, along random signs."""
 
     class Optimizer(torch.optim.Optimizer):
         def __init__(self, parameters):
@@ -65,7 +65,7 @@ class HessianDiagonal(Base):
 
 
 class ForeachFused(Base):
-    """All parameters updated by one call."""
+    """Updates all parameters by one call."""
 
     def optimizer(self, parameters):
         return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
@@ -99,7 +99,7 @@ class AdamWithClosure(Base):
 
 
 class CountingMomentum(Optimizer):
-    """Keeps a count of steps for all parameters, as MADGRAD does, and for each one a tensor without a name."""
+    """Keeps one step count for all parameters, like MADGRAD, and an unnamed tensor for each parameter."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -122,7 +122,7 @@ class StateWithoutNames(Base):
 
 
 class Sam(Optimizer):
-    """Sharpness-aware minimisation in two steps, as its authors published it."""
+    """Sharpness-aware minimization in two steps, as its authors published it."""
 
     def __init__(self, params, base, rho=0.05, **kwargs):
         super().__init__(params, {"rho": rho, **kwargs})
@@ -226,14 +226,14 @@ class LookaheadOptimizer(Optimizer):
 
 
 class LookaheadKeyedByAddress(Base):
-    resume_compares = "weights"  # its state dict is full of addresses
+    resume_compares = "weights"  # its state dict holds addresses
 
     def optimizer(self, parameters):
         return LookaheadOptimizer(torch.optim.Adam(parameters, lr=0.01))
 
 
 class SlowWeightsBeside:
-    """A wrapper that is no optimizer, with slow copies in a list."""
+    """A wrapper that is not an optimizer, with slow copies in a list."""
 
     def __init__(self, optimizer, k=2, alpha=0.5):
         self.base, self.k, self.alpha, self.calls = optimizer, k, alpha, 0
@@ -267,7 +267,7 @@ class LookaheadBeside(Base):
 
 
 class Muon(Optimizer):
-    """Orthogonal updates of matrices by Newton and Schulz."""
+    """Orthogonal updates of matrices by the Newton-Schulz iteration."""
 
     def __init__(self, params, lr=0.02):
         super().__init__(params, {"lr": lr})
@@ -309,7 +309,7 @@ class MuonAndAdam(Base):
 
 
 class RowwiseAdagrad(Base):
-    """One second moment for each row, as DLRM's; a column for each matrix in a tuple, and a list under a name."""
+    """One second moment for each row, like DLRM's; for matrices a tuple with a column, and a list under a name."""
 
     class Optimizer(torch.optim.Optimizer):
         def __init__(self, parameters):

@@ -1,4 +1,4 @@
-"""Whole recipes as they are published: several techniques in one class."""
+"""Complete published recipes: several techniques in one class."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AdaptedLinear(nn.Module):
 
 
 class PreferencesWithDisabledAdapter(Base):
-    """DPO whose reference is the policy with its adapters switched off."""
+    """DPO; the reference is the policy without its adapters."""
 
     rows = staticmethod(labelled)
 
@@ -64,7 +64,7 @@ class PreferencesWithDisabledAdapter(Base):
 
 
 class AdapterMergedInBetween(PreferencesWithDisabledAdapter):
-    """LoRA that is merged for an evaluation within the step, and unmerged again."""
+    """LoRA, merged for an evaluation within the step, then unmerged."""
 
     def loss(self, batch, state):
         return cross_entropy(state["model"](batch["x"]), batch["y"])
@@ -82,7 +82,7 @@ class AdapterMergedInBetween(PreferencesWithDisabledAdapter):
 
 
 class TopTwoOfManyExperts(Base):
-    """More experts than rows can use, an auxiliary loss on the router, and a z-loss."""
+    """More experts than the rows use, an auxiliary router loss, and a z-loss."""
 
     def configure(self, ctx):
         model = nn.Module()
@@ -103,7 +103,7 @@ class TopTwoOfManyExperts(Base):
 
 
 class ContrastOverAllRanks(Base):
-    """Features of all ranks, gathered by hand, with a gradient through this rank's own."""
+    """Gathers features of all ranks by hand; the gradient flows through this rank's features."""
 
     def model(self):
         return mlp(6, 4)
@@ -114,7 +114,7 @@ class ContrastOverAllRanks(Base):
         if size > 1:
             one, other = (self.gathered(features, size) for features in (one, other))
         logits = one.float() @ other.float().T / 0.1
-        # Each rank has the gradient through its own rows alone, of which the mean over ranks is taken.
+        # Each rank has the gradient through its own rows; the mean over ranks follows.
         return size * cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
     @staticmethod
@@ -126,7 +126,7 @@ class ContrastOverAllRanks(Base):
 
 
 class CentredWithTheNeighbour(Base):
-    """Two ranks tell each other the means of their rows, point to point."""
+    """Two ranks exchange the means of their rows, point to point."""
 
     def loss(self, batch, state):
         mean = batch["x"].mean(0)
@@ -140,7 +140,7 @@ class CentredWithTheNeighbour(Base):
 
 
 class TiedByHand(Base):
-    """The embedding's weight read outside of any module's call, as the output layer."""
+    """Reads the embedding's weight outside of module calls, as the output layer."""
 
     rows = staticmethod(tokens)
 
@@ -156,7 +156,7 @@ class TiedByHand(Base):
 
 
 class _Recomputed(torch.autograd.Function):
-    """A block whose backward computes it again and calls backward itself, as reversible layers do."""
+    """A block whose backward recomputes it and calls backward itself, like reversible layers."""
 
     @staticmethod
     def forward(ctx, block, x, *weights):
@@ -187,7 +187,7 @@ class ReversibleBlocks(Base):
 
 
 class EnsembleOnASkeleton(Base):
-    """Stacked weights of several networks, computed with by vmap over a module that is all on the meta device."""
+    """Stacked weights of several networks, with vmap over a module on the meta device."""
 
     def configure(self, ctx):
         networks = [mlp() for _ in range(3)]
@@ -207,7 +207,7 @@ class EnsembleOnASkeleton(Base):
 
 
 class RestartsItsSchedule(Base):
-    """Warm restarts: a step makes its schedule anew, with another length."""
+    """Warm restarts: a step creates a new schedule with a different length."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -234,7 +234,7 @@ class RestartsItsSchedule(Base):
 
 
 class Noisy(Dataset):
-    """All rows of a run, to which the worker that makes one adds noise from every generator."""
+    """All rows of a run; the worker that produces a row adds noise from every generator."""
 
     def __len__(self):
         return STEPS * ROWS
@@ -251,11 +251,11 @@ def part_of(rank, world_size, rows):
 
 
 class DrawsInWorkers(Base):
-    """Rows are augmented by random numbers in two worker processes; each rank takes its part of the batch."""
+    """Two worker processes augment rows by random numbers; each rank takes its part of the batch."""
 
     @staticmethod
     def loader(rank, world_size):
-        # From a server: a fork of this process would have the process groups of its former jobs too.
+        # Use a fork server: a fork of this process would inherit the process groups of earlier jobs.
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload([__name__])
         settings = {"generator": torch.Generator().manual_seed(5), "multiprocessing_context": server}

@@ -25,7 +25,7 @@ def soft_update(target, source, tau=0.1):
 
 
 class DeepQ(Base):
-    """A target network that is copied every two steps."""
+    """A target network, copied every two steps."""
 
     rows = staticmethod(labelled)
 
@@ -55,7 +55,7 @@ class DeepQ(Base):
 
 
 class DeepQWithReplay(DeepQ):
-    """A replay buffer in a deque, drawn from by a generator of its own."""
+    """A replay buffer in a deque, sampled by a separate generator."""
 
     differs = OWN_REPLAY
     per_rank = ("replay",)
@@ -80,9 +80,9 @@ class DeepQWithReplay(DeepQ):
 
 
 class SoftActorCritic(Base):
-    """Actor, two critics with targets, and a learned temperature that belongs to no module."""
+    """Actor, two critics with targets, and a learned temperature outside of modules."""
 
-    differs = "actions are drawn for the rows of a rank"
+    differs = "each rank draws actions for its own rows"
 
     def configure(self, ctx):
         actor, critics = mlp(6, 2), nn.ModuleList(mlp(7, 1) for _ in range(2))
@@ -152,9 +152,9 @@ class ClippedPolicy(Base):
 
 
 class NormalizedObservations(Base):
-    """Running moments of each rank's own observations, in buffers of a module that nobody trains."""
+    """Running moments of each rank's own observations, in buffers of an untrained module."""
 
-    differs = "observations are normalised by each rank's own moments"
+    differs = "observations are normalized by each rank's own moments"
     per_rank = ("moments",)
     rank_local = ("moments",)
 
@@ -177,9 +177,9 @@ class NormalizedObservations(Base):
 
 
 class EvolutionStrategy(Base):
-    """No autograd: weights move by finite differences along directions that all ranks draw alike."""
+    """No autograd: updates by finite differences along directions that are equal on all ranks."""
 
-    differs = "a ratio of losses of a rank's rows is not that of all rows"
+    differs = "the ratio of losses over a rank's rows differs from the ratio over all rows"
 
     def setup(self, ctx):
         super().setup(ctx)

@@ -1,4 +1,4 @@
-"""Runs trainer classes alone in plain torch, hosted in one process, and hosted on ranks that rendezvous by a file.
+"""Run trainer classes in plain torch, hosted in one process, and hosted on ranks that rendezvous by a file.
 
 Started once per rank as ``python -m zoo.runs RANK WORLD_SIZE FOLDER``; the folder has the jobs. A class is named
 ``module:Class``, or by its key in `zoo.small.ZOO`.
@@ -33,27 +33,27 @@ STEPS = 4
 HOOKS = {"fp16_compress_hook": default_hooks.fp16_compress_hook}
 DDP: dict[str, dict[str, Any]] = {
     "ddp": {},
-    # A parameter for each bucket, so that everything that can travel early does.
+    # One parameter for each bucket, so that every exchange starts as early as possible.
     "small buckets": {"bucket_cap_mb": 1e-6},
     "find_unused_parameters": {"find_unused_parameters": True, "bucket_cap_mb": 1e-6},
     "static_graph": {"static_graph": True, "bucket_cap_mb": 1e-6},
 }
 """Settings of DDP."""
 ROWS = 8
-"""In a step, over all ranks."""
+"""Rows of a step, over all ranks."""
 
 Weights = dict[str, Tensor]
 
 
 def rows(step: int) -> dict[str, Tensor]:
-    """The whole batch of a step; rows of kind 0 come first, so that each of two ranks sees one kind alone."""
+    """Return the complete batch of a step; rows of kind 0 come first, so that each of two ranks has only one kind."""
     generator = torch.Generator().manual_seed(1000 + step)
     x = torch.randn(ROWS, 6, generator=generator)
     return {"x": x, "y": x.sum(1, keepdim=True).tanh(), "kind": (torch.arange(ROWS) >= ROWS // 2).long()}
 
 
 class Shares:
-    """A loader of one rank's rows of every batch; a list would be taken for several loaders."""
+    """A loader of one rank's rows of every batch; Lightning would treat a list as several loaders."""
 
     def __init__(self, rank: int, world_size: int, steps: int, first: int = 0) -> None:
         n = ROWS // world_size
@@ -68,7 +68,7 @@ class Shares:
 
 
 def trainer_class(name: str) -> Any:
-    """The class of a name."""
+    """Return the class with a name."""
     module, colon, attribute = name.partition(":")
     if colon:
         members = vars(importlib.import_module(module))
@@ -83,7 +83,7 @@ def context(device: str = "cpu", dtype: str = "fp32") -> StepContext:
 
 
 def plain_run(name: str, *, device: str = "cpu", steps: int = STEPS) -> Weights:
-    """The class alone with torch: what its weights are after `steps` steps of whole batches."""
+    """Train the class with plain torch; return its weights after `steps` steps of complete batches."""
     trainer, ctx = trainer_class(name)(), context(device)
     trainer.setup(ctx)
     state = trainer.configure(ctx)
@@ -93,7 +93,7 @@ def plain_run(name: str, *, device: str = "cpu", steps: int = STEPS) -> Weights:
 
 
 def weights(state: Any, trainer: Any) -> Weights:
-    """Every tensor of the modules, by hand: not by the discovery that is under test."""
+    """Collect every tensor of the modules without the discovery that is under test."""
     found: Weights = {}
 
     def collect(path: str, value: Any) -> None:
@@ -134,7 +134,7 @@ def hosted_run(
     save: Path | None = None,
     **trainer_args: Any,
 ) -> tuple[Any, Any]:
-    """The class under genlight and Lightning, this rank's share of every batch; returns the module and the Trainer."""
+    """Train the class under genlight with this rank's share of every batch; return the module and the Trainer."""
     from genlight.adapter.module.module import ContractModule
 
     trainer = quiet_trainer(*callbacks, max_steps=steps, **trainer_args)
@@ -166,7 +166,7 @@ def strategy_of(kind: str, rank: int, world_size: int, device: str = "cpu", **sh
         return DDPStrategy(
             cluster_environment=environment,
             process_group_backend=group,
-            bucket_cap_mb=1e-6,  # a parameter for each bucket
+            bucket_cap_mb=1e-6,  # one parameter for each bucket
             ddp_comm_hook=HOOKS[kind],
         )
     if kind in DDP:
@@ -179,7 +179,7 @@ def strategy_of(kind: str, rank: int, world_size: int, device: str = "cpu", **sh
 
 
 def precision_of(name: str, device: str = "cpu") -> dict[str, Any]:
-    """Trainer arguments; Lightning itself refuses 16-mixed on a CPU, its plugin does not."""
+    """Return Trainer arguments; Lightning refuses 16-mixed on a CPU, but its plugin does not."""
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
     if name == "16-mixed":
@@ -190,15 +190,15 @@ def precision_of(name: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: float = 240) -> list[dict[str, Any]]:
-    """What each rank made of `jobs`, one after the other: weights by the job's key, or the text of an error.
+    """Run `jobs` one after the other; return each rank's weights by the job's key, or the text of an error.
 
     Args:
-        folder: Where the ranks meet and leave their results.
+        folder: Folder for the rendezvous and the results.
         jobs: Each has ``key`` and ``name``, and may have ``strategy`` (``ddp``, ``fsdp`` or ``torch's own``),
-            ``precision``, ``sharding`` (the arguments of FSDP2Strategy), ``skips``, and ``interrupted``, after
-            how many steps to save and go on in a new run, ``durable`` to save in genlight's format, and ``looks`` for a
-            callback that looks after each backward call.
-        timeout_s: After this long the ranks are ended, on a loaded machine too.
+            ``precision``, ``sharding`` (the arguments of FSDP2Strategy), ``skips``, ``interrupted`` (the number of
+            steps after which to save and resume in a new run), ``durable`` to save in genlight's format, and ``looks``
+            for a callback that reads gradients after each backward call.
+        timeout_s: Time limit for the ranks, also on a loaded machine.
     """
     (folder / "jobs.json").write_text(json.dumps(jobs))
     run_ranks("zoo.runs", folder, timeout_s=timeout_s)
@@ -206,7 +206,7 @@ def on_two_ranks(folder: Path, jobs: Sequence[dict[str, Any]], *, timeout_s: flo
 
 
 def assert_close(actual: Any, expected: Weights, tolerance: float = 1e-6) -> None:
-    """Weights are those expected, each relative to its largest value."""
+    """Check that weights are the expected ones, relative to the largest value of each."""
     assert not isinstance(actual, str), actual
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -216,7 +216,7 @@ def assert_close(actual: Any, expected: Weights, tolerance: float = 1e-6) -> Non
 
 
 def _plain_ddp_run(name: str, rank: int, world_size: int, hook: str | None) -> Weights:
-    """The class with torch's own DistributedDataParallel around its ``state["model"]``."""
+    """Train the class with torch's DistributedDataParallel around its ``state["model"]``."""
     trainer, ctx = trainer_class(name)(), context()
     trainer.setup(ctx)
     state = trainer.configure(ctx)
@@ -273,7 +273,7 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
 
 
 def main(rank: int, world_size: int, folder: Path) -> None:
-    """Do what one rank does."""
+    """Run the jobs of one rank."""
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")

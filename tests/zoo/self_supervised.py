@@ -20,7 +20,7 @@ def two_views(x):
 
 
 class Clip(Base):
-    """Two towers and a learned temperature, a parameter of no dimension."""
+    """Two towers and a learned temperature, a parameter without dimensions."""
 
     differs = NEGATIVES
 
@@ -43,7 +43,7 @@ class Clip(Base):
 
 
 class Byol(Base):
-    """An online encoder, a momentum target, parts of one network called by themselves."""
+    """An online encoder and a momentum target; the trainer calls parts of a network separately."""
 
     def configure(self, ctx):
         online = nn.ModuleDict({"encoder": mlp(6, 4), "predictor": mlp(4, 4)})
@@ -103,7 +103,7 @@ class MomentumContrast(Base):
 
 
 class Autoencoder(Base):
-    """Parts of one module called by themselves."""
+    """The trainer calls parts of one module separately."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -138,9 +138,9 @@ class VectorQuantized(Base):
 
 
 class KMeansCodebook(Base):
-    """A codebook that moves to the means of what fell to it, without autograd."""
+    """A codebook that moves to the means of its assigned rows, without autograd."""
 
-    differs = "means of a rank's rows are not those of all rows"
+    differs = "means over a rank's rows differ from means over all rows"
     per_rank = ("codes",)
 
     def configure(self, ctx):

@@ -1,4 +1,4 @@
-"""Small classes for the tests of strategies, precisions and GPUs: what the table of the other themes does not have.
+"""Small classes for the tests of strategies, precisions and GPUs; they are not in the table.
 
 Their ranks begin with different weights. `zoo.runs` runs them.
 """
@@ -25,7 +25,7 @@ class Base:
     """Adam on a small network; the state is a dict."""
 
     def setup(self, ctx: StepContext) -> None:
-        torch.manual_seed(ctx.rank)  # so that ranks begin with other weights, as a careless class would
+        torch.manual_seed(ctx.rank)  # ranks begin with different weights, as in a careless class
 
     def configure(self, ctx: StepContext) -> Any:
         model = mlp().to(ctx.device)
@@ -49,7 +49,7 @@ class Base:
 
 
 class Gan(Base):
-    """Two optimizers in turn; the generator's step leaves gradients in the discriminator."""
+    """Alternates two optimizers; the generator's step leaves gradients in the discriminator."""
 
     def configure(self, ctx):
         g, d = mlp(6, 6), mlp(6, 1)
@@ -107,7 +107,7 @@ class Penalty(Base):
 
 
 class GradientsOfBothKinds(Base):
-    """A backward call, and something added to its gradients by hand."""
+    """A backward call; the trainer adds to its gradients."""
 
     def train_step(self, batch, state, ctx):
         model = state["model"]
@@ -151,7 +151,7 @@ class ClippedByValue(Base):
 
 
 class ClampedInside(Base):
-    """Hooks of an activation and of a module change gradients inside of the graph, by what they are a row."""
+    """Hooks of an activation and of a module change gradients in the graph, row by row."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -184,7 +184,7 @@ class Scheduled(Base):
 
 
 class Adapted(Base):
-    """A frozen base with low-rank adapters; the trained parameters stand in a list of the trainer's."""
+    """A frozen base with low-rank adapters; the trainer keeps the trained parameters in a list."""
 
     def configure(self, ctx):
         model = mlp()
@@ -265,7 +265,7 @@ class SacState:
 
 
 class LooseTensor(Base):
-    """A dataclass state with a trained tensor that belongs to no module."""
+    """A dataclass state with a trained tensor outside of modules."""
 
     def configure(self, ctx):
         actor, log_alpha = mlp(), torch.zeros(1, requires_grad=True)
@@ -284,7 +284,7 @@ class LooseTensor(Base):
 
 
 class UpdatesByHand(Base):
-    """No optimizer: weights and a loose tensor, changed by their gradients."""
+    """No optimizer: changes weights and a loose tensor by their gradients."""
 
     def configure(self, ctx):
         return {"model": mlp(), "scale": torch.full((1,), 1.0 + ctx.rank, device=ctx.device, requires_grad=True)}
@@ -335,7 +335,7 @@ class InClosures(Base):
 
 
 class UnusedOnOneRank(Base):
-    """Each kind of row has its own head, a rank sees one kind only, and a third head is never used."""
+    """Each kind of row has its own head; a rank has only one kind, and a third head is never used."""
 
     def configure(self, ctx):
         model = nn.ModuleDict({"trunk": mlp(6, 4), "a": nn.Linear(4, 1), "b": nn.Linear(4, 1), "c": nn.Linear(4, 1)})
@@ -356,7 +356,7 @@ class UnusedOnOneRank(Base):
 
 
 class OwnScaler(Base):
-    """Wrote mixed precision itself, as the torch documentation has it."""
+    """Implements mixed precision itself, as in the torch documentation."""
 
     def configure(self, ctx):
         device = torch.device(ctx.device).type
@@ -377,7 +377,7 @@ class OwnScaler(Base):
 
 
 class Untrainable(Base):
-    """A module that nobody trains, and no optimizer."""
+    """An untrained module, and no optimizer."""
 
     def configure(self, ctx):
         return {"model": mlp().requires_grad_(False), "seen": 0}
@@ -405,7 +405,7 @@ class Normalized(Base):
 
 
 class OwnDdp(Base):
-    """Wraps its module itself where there are ranks."""
+    """Wraps its module itself if there are several ranks."""
 
     def configure(self, ctx):
         import torch.distributed as dist
@@ -425,7 +425,7 @@ class OwnDdp(Base):
 
 
 class WarmOptimizer(Base):
-    """The optimizer has taken a step before training begins."""
+    """The optimizer takes a step before training begins."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -436,7 +436,7 @@ class WarmOptimizer(Base):
 
 
 class SavingAndLoading(Base):
-    """Writes its state down in the middle, loses it, and takes it back."""
+    """Stores its state during training, loses it, and restores it."""
 
     def configure(self, ctx):
         return {**super().configure(ctx), "calls": 0}
@@ -519,7 +519,7 @@ ZOO = {
 
 
 class LookingOnOneRank(Base):
-    """Reads a gradient between two backward calls on one rank alone."""
+    """Only one rank reads a gradient between two backward calls."""
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
@@ -535,7 +535,7 @@ HIDDEN: dict[str, Any] = {}
 
 
 class Hidden(Base):
-    """Module and optimizer are nowhere on the trainer or in its state."""
+    """Module and optimizer are neither on the trainer nor in its state."""
 
     def configure(self, ctx):
         HIDDEN.update(super().configure(ctx))

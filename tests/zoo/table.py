@@ -1,7 +1,7 @@
-"""Writes what every class does in every mode into adapter/classes.md: ``python -m zoo.table``, from the tests' folder.
+"""Write the results of every class in every mode to adapter/classes.md: ``python -m zoo.table``, in the tests' folder.
 
-With names of classes, those rows are measured anew and the others kept; with ``--write``, nothing is measured. The same
-behind ``--device`` is measured on the simulated accelerator of `support.device`.
+With names of classes, only their rows are measured; with ``--write``, nothing is measured. After ``--device``, the
+measurement uses the simulated accelerator of `support.device`.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ DEVICE_MODES = [*(("one", precision) for precision in PRECISIONS), ("ddp", "fp32
 
 INTRODUCTION = """\
 Each class of `tests/zoo/` trains five steps on tiny data: in one process, on two ranks under DDP, and sharded over two
-ranks by FSDP 2, in fp32, bf16-mixed and 16-mixed. Weights, averages and bare parameters at the end are compared with
-those of a plain torch loop over whole batches: bit by bit for one process in fp32, to rounding elsewhere. Then each run
-is repeated from its checkpoint of step 3, and has to end with the same bits. `python -m zoo.table`, in `tests/`,
-measures all of it and writes this section; CI holds it to be true.
+ranks by FSDP 2, in fp32, bf16-mixed and 16-mixed. At the end, its weights, averages and bare parameters are compared
+with a plain torch loop over complete batches: bit by bit for one process in fp32, otherwise up to rounding. Then each
+run is resumed from its checkpoint of step 3 and must end with the same bits. `python -m zoo.table`, in `tests/`,
+measures everything and writes this section; CI checks it.
 
-- **equal**: the weights of the plain loop, equal on all ranks, and the resume exact.
-- **differs**: data-parallel training of this class is another training than that of one process, for the reason given.
-  The ranks agree, and the resume is exact.
+- **equal**: the weights equal the plain loop and are the same on all ranks; the resume is exact.
+- **differs**: data-parallel training of this class differs from training in one process, for the given reason. The
+  ranks agree, and the resume is exact.
 - **refused**: the run ends with the message, before or in its first steps.
 - **not in torch**: the plain loop fails as well.
 
-A single word stands for all three precisions."""
+A single word applies to all three precisions."""
 
 ON_A_DEVICE = """\
 ### On an accelerator
 
-The same classes on the simulated accelerator of the tests, whose memory the host cannot read, and whose backward runs
-in a thread of its own; on two ranks with its own process group. Each is compared with a plain loop on the same device,
-so that draws and kernels are the same; of a class that leaves modules on the host, that loop moves them. `python -m
+The same classes on the simulated accelerator of the tests. The host cannot read its memory, backward runs in a separate
+thread, and two ranks use its process group. Each class is compared with a plain loop on the same device, so that random
+numbers and kernels are the same. If a class leaves modules on the host, that loop moves them to the device. `python -m
 zoo.table --device` measures it."""
 
 
 def status(cell: Cell) -> str:
-    """What the table says of a cell: a word, and for all but ``equal`` why."""
+    """Return the text of a cell: a word, and for all but ``equal`` the reason."""
     if cell.verdict == "no plain":
         return "not in torch"
     if cell.verdict == "refused":
@@ -64,18 +64,18 @@ def status(cell: Cell) -> str:
 
 
 def device_status(cell: Cell) -> str:
-    """As `status`, and why the plain loop fails on the device where it does."""
+    """Return the status of a cell on the device, with the error if the plain loop fails there."""
     return f"not in torch: {_general(cell.detail)}" if cell.verdict == "no plain" else status(cell)
 
 
 def jobs_of(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """All jobs of some classes, grouped by mode."""
+    """Return all jobs of some classes, grouped by mode."""
     names = list(names)
     return [(name, *mode) for mode in MODES for name in names]
 
 
 def section(cells: dict[str, dict[str, str]]) -> str:
-    """The section's text; `cells` has a status by class and mode."""
+    """Return the text of the section; `cells` has a status by class and mode."""
     notes: dict[str, str] = {}
     lines = []
     for theme in THEMES:
@@ -92,7 +92,7 @@ def section(cells: dict[str, dict[str, str]]) -> str:
 
 
 def device_section(on_host: dict[str, dict[str, str]], otherwise: dict[str, dict[str, str]]) -> str:
-    """The part on the device: how often each word comes, and what is otherwise than on the host."""
+    """Return the part about the device: how often each word occurs, and the differences from the host."""
     rows = []
     for mode in (" ".join(mode) for mode in DEVICE_MODES):
         texts = [otherwise.get(name, {}).get(mode, row[mode]) for name, row in on_host.items()]
@@ -101,10 +101,10 @@ def device_section(on_host: dict[str, dict[str, str]], otherwise: dict[str, dict
     others: dict[str, list[str]] = {}
     for name, row in otherwise.items():
         for mode, text in row.items():
-            others.setdefault(f"{text}; on the host {on_host[name][mode]}", []).append(f"{name} ({_of(mode)})")
+            others.setdefault(f"{text}; on the host: {on_host[name][mode]}", []).append(f"{name} ({_of(mode)})")
     listed = [f"- {', '.join(cells)}: {text}" for text, cells in others.items()]
     head = "| mode | classes |\n|---|---|\n" + "\n".join(rows)
-    return "\n\n".join([ON_A_DEVICE, head, "Otherwise than on the host are:", "\n".join(listed) or "- none"])
+    return "\n\n".join([ON_A_DEVICE, head, "These cells differ from the host:", "\n".join(listed) or "- none"])
 
 
 def _of(mode: str) -> str:
@@ -113,7 +113,7 @@ def _of(mode: str) -> str:
 
 
 def measure_on_device(names: Sequence[str]) -> None:
-    """Run classes on the device, and keep what they do there otherwise than on the host."""
+    """Run classes on the device, and store the results that differ from the host."""
     on_host = json.loads(CELLS.read_text())
     kept = json.loads(DEVICE_CELLS.read_text()) if names else {}
     jobs = [(name, *mode) for mode in DEVICE_MODES for name in names or zoo()]
@@ -145,7 +145,7 @@ def _short(text: str, notes: dict[str, str]) -> str:
 
 
 def _general(message: str) -> str:
-    """A message without the names, addresses and values of one run in it, so that equal ones are told once."""
+    """Return a message without the names, addresses and values of one run, so that equal messages appear once."""
     message = re.sub(r'(state\["\w+"\]|trainer\.\w+)(\.\w+|\["?\w+"?\])*', "`…`", message.partition(" torch says:")[0])
     message = re.sub(r"\S*/(\w+\.py):\d+", r"\1", re.sub(r" \(at [^)]*\)", "", message))
     message = re.sub(r"\[\d{6,}\]", "[…]", re.sub(r"-?\d+\.\d+(e-?\d+)?", "…", message))
@@ -153,7 +153,7 @@ def _general(message: str) -> str:
 
 
 def write(cells: dict[str, dict[str, str]]) -> None:
-    """Keep the statuses, and put the section between its marks."""
+    """Store the statuses, and write the section between its marks."""
     CELLS.write_text(json.dumps({name: cells[name] for name in sorted(cells)}, indent=1, ensure_ascii=False) + "\n")
     text = PAGE.read_text() if PAGE.exists() else "# Classes and strategies\n"
     if BEGIN not in text:
@@ -175,11 +175,11 @@ def main(names: Sequence[str]) -> None:
             kept.setdefault(cell.name, {})[cell.mode] = status(cell)
             if kept[cell.name][cell.mode] == "wrong":
                 print(f"{cell.name}, {cell.mode}: {cell.verdict} {cell.detail} | {cell.resume}")
-    write({name: kept[name] for name in zoo()})  # without classes that are gone
+    write({name: kept[name] for name in zoo()})  # without removed classes
 
 
 def in_memory() -> str | None:
-    """Where temporary checkpoints cost no disk, on systems that have such a place."""
+    """Return a folder in memory for temporary checkpoints, or None if the system has none."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 

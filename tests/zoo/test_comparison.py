@@ -1,4 +1,4 @@
-"""What ``genlight compare`` compares finds no difference in classes that train right, whatever they are made of."""
+"""``genlight compare`` finds no difference in any kind of class that trains correctly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RTOL = 1e-6
 
 
 def compared(cls: Any) -> Comparison:
-    """The class beside itself."""
+    """Compare the class with itself."""
     with Recording() as recording, quiet():
         comparison = Comparison(recording, rtol=RTOL)
         with seeded(0):
@@ -37,7 +37,7 @@ def compared(cls: Any) -> Comparison:
 
 @pytest.mark.slow
 def test_every_fourth_class_of_the_zoo_is_equal_to_itself_in_a_plain_loop():
-    """GANs, averages, LBFGS, sparse gradients, accumulation: all metrics, settings, states and weights."""
+    """Compare metrics, settings, states and weights of GANs, averages, LBFGS, sparse gradients, accumulation."""
     results = {name: compared(cls) for name, cls in islice(zoo().items(), 0, None, 4)}
 
     assert {name: found.first for name, found in results.items() if found.first} == {}

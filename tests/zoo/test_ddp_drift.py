@@ -1,4 +1,4 @@
-"""Classes whose replicas used to drift apart agree with one process over the whole batch, or are ended by name."""
+"""Classes whose replicas used to drift agree with one process over the complete batch, or end with an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from zoo import ddp_drift, runs
 
 TOLERANCE = runs.STEPS * runs.ROWS * torch.finfo(torch.float32).eps
-"""Ranks add up the rows of a step in another order, which rounds each sum by at most one epsilon a row and step."""
+"""Ranks add the rows of a step in a different order; this rounds each sum by at most one epsilon per row and step."""
 
 
 def names(classes: Any) -> list[str]:
@@ -20,7 +20,7 @@ def names(classes: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """All classes in one pair of processes, since starting one takes seconds."""
+    """Run all classes in one pair of processes, since starting one takes seconds."""
     every = names([*ddp_drift.RIGHT, *ddp_drift.DECLARED, *ddp_drift.REFUSED])
     return runs.on_two_ranks(tmp_path_factory.mktemp("drift"), [{"key": name, "name": name} for name in every])
 
@@ -42,7 +42,7 @@ def test_two_ranks_agree_with_one_process_and_bit_for_bit_with_each_other(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", names(ddp_drift.DECLARED))
-def test_what_is_declared_to_differ_is_each_ranks_own_and_the_rest_is_equal(
+def test_declared_differences_stay_per_rank_and_everything_else_is_equal(
     outcomes: list[dict[str, Any]], name: str
 ) -> None:
     first, second = (rank[name] for rank in outcomes)
@@ -58,9 +58,7 @@ def test_what_is_declared_to_differ_is_each_ranks_own_and_the_rest_is_equal(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", ddp_drift.REFUSED)
-def test_what_cannot_be_made_right_is_ended_on_every_rank_with_the_place_and_the_cause(
-    outcomes: list[dict[str, Any]], cls: Any
-) -> None:
+def test_unsupported_class_ends_on_every_rank_with_place_and_cause(outcomes: list[dict[str, Any]], cls: Any) -> None:
     for rank in outcomes:
         outcome = rank[f"zoo.ddp_drift:{cls.__name__}"]
         assert isinstance(outcome, str), "trained to the end in silence"

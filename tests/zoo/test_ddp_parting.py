@@ -1,4 +1,4 @@
-"""Ranks that go different ways through a step are kept together, or ended with rank, parameter and line."""
+"""Ranks that diverge within a step are kept together, or end with an error that names rank, parameter and line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", ddp_parting.RIGHT)
-def test_ranks_that_may_go_different_ways_agree_with_one_process(together: list[dict[str, Any]], cls: Any) -> None:
+def test_ranks_that_may_diverge_agree_with_one_process(together: list[dict[str, Any]], cls: Any) -> None:
     name = f"zoo.ddp_parting:{cls.__name__}"
     first, second = (rank[name] for rank in together)
     assert not isinstance(first, str), first
@@ -37,7 +37,7 @@ def test_ranks_that_may_go_different_ways_agree_with_one_process(together: list[
 @pytest.mark.slow
 @pytest.mark.parametrize("buckets", ["", "small buckets "])
 @pytest.mark.parametrize("cls", ddp_parting.REFUSED)
-def test_ranks_that_part_ways_are_ended_together_with_rank_parameter_and_line(
+def test_diverged_ranks_end_with_rank_parameter_and_line(
     together: list[dict[str, Any]], cls: Any, buckets: str
 ) -> None:
     for rank in together:
@@ -47,7 +47,7 @@ def test_ranks_that_part_ways_are_ended_together_with_rank_parameter_and_line(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_lost_in_an_exchange_is_named_with_the_parameter_that_was_on_its_way(
+def test_rank_lost_in_an_exchange_is_reported_with_the_exchanged_parameter(
     tmp_path: Path,
 ) -> None:
     job = {"key": "lost", "name": "zoo.ddp_parting:KilledInBackward", "strategy": "small buckets"}

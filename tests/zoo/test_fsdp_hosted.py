@@ -1,4 +1,4 @@
-"""Parts that are called alone, copies, hooks, shared modules and wrappers under FSDP 2: right, or refused by name."""
+"""Separately called parts, copies, hooks, shared modules and wrappers under FSDP 2: correct, or refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_sharding_cannot_do_is_refused_with_the_way_out(two_ranks, name):
+def test_unsupported_class_is_refused_with_a_remedy(two_ranks, name):
     for rank in two_ranks:
         assert re.search(REFUSED[name], rank[name]), rank[name]
         assert "or use `strategy: ddp`" in rank[name]
@@ -57,14 +57,14 @@ def test_what_sharding_cannot_do_is_refused_with_the_way_out(two_ranks, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", SET)
-def test_settings_change_how_modules_are_sharded_and_not_what_they_learn(two_ranks, key):
+def test_settings_change_the_sharding_and_not_the_training(two_ranks, key):
     for rank in two_ranks:
         runs.assert_close(rank[key], runs.plain_run(f"{MODULE}:{SET[key][0]}"), 2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(two_ranks, name):
+def test_resumed_run_is_bit_equal_to_an_uninterrupted_one(two_ranks, name):
     for rank in two_ranks:
         actual, expected = rank[f"resumed {name}"], rank[name]
         assert not isinstance(actual, str), actual

@@ -1,4 +1,4 @@
-"""Weights that change beside the optimizer, and forwards without backward in every place of a step, under FSDP 2."""
+"""Weights changed without the optimizer, and forward calls without backward at each place of a step, under FSDP 2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = {"": {}, "blocks ": {"units": ["Linear"]}, "kept for backward ": {"resha
 LOOKS_AT_ONE_PLACE = [
     name for name in fsdp_stale_weights.LOOKING if not name.endswith("FirstZeroedForwardedBackwardedSteppedLast")
 ]
-"""Of the other kinds those that look at all places do."""
+"""The other kinds run only with classes that try all places."""
 CASES = [(kind, name) for kind in KINDS for name in NAMES if not kind or name not in LOOKS_AT_ONE_PLACE]
 
 

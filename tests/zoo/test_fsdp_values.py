@@ -1,4 +1,4 @@
-"""Norms, noise, optimizers of one's own, modules that only some ranks use: right under FSDP 2, or refused by name."""
+"""Norms, noise, custom optimizers, modules that only some ranks use: correct under FSDP 2, or refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def two_ranks(tmp_path_factory):
     jobs += [{"key": "torch's ResNet", "name": f"{MODULE}:ResNet", "strategy": "torch's own"}]
     unused = {"unused_parameters": True}
     jobs += [{"key": "unused", "name": f"{MODULE}:Experts", "strategy": "fsdp", "sharding": unused}]
-    # All ranks hear of a fault at the same point, so that one more run can follow.
+    # All ranks get the error at the same point, so that another run can follow.
     jobs += [{"key": name, "name": f"{MODULE}:{name}", "strategy": "fsdp"} for name in REFUSED]
     return runs.on_two_ranks(tmp_path_factory.mktemp("values"), jobs)
 
@@ -43,24 +43,24 @@ def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, name):
 
 
 @pytest.mark.slow
-def test_a_resnet_agrees_with_torchs_own_ddp_norm_statistics_included(two_ranks):
+def test_resnet_and_its_norm_statistics_agree_with_torchs_ddp(two_ranks):
     for rank in two_ranks:
         runs.assert_close(rank["ResNet"], two_ranks[0]["torch's ResNet"])
 
 
 @pytest.mark.slow
-def test_ranks_that_use_other_experts_agree_with_one_process_that_uses_both(two_ranks):
+def test_ranks_with_different_experts_agree_with_one_process_that_uses_both(two_ranks):
     plain = runs.plain_run(f"{MODULE}:Experts")
     used = {name: tensor for name, tensor in plain.items() if "experts.2" not in name and "experts.3" not in name}
     for rank in two_ranks:
         assert not isinstance(rank["unused"], str), rank["unused"]
-        # The others have gradients of zeros, where AdamW decays weights.
+        # The other weights have zero gradients, but AdamW decays them.
         runs.assert_close({name: rank["unused"][name] for name in used}, used, 2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_sharding_cannot_do_and_ranks_that_part_ways_are_told_by_name(two_ranks, name):
+def test_unsupported_classes_and_diverged_ranks_end_with_a_named_cause(two_ranks, name):
     for rank in two_ranks:
         assert isinstance(rank[name], str)
         assert re.search(REFUSED[name], rank[name]), rank[name]

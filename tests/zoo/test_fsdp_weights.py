@@ -1,4 +1,4 @@
-"""Terms of weights in a loss, adjoints and averages in lists under FSDP 2: right, or refused by name."""
+"""Terms of weights in a loss, adjoints and averages in lists under FSDP 2: correct, or refused."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_two_sharded_ranks_agree_with_one_plain_process(two_ranks, kind, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_on_all_ranks(two_ranks, name):
+def test_unsupported_class_is_refused_on_all_ranks(two_ranks, name):
     for rank in two_ranks:
         assert re.search(REFUSED[name], rank[name]), rank[name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(two_ranks, name):
+def test_resumed_run_is_bit_equal_to_an_uninterrupted_one(two_ranks, name):
     for rank in two_ranks:
         actual, expected = rank[f"resumed {name}"], rank[name]
         assert not isinstance(actual, str), actual

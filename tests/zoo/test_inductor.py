@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    """Kernels are kept for the tests of this file alone."""
+    """Keep compiled kernels for the tests of this file only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -42,7 +42,7 @@ torch.save(runs.weights(module.contract_state, module.plugin), sys.argv[2])
 
 
 def test_on_one_device(tmp_path):
-    """In a process of its own: inductor leaves threads and variables behind."""
+    """Run in a separate process, because inductor leaves threads and variables behind."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-W", "ignore", "-c", ALONE, COMPILED, str(tmp_path / "weights.pt")]
     subprocess.run(command, env=environ, check=True, timeout=240)

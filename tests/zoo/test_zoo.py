@@ -19,9 +19,9 @@ from zoo.harness import run_cells, zoo
 from zoo.table import CELLS, in_memory, jobs_of, status
 
 alone, index = sys.argv[1] == "one", {name: i for i, name in enumerate(zoo())}
-# Every class in fp32, and every twelfth in each of the others, alone also those that half precision is hard for. Each
-# is resumed alone, and every third on ranks, of one kind of the two: what a class has to store shows alone, what ranks
-# do with it in a few classes. `make zoo` has all.
+# Every class in fp32, and every twelfth class in the other precisions; in one process also the classes that are hard
+# in half precision. In one process all are resumed; this shows what a class has to store. On ranks every third is
+# resumed, under one of the two strategies. `make zoo` runs everything.
 half = {"bf16-mixed": 0, "16-mixed": 6}
 hard = {
     "SamTwoSteps", "SamWithClosure", "FirstOrderMaml", "PerSampleGradients", "QuantizationAware", "DoublePrecision",
@@ -82,7 +82,7 @@ def in_worker(program: str, *arguments: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("processes", ["one", "two"])
-def test_what_the_table_says_of_a_class_is_what_it_does(processes):
+def test_table_is_true(processes):
     found = in_worker(PROGRAM, processes)
 
     assert found["ran"] > {"one": 120, "two": 240}[processes]
@@ -90,7 +90,7 @@ def test_what_the_table_says_of_a_class_is_what_it_does(processes):
 
 
 @pytest.mark.slow
-def test_the_table_is_complete_and_has_no_wrong_cell():
+def test_table_is_complete_and_has_no_wrong_cell():
     facts = in_worker(FACTS)
 
     assert facts["classes"] >= 100

@@ -1,4 +1,4 @@
-"""Weights and gradients changed by hand, beside an optimizer or without one; schedules, groups, hooks."""
+"""Weights and gradients changed by hand, with or without an optimizer; schedules, groups, hooks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OwnMomentumList(Base):
 
 
 class LeavesReplaced(Base):
-    """Each update makes new tensors, in a new dict; they are loaded so as well."""
+    """Each update creates new tensors in a new dict, and so does loading."""
 
     def configure(self, ctx):
         weight = (torch.randn(6, 1) * 0.1).to(ctx.device)
@@ -58,7 +58,7 @@ class LeavesReplaced(Base):
 
 
 class OneBufferOfGradients(Base):
-    """Weights and gradients of the model are views of one tensor each, which `configure` made; the optimizer has it."""
+    """The model's weights are views of one tensor, and its gradients of another; the optimizer has these tensors."""
 
     def configure(self, ctx):
         model = mlp()
@@ -79,7 +79,7 @@ class OneBufferOfGradients(Base):
 
 
 class OptimizerAndByHand(Base):
-    """An optimizer for the body, the head updated by hand."""
+    """An optimizer for the body; the trainer updates the head by hand."""
 
     def configure(self, ctx):
         body, head = mlp(6, 4), nn.Linear(4, 1)
@@ -98,7 +98,7 @@ class OptimizerAndByHand(Base):
 
 
 class HeadOnlyClippedByAll(Base):
-    """Only the head is in the optimizer, the norm goes over all of the model."""
+    """Only the head is in the optimizer; the norm covers the complete model."""
 
     def configure(self, ctx):
         model = mlp()
@@ -114,7 +114,7 @@ class HeadOnlyClippedByAll(Base):
 
 
 class ClippedByHand(Base):
-    """A norm that is summed by hand, parameter by parameter."""
+    """A norm summed by hand, parameter by parameter."""
 
     def train_step(self, batch, state, ctx):
         loss = self.loss(batch, state)
@@ -131,7 +131,7 @@ class ClippedByHand(Base):
 
 
 class GradientNoise(Base):
-    """Noise on the averaged gradients from a generator that is seeded alike on all ranks."""
+    """Adds noise to the averaged gradients, from a generator with the same seed on all ranks."""
 
     def setup(self, ctx):
         super().setup(ctx)
@@ -166,7 +166,7 @@ class ReduceOnPlateau(Base):
 
 
 class OptimizerPerParameter(Base):
-    """Each parameter is updated within the backward, by an optimizer of its own."""
+    """A separate optimizer updates each parameter within backward."""
 
     def configure(self, ctx):
         model = mlp()
@@ -187,7 +187,7 @@ class OptimizerPerParameter(Base):
 
 
 class WeightsThroughStateDict(Base):
-    """Half-way back to where it began, by values from and to a state dict."""
+    """Moves half-way back to the first weights, through a state dict."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -201,7 +201,7 @@ class WeightsThroughStateDict(Base):
 
 
 class FlattenedByHand(Base):
-    """Gradients are flattened into one vector, clipped there, and written back."""
+    """Flattens gradients into one vector, clips it, and writes it back."""
 
     def train_step(self, batch, state, ctx):
         loss = self.loss(batch, state)
@@ -237,7 +237,7 @@ class CompiledStep(Base):
 
 
 class PenaltyInEachRow(Base):
-    """A term of the weights is added to the loss of each row, which is divided by the norm of a layer."""
+    """Adds a term of the weights to the loss of each row, divided by the norm of a layer."""
 
     def loss(self, batch, state):
         model = state["model"]
@@ -246,7 +246,7 @@ class PenaltyInEachRow(Base):
 
 
 class Adjoint(Base):
-    """As torchdiffeq's adjoint: backward calls the module again and asks for gradients by its parameters."""
+    """Like torchdiffeq's adjoint: backward calls the module again and computes gradients of its parameters."""
 
     class Function(torch.autograd.Function):
         @staticmethod

@@ -76,7 +76,7 @@ class ChannelsLast(ConvNet):
 
 
 class TwoHeads(Vision):
-    """Classes and boxes, two losses of one trunk, each with its own weight."""
+    """Classes and boxes: two losses of one trunk, each with its own weight."""
 
     def configure(self, ctx):
         trunk = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten())
@@ -92,7 +92,7 @@ class TwoHeads(Vision):
 
 
 class UncertaintyWeights(TwoHeads):
-    """Learned weights of the losses, loose tensors in the optimizer."""
+    """Learned loss weights: loose tensors in the optimizer."""
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -145,7 +145,7 @@ class ActivationCheckpointing(Vision):
 
 
 class CenterLoss(Vision):
-    """Centres of classes, moved by hand beside an optimizer for the network."""
+    """Class centers moved by hand; an optimizer has the network."""
 
     def configure(self, ctx):
         trunk, head = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)), nn.Linear(4, 3)
@@ -174,7 +174,7 @@ class CenterLoss(Vision):
 
 
 class SplatDensification(Base):
-    """Points that are split while training: new parameters, with their optimizer state, as in Gaussian splatting."""
+    """Splits points during training, like Gaussian splatting: new parameters with their optimizer state."""
 
     def configure(self, ctx):
         points = nn.Parameter(torch.randn(4, 6).to(ctx.device))
@@ -212,7 +212,7 @@ class SplatDensification(Base):
 
 
 class Scripted(Base):
-    """A module compiled by TorchScript, of which two plain runs in one process round otherwise already."""
+    """A module compiled by TorchScript; even two plain runs in one process round differently."""
 
     tolerance_alone = 1e-6
 

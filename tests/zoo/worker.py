@@ -1,7 +1,7 @@
-"""One rank: each job is a class in one mode, against a plain loop, and again from its checkpoint of an odd step.
+"""One rank: runs each class in one mode, compares it with a plain loop, and resumes it from an odd step.
 
-``python -m zoo.worker RANK WORLD_SIZE FOLDER DEVICE``, from the folder of the tests; the folder has the jobs. A job
-that fails takes its process group with it, so that the other rank hears of it.
+``python -m zoo.worker RANK WORLD_SIZE FOLDER DEVICE``, in the folder of the tests; FOLDER has the jobs. A failed job
+destroys its process group, so that the other rank gets an error.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .harness import Cell, zoo
 from .runs import precision_of, strategy_of
 
 TOLERANCE = {"bf16-mixed": 0.05, "16-mixed": 0.05}
-"""Relative to the largest value of a tensor; in fp32 it is the class's own."""
+"""Tolerance relative to the largest value of a tensor; in fp32 the class sets it."""
 ROUNDINGS = 2
-"""A tensor may be further off in half precision by so many times what rows in another order make of it."""
+"""Allowed difference in half precision, as a multiple of the effect of reversed rows."""
 ANSWER_WITHIN_S = 80
-"""How long a rank waits in a collective before the job counts as one that hangs."""
+"""Time after which a rank that waits in a collective counts as hanging."""
 
 
 class Shares:
-    """A loader of one rank's share of every batch, that knows where it is."""
+    """A loader of one rank's share of every batch, with a position."""
 
     def __init__(self, rows: Any, rank: int, world_size: int, steps: int) -> None:
         self.rows, self.rank, self.size, self.steps = rows, rank, world_size, steps
@@ -61,21 +61,21 @@ class Shares:
 
 @functools.cache
 def plain(name: str, precision: str, device: str, *, reverses: bool = False) -> dict[str, Any]:
-    """The class alone with torch on the same device: what its tensors are after whole batches.
+    """Train the class with plain torch on the same device and complete batches; return its tensors.
 
-    With `reverses` the rows of each batch are the other way round, so that sums are rounded otherwise.
+    With `reverses` the rows of each batch are in reversed order, so that sums round differently.
     """
     try:
         return _plain_loop(name, precision, device, reverses=reverses)
     except Exception:
         if device == "cpu":
             raise
-        # A class that leaves a module on the host.
+        # The class leaves a module on the host.
         return _plain_loop(name, precision, device, moves=True, reverses=reverses)
 
 
 def _plain_loop(name: str, precision: str, device: str, *, moves: bool = False, reverses: bool) -> dict[str, Any]:
-    """A loop as its author would write it; one that `moves` brings to the device what the class left on the host."""
+    """Train in a loop as its author would write it; with `moves`, move modules that stay on the host to the device."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -96,14 +96,14 @@ def _plain_loop(name: str, precision: str, device: str, *, moves: bool = False, 
         if reverses:
             rows = tree_map_only(torch.Tensor, lambda tensor: tensor.flip(0) if tensor.dim() else tensor, rows)
         batch = trainer.prepare_batch(rows, state, ctx)
-        # Without its cache, which would give a module's weights of before an update within the step.
+        # Without the cache: it would hold old weights after an update within the step.
         with contextlib.nullcontext() if half is None else torch.autocast(device, half, cache_enabled=False):
             trainer.train_step(batch, state, ctx)
     return tensors(state, trainer)
 
 
 def tensors(state: Any, trainer: Any) -> dict[str, Any]:
-    """Parameters and buffers of modules and trained tensors, by hand: not by the discovery that is under test."""
+    """Collect parameters, buffers and trained tensors without the discovery that is under test."""
     import torch
 
     found: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def tensors(state: Any, trainer: Any) -> dict[str, Any]:
 
 
 def _move(state: Any, trainer: Any, device: str) -> None:
-    """Bring modules, and what optimizers hold, to the device; each stays the object that it is."""
+    """Move modules and optimizers' tensors to the device in place."""
     import torch
 
     parts = _parts(state, trainer).values()
@@ -127,11 +127,11 @@ def _move(state: Any, trainer: Any, device: str) -> None:
     for optimizer in (part for part in parts if isinstance(part, torch.optim.Optimizer)):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             parameter.data = parameter.data.to(device)
-        optimizer.load_state_dict(optimizer.state_dict())  # its states follow the parameters
+        optimizer.load_state_dict(optimizer.state_dict())  # moves its states to the device of the parameters
 
 
 def _parts(state: Any, trainer: Any) -> dict[str, Any]:
-    """Modules, trained tensors and optimizers, by where they are."""
+    """Return modules, trained tensors and optimizers, by path."""
     import torch
 
     found: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def _whole(tensor: Any) -> Any:
 def hosted(
     name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, device: str, *, resume: bool
 ) -> Any:
-    """The class under genlight and Lightning; from its checkpoint of an odd step if `resume`."""
+    """Train the class under genlight; with `resume`, from its checkpoint of an odd step."""
     import torch
 
     from genlight.adapter.contract.types import TrainingJobSpec
@@ -205,7 +205,7 @@ def hosted(
 def cell(
     name: str, strategy: str, precision: str, rank: int, size: int, folder: Path, device: str, *, resumed: bool = True
 ) -> Cell:
-    """Run one job; what it raises is its result."""
+    """Run one job; an exception becomes its result."""
     from genlight.adapter.contract.exceptions import GenlightError
 
     cls, make = zoo()[name], functools.partial(Cell, name, strategy, precision)
@@ -258,7 +258,7 @@ def _resume_verdict(
 
 
 def everything(module: Any) -> dict[str, Any]:
-    """All that a resume has to bring back, the scaler's progress too; of sharded tensors what this rank holds."""
+    """Return everything that a resume has to restore, also the scaler; for sharded tensors this rank's part."""
     from genlight.adapter.check.snapshot import snapshot
     from genlight.adapter.plumbing.devices import random_states
 
@@ -280,12 +280,12 @@ def judge(
     size: int,
     limits: Mapping[str, float] | None = None,
 ) -> tuple[str, str]:
-    """Whether tensors are those of the plain loop, up to the tolerance or their `limits`; and the same on all ranks."""
+    """Check that tensors equal the plain loop, up to the tolerance or `limits`, and are equal on all ranks."""
     import torch
     import torch.distributed as dist
 
     if actual.keys() != expected.keys():
-        return "off", f"other tensors: {sorted(actual.keys() ^ expected.keys())[:3]}"
+        return "off", f"different tensors: {sorted(actual.keys() ^ expected.keys())[:3]}"
     if size > 1:
         everyone: list[Any] = [None] * size
         dist.all_gather_object(everyone, actual)
@@ -306,7 +306,7 @@ def judge(
 
 
 def distance(actual: Any, expected: Any) -> float:
-    """How far `actual` is from `expected`, relative to its largest value; infinite where the shape is another."""
+    """Return the distance relative to the largest value of `expected`; infinite if the shapes differ."""
     if actual.shape != expected.shape:
         return float("inf")
     a, b = actual.double(), expected.double()
@@ -317,7 +317,7 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:2000]
 
 
-def _say(found: Cell, took_s: float) -> None:
+def _print(found: Cell, took_s: float) -> None:
     line = (
         f"{took_s:5.2f}s {found.name:28} {found.mode:16} {found.verdict:8} {found.detail[:300]} | {found.resume[:150]}"
     )
@@ -357,12 +357,12 @@ def main(rank: int, size: int, folder: Path, device: str) -> None:
         if size > 1:
             dist.destroy_process_group()
         if found.verdict not in ("equal", "off"):
-            # On all ranks now: a group with an exchange that never ends is let go of only where the others close
-            # theirs, and one that is collected in a later job would wait for a rank that waits for it there.
+            # Collect the process group on all ranks now. A group with a pending exchange is released only when the
+            # other ranks release theirs; if a later job collected it, the ranks would wait for each other.
             gc.collect()
         if rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
-            _say(found, time.perf_counter() - began)
+            _print(found, time.perf_counter() - began)
 
 
 if __name__ == "__main__":
