@@ -427,7 +427,7 @@ def test_the_host_waits_for_a_device_only_where_that_is_many_exchanges_behind(av
         calls(run, 1)
 
     assert (device.waits > 0) == waits
-    assert len(run.router.averaging._check._on_their_way) == rank_check.LATE_EXCHANGES
+    assert len(run.router.averaging._check._in_flight) == rank_check.LATE_EXCHANGES
 
 
 class _Alone:

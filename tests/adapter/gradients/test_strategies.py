@@ -238,7 +238,7 @@ def test_an_overflow_in_the_shard_of_one_rank_skips_the_update_on_all(two_ranks,
 @pytest.mark.slow
 def test_looking_at_gradients_between_backward_calls_on_one_rank_alone_is_an_error(two_ranks):
     assert any(
-        "read gradients between its calls on all ranks or on none" in str(rank["looking on one rank"])
+        "read gradients between these calls on all ranks or on none" in str(rank["looking on one rank"])
         for rank in two_ranks
     )
     assert all(isinstance(rank["looking on one rank"], str) for rank in two_ranks)
@@ -257,7 +257,7 @@ def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_
     [
         ("Hidden", r"optimizer \(Adam\) that is neither in the state nor on the trainer"),
         ("InThread", r"Adam.step\(\) is called outside of `train_step` or in another thread"),
-        (BY_HAND, r"gives this rank's gradients by parameters that no optimizer holds.*call backward\(\)"),
+        (BY_HAND, r"returns this rank's gradients of parameters that no optimizer holds.*call backward\(\)"),
         ("InPrepareBatch", r"Adam.step\(\) is called outside of `train_step`"),
     ],
 )

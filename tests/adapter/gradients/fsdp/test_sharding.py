@@ -114,11 +114,11 @@ def test_a_unit_with_a_tied_parameter_stays_with_its_parent(mesh):
 @pytest.mark.parametrize(
     ("sharding", "said"),
     [
-        (Sharding(units=["Blok"]), r"`units` has 'Blok', which is the class of no module; there are Block, Linear"),
-        (Sharding(forward_methods=["encode"]), r"`forward_methods` has 'encode', which no unit has \(state\[.model.\]"),
+        (Sharding(units=["Blok"]), r"`units` has 'Blok', but no module has this class; the classes are Block, Linear"),
+        (Sharding(forward_methods=["encode"]), r"`forward_methods` has 'encode', but no unit has it \(state\["),
         (
             Sharding(ignored=["head.*"]),
-            r"`ignored` has 'head.\*', which fits the name of no parameter; there are 0.l",
+            r"`ignored` has 'head.\*', but no parameter has such a name; names are 0.l",
         ),
     ],
 )
@@ -264,10 +264,10 @@ def with_ddp(state):
     ("spoil", "said"),
     [
         (with_lbfgs, r'state\["opt"\]: LBFGS needs all parameters'),
-        (with_tuple_of_parameters, r'state\["params"\]\[0\]: a parameter stands in a place that cannot be changed'),
+        (with_tuple_of_parameters, r'state\["params"\]\[0\]: an object that cannot be changed holds a parameter'),
         (with_tuple_of_parameters, r"; and 1 more like these; or use `strategy: ddp`"),
-        (with_hook, r'state\["model"\].2.weight: a gradient hook on a parameter'),
-        (with_ddp, r'state\["model"\]: a DistributedDataParallel of the class.s own'),
+        (with_hook, r'state\["model"\].2.weight: a parameter has a gradient hook'),
+        (with_ddp, r'state\["model"\]: the class wraps this module in DistributedDataParallel'),
     ],
 )
 def test_what_sharding_would_break_is_refused_by_its_path(mesh, spoil, said):
@@ -361,7 +361,7 @@ def assign_half(p):
         (torch.randn_like, "`randn_like` in `train_step`: random numbers in the shape of a shard"),
         (nn.init.normal_, "`normal_` in `train_step`: random numbers"),
         (nn.init.kaiming_uniform_, "random numbers in the shape of a shard"),
-        (lambda p: p.register_hook(print), "`register_hook` in `train_step`: a gradient hook on a parameter"),
+        (lambda p: p.register_hook(print), "`register_hook` in `train_step`: a parameter has a gradient hook"),
         (assign_half, "`.data` of a sharded parameter is set to a tensor of another shape or type"),
     ],
 )
