@@ -193,13 +193,21 @@ class RankCheck:
         else:  # pinned, so that the host does not wait and the memory stays valid until it is read
             row.copy_(torch.tensor(at.numbers(), dtype=header.dtype, pin_memory=True), non_blocking=True)
 
-    def receive(self, header: Tensor, at: ExchangePoint, *, most_left: int = LATE_EXCHANGES) -> None:
+    def receive(
+        self,
+        header: Tensor,
+        at: ExchangePoint,
+        *,
+        most_left: int = LATE_EXCHANGES,
+        before_error: Callable[[], None] = lambda: None,
+    ) -> None:
         """Take the summed header of an exchange, as soon as the device has it queued; compare those that arrived.
 
         Args:
             header: The tensor of `write`, summed over the ranks.
             at: The point of this rank.
             most_left: Headers that may stay unread while they are on a device.
+            before_error: Called if ranks have diverged, before they gather their points.
 
         Raises:
             ContractError: The ranks were at different points.
@@ -207,22 +215,21 @@ class RankCheck:
         """
         self._in_flight.append(_Header(at, self._previous, LateCopy(header)))
         self._previous = at
-        self.read_all(most_left if self._in_flight[-1].rows.is_late else 0)
+        self.read_all(most_left if self._in_flight[-1].rows.is_late else 0, before_error=before_error)
 
-    def read_all(self, most_left: int = 0) -> None:
-        """Compare all headers that were sent, except for the `most_left` newest ones.
+    def read_all(self, most_left: int = 0, *, before_error: Callable[[], None] = lambda: None) -> None:
+        """Compare all headers that were sent, except for the `most_left` newest ones; see `receive`.
 
         Raises:
             ContractError: The ranks were at different points.
             RankFailedError: The device did not reach an exchange.
         """
         while len(self._in_flight) > most_left:
-            self._compare(self._in_flight.popleft())
-
-    def _compare(self, header: _Header) -> None:
-        numbers = self._numbers(header.rows, header.point)
-        if not _are_together([numbers[i : i + NUMBERS] for i in range(0, len(numbers), NUMBERS)]):
-            raise self._diverged(header)
+            header = self._in_flight.popleft()
+            numbers = self._numbers(header.rows, header.point)
+            if not _are_together([numbers[i : i + NUMBERS] for i in range(0, len(numbers), NUMBERS)]):
+                before_error()
+                raise self._diverged(header)
 
     def read(self, values: Tensor, at: ExchangePoint) -> list[float]:
         """Wait for `values` on the host or a device, and return them.
@@ -331,7 +338,7 @@ def _describe_trained(points: Sequence[ExchangePoint], other: int) -> str:
 
 
 def _in_step(point: ExchangePoint) -> str:
-    before = f" (just before, it {point.before})" if point.ordinal else ""
+    before = f", right after it {point.before}" if point.ordinal else ""
     return f"{point} in step {point.step}{before}"
 
 

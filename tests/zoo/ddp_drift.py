@@ -439,7 +439,6 @@ REFUSED = {
     FunctionalWithoutGrad: r'first is state\["model"\]\.0\.weight: rank 0 \(.* at 0\) and rank 1 \(.* torch\.func',
     ReptileInPlace: r'first is state\["model"\]\.0\.weight: .*changed in place',
     NoiseOfEachRank: r'first is state\["model"\]\.2\.weight: .* random numbers that differ between ranks',
-    MemoryOfOwnRows: r'first is state\["memory"\]\.kept: .*`rank_local`',
     ShardsItsOptimizer: r'first is .*momentum of state\["model"\].* an optimizer that shards its state',
 }
 """Refused by name, or ended by the comparison of replicas, with what is said."""

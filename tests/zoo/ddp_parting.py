@@ -293,8 +293,8 @@ REFUSED = {
     ),
     SkipsTheSecondUpdate: r"rank 0 updates .* in step 3, while rank 1 calls backward .* in step 4.*number of backward",
     ReadsBetweenBackwardCalls: (
-        r"rank 1 calls backward \(at .*ddp_parting\.py:\d+, in train_step\) in step 2 \(just before, it calls backward "
-        r"\(at .*ddp_parting\.py:\d+, in train_step\)\).*read gradients between these calls on all ranks or on none"
+        r"rank 1 calls backward \(at .*ddp_parting\.py:\d+, in train_step\) in step 2, right after it calls backward "
+        r"\(at .*ddp_parting\.py:\d+, in train_step\).*read gradients between these calls on all ranks or on none"
     ),
     UpdatesByHandOnOneRank: r"`train_step`: torch\.autograd\.grad returns this rank's gradients of .*call backward\(\)",
     FreezesOnOneRank: (

@@ -50,7 +50,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ....callbacks.optimizer_state import parameters_of
-from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from ..rank_check import AFTER_STEP, FIRST_STEPS, MARKS, ExchangePoint, RankCheck, Trigger, users_line
@@ -427,15 +426,15 @@ class Averaging(StepPart):
             self._send_header(plan, self._begin_exchange(plan, trigger))
 
     def _send_header(self, plan: _Plan, at: ExchangePoint) -> None:
-        """Exchange the first bucket only for its header, and compare it; if ranks diverged, send all buckets."""
-        plan.buckets[0].send_unchanged()
-        try:
-            self._wait(plan.buckets[0], at)
-            self._check.receive(plan.header, at, most_left=0)
-        except ContractError:
+        """Exchange the first bucket only for its header, and compare it."""
+
+        def join() -> None:  # a rank that sends all buckets waits for them before it compares the header
             for bucket in plan.buckets[1:]:
                 bucket.send_unchanged()
-            raise
+
+        plan.buckets[0].send_unchanged()
+        self._wait(plan.buckets[0], at)
+        self._check.receive(plan.header, at, most_left=0, before_error=join)
 
     def _agree_on(self, plan: _Plan) -> None:
         """Check that all ranks switch to `plan`, if it is new.
