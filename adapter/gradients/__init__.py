@@ -1,4 +1,4 @@
-"""A trainer's own ``backward()`` and ``step()``: routing, averaging over ranks, FSDP 2, precision.
+"""Routes a trainer's ``backward()`` and ``step()`` calls through averaging over ranks, FSDP 2, precision and hooks.
 
-May import discovery and what that may import.
+This package may import discovery, and everything that discovery may import.
 """

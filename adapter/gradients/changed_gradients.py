@@ -1,4 +1,4 @@
-"""Names a trainer that clips between two backward calls of one update, where gradients are means over the ranks."""
+"""Warns of a trainer that clips gradients between two backward calls of one update, if they are means over ranks."""
 
 from __future__ import annotations
 
@@ -23,44 +23,45 @@ log = logging.getLogger(__name__)
 
 _CHANGED = (
     "Gradients are changed between two backward calls of one update, before %s. They are means over the ranks there, "
-    "so that a bound (clip_grad_norm_ of each row or microbatch, as in DP-SGD) holds for that mean, and not for what "
-    "each rank's own rows give. To bound those, use `strategy: ddp` and ask for their gradients by torch.autograd.grad "
-    "or torch.func, which average nothing, and write the sum of what was bounded to `.grad` before the update; or use "
-    "one device. Factors that do not depend on the gradients are right as they are."
+    "so a bound (clip_grad_norm_ of each row or microbatch, as in DP-SGD) holds for that mean, and not for the "
+    "gradients of each rank's rows. To bound those, use `strategy: ddp`, compute the gradients of rows by "
+    "torch.autograd.grad or torch.func, which average nothing, and write the sum of the bounded gradients to `.grad` "
+    "before the update; or use one device. A factor that does not depend on the gradients is correct."
 )
 WATCHED_UPDATES = 3
-"""Updates of a run in which such changes are looked for; each look goes through all parameters."""
+"""Number of first updates in which changes are detected; each check goes through all parameters."""
 
 _Identity = tuple[Tensor, tuple[int, float]]
-"""A gradient, how often it was written to, and of a sharded one the norm of this rank's part, since a backward call
-adds to shards without a count; 0 of others."""
+"""A gradient, its version, and the norm of this rank's part if it is sharded, otherwise 0.
+
+Torch does not count as a write what a backward call adds to a shard, so its version is not enough."""
 
 
 class ChangedGradients(StepPart):
-    """Finds gradients that a trainer changes, and that another backward call of the same update adds to, and says so.
+    """Warns if a trainer changes a gradient and another backward call of the same update adds to it.
 
-    A factor and a clip look alike, and both look like neither where a gradient is set to zero.
+    Scaling and clipping cannot be told apart; setting a gradient to zero can.
 
     Args:
-        parameters: Gives those that optimizers hold.
+        parameters: Returns the parameters that optimizers hold.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._parameters = parameters
         self._updates = 0
         self._left: dict[int, tuple[Tensor, _Identity]] = {}
-        """Parameters, and their gradients as genlight or torch has left them."""
+        """Parameters and their gradients after genlight or torch last wrote them, by id of the parameter."""
         self._changed: dict[int, tuple[Tensor, _Identity | None]] = {}
-        """Those whose gradient the trainer has changed since, and which one it was before the running backward call."""
+        """Parameters whose gradient the trainer has changed, and that gradient before the running backward call."""
 
     @override
     def begin(self, step: int) -> None:
         self.look()
 
     def look(self) -> None:
-        """Gradients are what they should be: those of all ranks, or what this rank has accumulated."""
-        found = ((p, _identity(p)) for p in (self._parameters() if self._updates < WATCHED_UPDATES else ()))
-        self._left = {id(p): (p, identity) for p, identity in found if identity is not None}
+        """Remember all gradients, at a point before the trainer can change them."""
+        pairs = ((p, _identity(p)) for p in (self._parameters() if self._updates < WATCHED_UPDATES else ()))
+        self._left = {id(p): (p, identity) for p, identity in pairs if identity is not None}
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
@@ -97,11 +98,11 @@ def _identity(parameter: Tensor) -> _Identity | None:
 
 def _version(gradient: Tensor) -> tuple[int, float]:
     norm = float(torch.linalg.vector_norm(_local(gradient))) if isinstance(gradient, DTensor) else 0.0
-    return gradient._version, norm if math.isfinite(norm) else -1.0  # nan, of an overflow, would equal nothing
+    return gradient._version, norm if math.isfinite(norm) else -1.0  # nan, after an overflow, would differ from itself
 
 
 def _local(gradient: Tensor) -> Tensor:
-    """The part of a gradient that this rank holds."""
+    """Return this rank's part of a gradient."""
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 

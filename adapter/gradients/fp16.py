@@ -1,14 +1,14 @@
 """Scales the loss of a trainer that calls ``loss.backward()`` itself, as ``16-mixed`` needs for small gradients.
 
-Each gradient of a parameter is unscaled before it is accumulated. So whatever reads ``.grad`` of a parameter
-(clipping, a norm for a metric, a bucket that leaves inside of backward) reads true units, also between backward and
-update and over several backward calls and losses. So do hooks of the parameter itself. Everything else inside of the
-graph has the scale of the loss, as with any gradient scaler: hooks and retained gradients of activations, hooks of
-modules, and gradients by inputs, such as an adversarial example. Where one of these is compared with a constant, use
+Each gradient of a parameter is unscaled before it is accumulated. So every reader of a parameter's ``.grad`` (clipping,
+a norm for a metric, a bucket that is sent during backward) gets true units, also between backward and update and over
+several backward calls and losses. The same holds for hooks of the parameter. Everything else within the graph has the
+scale of the loss, as with any gradient scaler: hooks and retained gradients of activations, hooks of modules, and
+gradients of inputs, such as for an adversarial example. If a class compares one of these with a constant, use
 bf16-mixed.
 
-Parameters that a step makes itself (a clone that is trained in it, a latent) are not unscaled: an update of them is
-refused.
+Gradients of parameters that a step makes itself (a clone that is trained in it, a latent) are not unscaled: an update
+of such parameters is refused.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ __all__ = ["Fp16", "TrueUnitScaler"]
 
 
 class Fp16(StepPart):
-    """Scaled backward calls with unscaled gradients, and updates that are left out where these overflowed.
+    """Scales the loss of backward calls, unscales gradients, and skips updates whose gradients overflowed.
 
-    Overflows are looked for once gradients are those of all ranks, so that all ranks skip the same updates, and before
-    the trainer may clip them away.
+    Gradients are checked for overflows after they were averaged, so that all ranks skip the same updates, and before
+    the trainer can clip them.
 
-    Sharded parameters are not leaves: FSDP adds the reduced gradient to theirs behind autograd's back. What they had is
-    taken away for the length of the call, and the new gradient is unscaled before it is added to that.
+    FSDP accumulates into ``.grad`` of sharded parameters outside of autograd, so that no hook could unscale it. So the
+    existing gradients are set aside during the call, and added to the new ones after these were unscaled.
 
     Args:
-        scaler: Scales, and adapts the scale.
-        discovered: What the trainer built; all parameters and leaf tensors in it are unscaled.
-        optimizers: The managed ones.
-        averages: Whether gradients are averaged over the ranks, after which `check_averaged` is called.
+        scaler: Scales the loss, and adapts the scale.
+        discovered: The trainer's objects; the gradients of all parameters and leaf tensors in them are unscaled.
+        optimizers: The managed optimizers.
+        averages: Whether gradients are averaged over the ranks; `check_averaged` is then called after each exchange.
     """
 
     may_skip = "16-mixed"
@@ -68,7 +68,7 @@ class Fp16(StepPart):
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
         self._had: list[tuple[DTensor, Tensor | None]] = []
         self._inverse: Tensor | None = None
-        """The factor that brings a gradient computed now to true units; None outside of backward calls."""
+        """The factor that unscales a gradient in the running backward call; None outside of one."""
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
@@ -95,13 +95,13 @@ class Fp16(StepPart):
 
     @override
     def after_backward(self) -> None:
-        # Gradients of sharded parameters are those of all ranks by now.
+        # FSDP has averaged the gradients of sharded parameters already.
         self._check(self._checked_at_once, sharded=True)
         if not self._averages:
             self.check_averaged()
 
     def check_averaged(self) -> None:
-        """Look at the gradients that were averaged, which are those of all ranks now."""
+        """Check the gradients that were just averaged."""
         self._check(self._checked_when_averaged, sharded=False)
 
     def _check(self, optimizers: Sequence[Optimizer], *, sharded: bool) -> None:
@@ -115,21 +115,21 @@ class Fp16(StepPart):
 
     @override
     def before_foreign_update(self, optimizer: Optimizer) -> None:
-        """Refuse to update parameters that the step made: their gradients have the scale of the loss."""
+        """Refuse an update of parameters that the step made: their gradients have the scale of the loss."""
         if any(id(p) not in self._hooked for p in parameters_of(optimizer)):
             raise ContractError(
-                f"`train_step` updates by a {type(optimizer).__name__} that it made, by gradients that have the scale "
-                "of 16-mixed. Use bf16-mixed or 32-true."
+                f"`train_step` creates a {type(optimizer).__name__} and updates by it, but its gradients have the "
+                "scale of 16-mixed. Use bf16-mixed or 32-true."
             )
 
     def _hook(self, parameter: Tensor) -> None:
         self._hooked[id(parameter)] = parameter
-        _register_first(parameter, self._unscaled)
+        _register_first(parameter, self._unscale)
 
-    def _unscaled(self, gradient: Tensor | None) -> Tensor | None:
-        """Before accumulation; for torch.autograd.grad, whose loss is not scaled, there is nothing to undo.
+    def _unscale(self, gradient: Tensor | None) -> Tensor | None:
+        """Return the unscaled gradient, before it is accumulated; None does not change it.
 
-        A function of the trainer's own may give a parameter no gradient.
+        The loss of torch.autograd.grad is not scaled. A gradient may be None after an autograd function of the trainer.
         """
         inverse = self._inverse
         return None if inverse is None or gradient is None else gradient * inverse.to(gradient.device)
@@ -138,29 +138,29 @@ class Fp16(StepPart):
 class TrueUnitScaler(GradScaler):
     """A gradient scaler for gradients that are unscaled before they are accumulated.
 
-    It is not asked to unscale. `may_update` counts the infinities that `check` saw after the last backward call, before
-    the trainer could clip them away, and those in the gradients of the update itself, to which a trainer may have added
-    what earlier backward calls had left.
+    Nothing calls its `unscale_`. `may_update` uses the infinities that `check` found after the last backward call,
+    before the trainer could clip them, and infinities in the gradients of the update itself: the trainer may have added
+    gradients of earlier backward calls to them.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
-        self._found: dict[int, Tensor] = {}
-        """By the id of an optimizer, since its last update."""
+        self._overflows: dict[int, Tensor] = {}
+        """Result of `check` since the last update of an optimizer, by its id."""
         self.overflow_steps = 0
         """Updates that were skipped because a gradient was not finite."""
-        self._found_by_hand: Tensor | None = None
-        """The result of `check_by_hand` since the scale was adapted."""
+        self._overflow_by_hand: Tensor | None = None
+        """Result of `check_by_hand` since the scale was last adapted."""
 
     @classmethod
     def like(cls, scaler: GradScaler) -> TrueUnitScaler:
-        """A scaler with the settings and the progress of `scaler`."""
+        """Return a scaler with the settings and the progress of `scaler`."""
         mine = cls("cpu")
         vars(mine).update(vars(scaler))
         return mine
 
     def inverse_scale(self) -> Tensor:
-        """The factor for a scaled gradient; exact, because scales are powers of two."""
+        """Return the factor that unscales a gradient; exact, because scales are powers of two."""
         scale = self._scale
         assert scale is not None, "the loss is scaled before its gradients are unscaled"
         return scale.double().reciprocal().float()
@@ -170,26 +170,26 @@ class TrueUnitScaler(GradScaler):
         """Remember whether a gradient of `optimizer` is not finite, without waiting for the device."""
         found = self._find(optimizer)
         if found is not None:
-            self._found[id(optimizer)] = found
+            self._overflows[id(optimizer)] = found
 
     def _find(self, optimizer: Optimizer) -> Tensor | None:
-        """One if a gradient of `optimizer` is not finite, otherwise zero; None without any gradient."""
+        """Return one if a gradient of `optimizer` is not finite, otherwise zero; None without any gradient."""
         found = _overflowed([p.grad for p in parameters_of(optimizer) if p.grad is not None])
-        by_hand = self._found_by_hand
+        by_hand = self._overflow_by_hand
         return found if found is None or by_hand is None else torch.maximum(found, by_hand.to(found.device))
 
     @torch.no_grad()
     def check_by_hand(self, tensors: Iterable[Tensor]) -> None:
-        """Make the gradients of `tensors`, which no optimizer updates, zeros if one is not finite.
+        """Set the gradients of `tensors` to zero if one is not finite; no optimizer updates these tensors.
 
-        A trainer that updates them itself changes nothing by those, and its optimizers skip the update too.
+        An update that the trainer makes itself then changes nothing, and its optimizers skip their update too.
         """
         grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
         found = _overflowed(grads)
         if found is None:
             return
-        before = self._found_by_hand
-        self._found_by_hand = found if before is None else torch.maximum(found, before.to(found.device))
+        before = self._overflow_by_hand
+        self._overflow_by_hand = found if before is None else torch.maximum(found, before.to(found.device))
         for grad in grads:
             values = _real_values(grad)
             values.masked_fill_(found.to(values.device, torch.bool), 0.0)
@@ -197,16 +197,16 @@ class TrueUnitScaler(GradScaler):
     @torch.no_grad()
     def may_update(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of `optimizer` are finite; waits for the device, and adapts the scale."""
-        after_backward, found = self._found.pop(id(optimizer), None), self._find(optimizer)
-        if found is None:  # there is nothing to update by
+        after_backward, found = self._overflows.pop(id(optimizer), None), self._find(optimizer)
+        if found is None:  # without gradients, the update changes nothing
             return True
         if after_backward is not None:
             found = torch.maximum(found, after_backward.to(found.device))
-        if self._scale is None:  # all gradients so far were written by the trainer
+        if self._scale is None:  # the trainer has written all gradients so far
             self._lazy_init_scale_growth_tracker(found.device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
         self.update()
-        self._found_by_hand = None
+        self._overflow_by_hand = None
         has_overflowed = bool(found)
         self.overflow_steps += has_overflowed
         return not has_overflowed
@@ -222,17 +222,17 @@ class TrueUnitScaler(GradScaler):
 
 
 def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:
-    """One if one of `grads` is not finite, otherwise zero, on a device; None without any."""
+    """Return one if one of `grads` is not finite, otherwise zero, as a tensor; None without any gradient."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         values = _real_values(grad)
-        if 0 in values.stride():  # of a sum, from torch.autograd.grad; the kernel writes
+        if 0 in values.stride():  # the gradient of a sum from torch.autograd.grad; the kernel writes to it
             values = values.clone()
         by_kind.setdefault((values.device, values.dtype), []).append(values)
     total: Tensor | None = None
     for (device, _), tensors in by_kind.items():
         found, one = (make((), dtype=torch.float32, device=device) for make in (torch.zeros, torch.ones))
-        # Multiplying by one leaves every value as it is; the kernel is the one that the plain scaler uses.
+        # This is the kernel of torch's scaler. Multiplying by one keeps all values.
         amp_foreach_non_finite_check_and_unscale(tensors, found, one)
         total = found if total is None else total + found.to(total.device)
     sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)
@@ -242,7 +242,7 @@ def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:
 
 
 def _real_values(grad: Tensor) -> Tensor:
-    """The numbers of a gradient that this rank holds, as a dense tensor of real ones that shares its memory."""
+    """Return this rank's values of a gradient as a dense, real tensor that shares its memory."""
     if isinstance(grad, DTensor):
         grad = grad.to_local()
     if grad.layout is not torch.strided:
@@ -252,7 +252,7 @@ def _real_values(grad: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _add_unscaled(had: list[tuple[DTensor, Tensor | None]], inverse_scale: Tensor) -> None:
-    """Unscale what a backward call left in ``p.grad`` of each parameter, and add it to what was there before."""
+    """Unscale the gradients of a backward call, and add them to the gradients that were set aside before it."""
     new = [p.grad.to_local() for p, _ in had if isinstance(p.grad, DTensor)]
     if new:
         torch._foreach_mul_(new, inverse_scale.to(new[0].device))
@@ -265,11 +265,11 @@ def _add_unscaled(had: list[tuple[DTensor, Tensor | None]], inverse_scale: Tenso
 
 
 def _register_first(parameter: Tensor, hook: Callable[[Tensor | None], Tensor | None]) -> None:
-    """Register a gradient hook that runs before those of the trainer, which expect true units."""
+    """Register a gradient hook that runs before the hooks of the trainer, since they expect true units."""
     handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks
     assert hooks is not None
-    # The engine walks the underlying dict, which an OrderedDict's move_to_end leaves as it is.
+    # The engine walks the underlying dict, and an OrderedDict's move_to_end does not change its order.
     others = {key: other for key, other in hooks.items() if key != handle.id}
     hooks.clear()
     hooks[handle.id] = hook

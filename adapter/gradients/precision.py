@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"32": "fp32", "bf16": "bf16", "16": "fp16", "64": "fp64"}
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""Of weights that are not in fp32."""
+"""Types of weights that are not in fp32."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class StepPrecision:
     """Actions of a precision around and inside a ``train_step``; all None or empty in fp32."""
 
     dtype: str
-    """As ``ctx.dtype`` has it: ``fp32``, ``bf16``, ``fp16`` or ``fp64``."""
+    """The value of ``ctx.dtype``: ``fp32``, ``bf16``, ``fp16`` or ``fp64``."""
     context: Callable[[], AbstractContextManager[None]] | None = None
-    """Around the step: autocast, or torch's default dtype."""
+    """Returns the context of a step: autocast, or a default dtype of torch."""
     autocast_device: str | None = None
     """The device type whose autocast is switched off for backward and update, as torch recommends."""
     scaler: TrueUnitScaler | None = None
     cast_inputs_to: torch.dtype | None = None
-    """Modules in true half precision get floating inputs in this type."""
+    """Type to which modules in true half precision cast floating inputs."""
 
 
 def contract_dtype(plugin: Precision) -> str:
-    """``ctx.dtype`` under a precision plugin.
+    """Return ``ctx.dtype`` for a precision plugin.
 
     Raises:
-        ContractError: The plugin swaps the layers of a module for its own after the trainer's optimizer was built.
+        ContractError: The plugin replaces layers after the trainer's optimizer was built.
     """
     if type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
         raise ContractError(
@@ -63,10 +63,10 @@ def contract_dtype(plugin: Precision) -> str:
 
 
 def step_precision(plugin: Precision, discovered: Discovered) -> StepPrecision:
-    """The actions that `plugin` asks of each step, given what the trainer built.
+    """Return the actions of `plugin` in each step, for the trainer's objects.
 
-    Under ``16-mixed`` the plugin's scaler is replaced by one that keeps true units, so that Lightning saves and
-    restores it. A trainer that brought a `GradScaler` of its own keeps it and gets no second one.
+    Under ``16-mixed`` a `TrueUnitScaler` replaces the plugin's scaler, so that Lightning saves and restores it. If the
+    trainer has its own `GradScaler`, that one is kept and there is no second scaler.
 
     Raises:
         ContractError: The plugin cannot host a trainer class, or an optimizer cannot be used with a scaler.
@@ -88,13 +88,13 @@ def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | 
         return None
     own = [found.path for found in discovered.scalers if found.value.is_enabled()]
     if own:
-        log.info("%s scales the loss already; genlight adds no scaling of its own to it.", ", ".join(own))
+        log.info("%s scales the loss already; genlight does not scale it again.", ", ".join(own))
         return None
     refused = [found.path for found in discovered.optimizers if isinstance(found.value, LBFGS)]
     if refused:
         raise ContractError(
-            f"{', '.join(refused)} is LBFGS, which evaluates the loss several times a step and so cannot skip an "
-            "overflow of 16-mixed. Use bf16-mixed or 32-true."
+            f"{', '.join(refused)} is LBFGS. It evaluates the loss several times in a step, so an overflow of 16-mixed "
+            "could not be skipped. Use bf16-mixed or 32-true."
         )
     if not isinstance(plugin.scaler, TrueUnitScaler):
         plugin.scaler = TrueUnitScaler.like(plugin.scaler)
@@ -102,10 +102,10 @@ def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | 
 
 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Let `modules` take floating inputs of any precision.
+    """Let `modules` accept floating inputs of any precision.
 
-    So do torch's own layers in them, which insist on inputs of their weights' type: a trainer may call a part of a
-    module, or a method, and not the module.
+    Torch's layers in them get the same: they need inputs of their weights' type, and a trainer may call a part or a
+    method of a module instead of the module.
     """
 
     def cast(value: Any) -> Any:
@@ -120,29 +120,29 @@ def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return cast(args), cast(kwargs)
 
-    entered = {m for module in modules for m in (module, *filter(_insists_on_its_type, module.modules()))}
-    for module in entered:
+    called = {m for module in modules for m in (module, *filter(_needs_its_type, module.modules()))}
+    for module in called:
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _insists_on_its_type(module: nn.Module) -> bool:
+def _needs_its_type(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.") and any(
         parameter is not None for parameter in module._parameters.values()
     )
 
 
 def explain_dtype_error(error: BaseException, precision: StepPrecision) -> ContractError | None:
-    """An error that says what to do about `error` in half precision; None where it is about something else."""
+    """Return an error with the way out for `error` in half precision; None if it is not about types."""
     if precision.context is None or not isinstance(error, RuntimeError) or isinstance(error, ContractError):
         return None
     if not re.search(r"dtype|BFloat16|Half|same type", str(error)):
         return None
     why = (
-        f"under {precision.dtype}-mixed, layers compute in half precision, and what is computed with their outputs by "
-        "hand has to be of one type with its partners. Cast it (`p.grad = g.to(p.dtype)`, `out.double()`), compute "
-        "such parts within `torch.autocast(device, enabled=False)`, or use 32-true"
+        f"under {precision.dtype}-mixed, layers compute in half precision, but operations outside of layers need "
+        "operands of one type. Cast them (`p.grad = g.to(p.dtype)`, `out.double()`), compute such parts within "
+        "`torch.autocast(device, enabled=False)`, or use 32-true"
         if precision.cast_inputs_to is None
-        else f"weights are {precision.cast_inputs_to} here, and what it computes with them outside of a module's call "
-        f"has to be so too. Make such tensors of the weights' type, or use {precision.dtype}-mixed"
+        else f"weights are {precision.cast_inputs_to} here, and tensors that meet them outside of a module's call "
+        f"need the same type. Create such tensors in the weights' type, or use {precision.dtype}-mixed"
     )
     return ContractError(f"`train_step` mixes types: {why}. torch says: {str(error).partition(chr(10))[0]}")

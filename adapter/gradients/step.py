@@ -1,23 +1,23 @@
 """Routes a trainer's own ``loss.backward()`` and ``optimizer.step()`` through strategy, precision and hooks.
 
-A step is an ordered list of parts. While a ``train_step`` runs, and in its thread alone, each call goes through those
-that a run has, in this order::
+A step is an ordered list of parts. While a ``train_step`` runs, and only in its thread, each call goes through the
+parts that a run needs, in this order::
 
                 backward                    after it                optimizer.step          end of the step
 
-    averaging   send gradients while        average them            average what is left,   average what is left;
-                autograd runs                                       the closure's loss too  a rank without any says so
-    sharding    agree with the ranks        reduce what is left     agree with the ranks    agree with the ranks
-    changes     look for gradients that the trainer has changed since the last backward call of this update
-    fp16        scale the loss; unscale     look for overflows      skip on overflow,
+    averaging   send gradients while        average them            average new gradients,  average new gradients;
+                autograd runs                                       and the closure's loss  a rank without any reports
+    sharding    agree with the ranks        reduce new gradients    agree with the ranks    agree with the ranks
+    changes     find gradients that the trainer has changed since the last backward call of this update
+    fp16        scale the loss; unscale     check for overflows     skip on overflow,
                 before accumulation                                 adapt the scale
     hooks       on_before_backward          on_after_backward       on_before_optimizer_step
-    guard       nan where a loss is                                 skip what is not        put back the buffers of a
-                not finite                                          finite                  skipped step
-    buffers                                                                                 send those of rank 0
+    guard       nan if a loss is                                    skip updates that are   restore the buffers of a
+                not finite                                          not finite              skipped step
+    buffers                                                                                 send the buffers of rank 0
 
-Backward and update run outside of autocast, a closure inside of it. Everywhere else torch is what it was. Where none of
-this is needed there is no router: fp32 on a device is plain torch.
+Backward and update run outside of autocast, a closure inside of it. Outside of a step, torch is unchanged. If a run
+needs no part, it has no router: fp32 on one device is plain torch.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def step_router(
     rank_local: RankLocal = EVERYTHING_SHARED,
     before: StepRouter | None = None,
 ) -> StepRouter | None:
-    """The router that this run needs, or None where plain torch does the same.
+    """Return the router that this run needs, or None if plain torch does the same.
 
-    To be called once, with the modules on their device and before a checkpoint is restored. On several ranks it also
-    gives every rank the weights of rank 0. `before` is the router of a training before this one.
+    Call it once, with the modules on their device and before a checkpoint is restored. On several ranks it also gives
+    every rank the weights of rank 0. `before` is the router of an earlier training of the same module, if any.
 
     Raises:
-        ContractError: The ranks built different things, something is on another device than this rank's, or the
-            precision cannot host the trainer.
+        ContractError: The ranks built different things, a tensor is not on this rank's device, or the precision cannot
+            host the trainer.
     """
     warn_of_untested_torch()
     check_devices(discovered, trainer.strategy.root_device, world_size=trainer.world_size)
@@ -94,7 +94,7 @@ def step_router(
             trainer.strategy.root_device,
             group,
             rank_local,
-            bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # DDP's megabytes
+            bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # the unit of DDP
             wire=wire_type(trainer.strategy),
             is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
         )
@@ -125,21 +125,21 @@ def step_router(
 
 
 class StepRouter:
-    """A context manager around each ``train_step``; see the module's text for what happens inside.
+    """A context manager around each ``train_step``; the docstring of the module describes the parts inside.
 
     Args:
-        discovered: What the trainer built; the optimizers in it are the managed ones.
+        discovered: The trainer's objects; its optimizers are the managed ones.
         device: Root device of this rank.
-        precision: What the precision plugin asks for.
-        hooks: Hooks to call where Lightning would.
+        precision: Actions of the precision plugin.
+        hooks: Hooks to call that Lightning would call in a step.
         averaging: Averages gradients over the ranks; None on a single rank.
         buffers: Sends all ranks the buffers of rank 0; None on a single rank.
-        guard: Leaves out updates; None takes them as they are.
-        completed_steps: How many steps the run has behind it, for messages; None counts those of this object.
+        guard: Skips updates; None makes all of them.
+        completed_steps: Returns the run's completed steps, for messages; None counts the steps of this object.
 
     Attributes:
-        parts: What each call of the trainer goes through, in order.
-        averaging: As given.
+        parts: The parts that each call of the trainer goes through, in order.
+        averaging: The argument.
         in_backward: Whether one of the trainer's backward calls is running.
     """
 
@@ -162,13 +162,13 @@ class StepRouter:
         self._parameters = {id(p) for m in discovered.modules for p in m.value.parameters()}
         self._refuses_lasting = averaging is not None or precision.scaler is not None or guard is not None
         self._first_used: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """By unknown optimizers, the step that used each first."""
+        """The step that used an unmanaged optimizer first, by optimizer."""
         self._steps = 0
         self._completed_steps = completed_steps or (lambda: self._steps - 1)
         self._refusal: ContractError | None = None
         self._is_open = self._is_closed = self.in_backward = self._in_update = False
         self._context: AbstractContextManager[Any] | None = None
-        # Making it anew in each step would cost more than entering it.
+        # Creating the context in each step would cost more than entering it.
         device_type = precision.autocast_device
         self._autocast = precision.context() if precision.context is not None and device_type is not None else None
 
@@ -182,7 +182,7 @@ class StepRouter:
             group=None if averaging is None else averaging.group,
             device=device,
         )
-        if sharded:  # else torch.compile, in a function that calls backward, compiles what is done with shards there
+        if sharded:  # otherwise torch.compile traces the work on shards in a function that calls backward
             self.backward = outside_of_graphs(self.backward)  # type: ignore[method-assign]
         self.averaging = averaging
         if averaging is not None:
@@ -208,18 +208,18 @@ class StepRouter:
 
     @property
     def overflow_steps(self) -> int | None:
-        """Updates skipped because gradients overflowed in fp16; None where the loss is not scaled."""
+        """Updates skipped because gradients overflowed in fp16; None if the loss is not scaled."""
         return None if self._precision.scaler is None else self._precision.scaler.overflow_steps
 
     def open(self) -> None:
-        """Have torch's entries replaced until `close`, rather than in each step."""
+        """Replace torch's entries until `close`, rather than in each step."""
         torch_hooks.hold(self)
         self._is_open = True
         for part in self.parts:
             part.open()
 
     def close(self) -> None:
-        """Training is over: from now on torch and the optimizers are used as they are."""
+        """End the training; from now on calls reach torch and the optimizers directly."""
         self._is_closed = True
         if self._is_open:
             self._is_open = False
@@ -227,16 +227,16 @@ class StepRouter:
         _call_each(part.close for part in self.parts)
 
     def before_save(self) -> None:
-        """Refuse a checkpoint of ranks that have diverged, which a device may not have told yet. Collective.
+        """Refuse a checkpoint of ranks that have diverged, also if a device has not reported it yet. Collective.
 
         Raises:
-            ContractError: Ranks have diverged in an earlier step.
+            ContractError: Ranks diverged in an earlier step.
         """
         for part in self.parts if self._is_open else ():
             part.before_save()
 
     def ended(self) -> None:
-        """Training ended as planned, on all ranks."""
+        """Called on all ranks after a training that ended as planned."""
         if self.averaging is not None:
             self.averaging.ended()
 
@@ -253,7 +253,7 @@ class StepRouter:
             for part in self.parts:
                 part.begin(step)
             torch_hooks.begin(self)
-        except BaseException as error:  # of a failed `__enter__` Python calls no `__exit__`
+        except BaseException as error:  # after a failed `__enter__` Python does not call `__exit__`
             self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
@@ -267,7 +267,7 @@ class StepRouter:
             context.__exit__(exc_type, exc, traceback)
         refusal, self._refusal = self._refusal, None
         if refusal is exc:
-            refusal = None  # otherwise raised in a thread, where the loop does not see it
+            refusal = None  # already raised here; a refusal in another thread has not reached the loop
         if exc is None and refusal is None and replaced is None:
             try:
                 for part in self.parts:
@@ -284,7 +284,7 @@ class StepRouter:
             raise replaced
         if replaced is not None:
             exc.add_note(str(replaced))
-        explained = next(filter(None, (part.explained(exc) for part in self.parts)), None)
+        explained = next(filter(None, (part.explain(exc) for part in self.parts)), None)
         explained = explained or explain_dtype_error(exc, self._precision)
         if explained is not None:
             raise explained from exc
@@ -325,7 +325,7 @@ class StepRouter:
             part.after_backward()
 
     def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one call of ``torch.autograd.grad``, which accumulates nothing."""
+        """Run one call of ``torch.autograd.grad``; it accumulates nothing."""
         run: Callable[..., Any] = torch_hooks.run_backward
         for part in reversed(self.parts):
             run = functools.partial(part.grad, run)
@@ -339,15 +339,15 @@ class StepRouter:
         return run(outputs, grads, *args, **kwargs)
 
     def check_managed(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that was not found after ``configure``, but one that lives for a single step.
+        """Refuse an optimizer that did not exist after ``configure``, unless it lives for a single step.
 
-        A managed one that is stepped by a method that was taken before it was routed (kept in ``configure``, or
-        compiled there) gets the gradients of all ranks, but no update of it could be left out.
+        The `step` of a managed optimizer may have been kept or compiled in ``configure``, before it was routed. Such an
+        update gets averaged gradients, but it cannot be skipped.
 
         Raises:
-            ContractError: It is one to refuse.
+            ContractError: The optimizer is refused.
         """
-        if self._in_update:  # a managed one, or one that it wraps
+        if self._in_update:  # by a managed optimizer, or by the one that it wraps
             return
         if id(optimizer) not in self._managed:
             self._check_unknown(optimizer)
@@ -357,26 +357,27 @@ class StepRouter:
         self._refuse_in_backward(optimizer)
         if self._skipper:
             raise ContractError(
-                f"{self._skipper} cannot leave out an update of {type(optimizer).__name__} whose `step` was kept or "
+                f"{self._skipper} cannot skip an update of {type(optimizer).__name__} whose `step` was kept or "
                 "compiled in `configure`: call `optimizer.step()` in `train_step`, or compile it there."
             )
         for part in self.parts:
             part.before_update(optimizer)
 
     def _check_unknown(self, optimizer: Optimizer) -> None:
-        """Refuse one that trains a known module or, where gradients are averaged or scaled, lasts for several steps.
+        """Refuse an unmanaged optimizer that trains a known module, or that lives for several steps.
 
-        One that lives for a single step, to invert a latent for example, is the trainer's own affair.
+        One that lives for a single step, to invert a latent for example, is allowed; and one that lives longer, if
+        gradients are neither averaged nor scaled nor guarded.
         """
         if self._refuses_lasting and self._first_used.setdefault(optimizer, self._steps) != self._steps:
             raise ContractError(
                 f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "
-                "nor on the trainer, so that ranks would drift apart and overflows of fp16 would not be seen. "
+                "nor on the trainer, so that ranks would diverge and overflows of fp16 would not be found. "
                 "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
             )
         if any(id(p) in self._parameters for p in parameters_of(optimizer)):
             raise ContractError(
-                f"`train_step` updates a module by a {type(optimizer).__name__} that was not there after "
+                f"`train_step` updates a module by a {type(optimizer).__name__} that did not exist after "
                 "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
                 "in the state or on the trainer."
             )
@@ -389,16 +390,16 @@ class StepRouter:
         return inner(*args, **kw)
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Make one update of a managed optimizer: its arguments in their places, a closure with one of ours around."""
+        """Make one update of a managed optimizer with the same arguments, except that a closure is wrapped."""
         if self._in_update or self._is_closed:
             return inner(*args, **kwargs)
-        self._refuse_in_backward(optimizer)  # of a hook, on a device in a thread of torch's engine
+        self._refuse_in_backward(optimizer)  # by a hook; on a device it runs in a thread of torch's engine
         if not torch_hooks.is_active(self):
-            if self.averaging is not None:  # no other rank would hear of this update
+            if self.averaging is not None:  # no other rank would know of this update
                 self._refusal = ContractError(
-                    f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, where "
-                    "the gradients of the ranks are not averaged. Call backward and step in `train_step`, in its own "
-                    "thread, or use one device."
+                    f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, so "
+                    "that gradients are not averaged over the ranks. Call backward and step in `train_step`, in its "
+                    "own thread, or use one device."
                 )
                 raise self._refusal
             return inner(*args, **kwargs)
@@ -412,8 +413,8 @@ class StepRouter:
                 loss = self._loss_before_update(optimizer, closure)
                 if not self._may_update(optimizer):
                     return loss
-            else:  # each evaluation asks whether the update may be made
-                evaluate = functools.partial(self._evaluated, optimizer, closure)
+            else:  # each evaluation checks whether the update may be made
+                evaluate = functools.partial(self._evaluate, optimizer, closure)
             args, kwargs = ((evaluate, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: evaluate})
             result = self._update(optimizer, inner, *args, **kwargs)
             return result if evaluate is not None else loss
@@ -422,34 +423,34 @@ class StepRouter:
                 part.after_update(optimizer)
 
     def _refuse_in_backward(self, optimizer: Optimizer) -> None:
-        """Refuse an update in the middle of a backward call, where gradients are neither averaged nor checked."""
+        """Refuse an update in the middle of a backward call, when gradients are neither averaged nor checked."""
         if not self.in_backward:
             return
         if self.averaging is not None:
             raise refused_on_ranks("update in backward", type(optimizer).__name__)
         if self._skipper:
             raise ContractError(
-                f"{self._skipper} cannot leave out an update of {type(optimizer).__name__} in the middle of a backward "
-                "call, where gradients are not yet checked: step it after backward."
+                f"{self._skipper} cannot skip an update of {type(optimizer).__name__} in the middle of a backward "
+                "call, before gradients are checked: step it after backward."
             )
 
     def _loss_before_update(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Evaluate a closure before an update that may be left out; what it returned."""
+        """Evaluate a closure before an update that may be skipped; return its loss."""
         if not type(optimizer).__module__.startswith("torch.optim"):
             instead = "use bf16-mixed or 32-true" if self._precision.scaler is not None else "use on_nonfinite: stop"
             raise ContractError(
-                f"{self._skipper} cannot host {type(optimizer).__name__}.step(closure): an optimizer of your own may "
-                "evaluate the closure at other weights, where an overflow could not be skipped. Call backward and its "
-                f"steps in `train_step` yourself, or {instead}."
+                f"{self._skipper} cannot host {type(optimizer).__name__}.step(closure): an optimizer that is not "
+                "torch's may evaluate the closure at other weights, and an overflow there could not be skipped. Call "
+                f"backward and its steps in `train_step` yourself, or {instead}."
             )
         with torch.enable_grad(), self._in_step_precision():
             loss = closure()
         for part in self.parts:
-            loss = part.of_loss(loss)
+            loss = part.map_loss(loss)
         return loss
 
-    def _evaluated(self, optimizer: Optimizer, closure: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a closure inside of an update: in the step's precision, with one loss for all ranks."""
+    def _evaluate(self, optimizer: Optimizer, closure: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a closure during an update: in the step's precision, with one loss for all ranks."""
         self._in_update = False
         for part in self.parts:
             part.after_update(optimizer)
@@ -460,7 +461,7 @@ class StepRouter:
             self._in_update = True
         self._may_update(optimizer)
         for part in self.parts:
-            loss = part.of_loss(loss)
+            loss = part.map_loss(loss)
         return loss
 
     def _outside_autocast(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -478,7 +479,7 @@ class StepRouter:
         return self._precision.context() if self._precision.context is not None else nullcontext()
 
     def _may_update(self, optimizer: Optimizer) -> bool:
-        """Whether all parts let `optimizer` update; all are asked."""
+        """Whether all parts let `optimizer` update; calls all of them."""
         answers = [part.before_update(optimizer) for part in self.parts]
         return all(answers)
 
@@ -496,12 +497,12 @@ class StepRouter:
 
 
 class StepHooks(StepPart):
-    """Lightning's four hooks within a step, as far as callbacks or the module override them.
+    """Those of Lightning's four hooks within a step that callbacks or the module override.
 
-    Hooks around a backward call see the loss without a scale, and gradients of all ranks in true units.
+    Hooks around a backward call see the unscaled loss, and unscaled gradients, averaged over the ranks.
 
     Args:
-        hooks: By their names, what is called for each, in order; nothing for one that is not overridden.
+        hooks: The functions to call for each hook, by its name and in order; empty if it is not overridden.
     """
 
     def __init__(self, **hooks: Sequence[Callable[..., None]]) -> None:
@@ -534,22 +535,22 @@ class StepHooks(StepPart):
 
 
 def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
-    """The overridden hooks among Lightning's four that happen inside a step, callbacks first, as Lightning does."""
+    """Return the overridden ones of Lightning's four hooks within a step, callbacks first, as in Lightning."""
     names = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-    found: dict[str, list[Callable[..., None]]] = {}
+    hooks: dict[str, list[Callable[..., None]]] = {}
     for name in names:
         callbacks = [callback for callback in callbacks_of(trainer) if _overrides(callback, name, pl.Callback)]
-        found[name] = [functools.partial(getattr(callback, name), trainer, module) for callback in callbacks]
-        found[name] += [getattr(module, name)] if _overrides(module, name, pl.LightningModule) else []
-    return StepHooks(**found)
+        hooks[name] = [functools.partial(getattr(callback, name), trainer, module) for callback in callbacks]
+        hooks[name] += [getattr(module, name)] if _overrides(module, name, pl.LightningModule) else []
+    return StepHooks(**hooks)
 
 
 def _is_closure(step: Callable[..., Any], name: str, argument: object) -> bool:
-    """Whether an argument of `step` is a function that it evaluates: a callable first one, which is no module.
+    """Whether an argument of `step` is its closure: the first one, if it is callable and not a module.
 
     Args:
-        step: The optimizer's own.
-        name: The argument's name if it is given by name, otherwise empty.
+        step: The method of the optimizer.
+        name: Keyword of the argument; empty if it is positional.
         argument: Its value.
     """
     if not callable(argument) or isinstance(argument, nn.Module):
@@ -558,7 +559,7 @@ def _is_closure(step: Callable[..., Any], name: str, argument: object) -> bool:
 
 
 def _call_each(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls in their order, the later ones even if one raises."""
+    """Make all calls in order, the later ones even if one raises."""
     with ExitStack() as stack:
         for call in reversed([*calls]):
             stack.callback(call)

@@ -1,4 +1,4 @@
-"""One concern of a training step, such as averaging, fp16 or a guard, behind calls that all of them have."""
+"""The interface of a training step's parts: one concern each, such as averaging, fp16 or a guard."""
 
 from __future__ import annotations
 
@@ -14,77 +14,81 @@ __all__ = ["BackwardCall", "StepPart"]
 
 @dataclass
 class BackwardCall:
-    """One backward call of the trainer, as parts of a step may change it before it runs."""
+    """One backward call of the trainer; parts of a step may change it before it runs."""
 
     outputs: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    """Of `outputs`, where the backward begins."""
+    """Gradients of `outputs`, with which backward begins."""
     retain_graph: bool
     create_graph: bool
     inputs: Sequence[Tensor] = ()
-    """The ``inputs`` of the call, to accumulate in; empty for all leaves."""
+    """The ``inputs`` of the call, whose gradients it accumulates; empty for all leaves."""
 
 
 class StepPart:
-    """Does nothing; a part overrides what it has to do with.
+    """No-op defaults; a part overrides the calls it needs.
 
-    The router calls each method of all parts, in the order of its list. ``begin`` is followed by ``end``, or by
-    ``abandon`` where the step failed; ``before_backward`` by ``leave_backward`` and, where the call succeeded,
-    ``after_backward``; ``before_update`` by ``after_update``, also where the update failed or was left out.
+    The router calls each method of all parts, in the order of its list. After ``begin`` it calls ``end``, or
+    ``abandon`` if the step failed. After ``before_backward`` it calls ``leave_backward``, and then
+    ``after_backward`` if the backward call succeeded. After ``before_update`` it calls ``after_update``, also if the
+    update failed or was skipped.
     """
 
     may_skip: str = ""
-    """The reason, where this part can leave out updates: a closure is then evaluated before the update."""
+    """Name of the setting by which this part can skip updates; empty if it cannot.
+
+    If a part can, closures are evaluated before the update.
+    """
 
     def open(self) -> None:
-        """Training begins, with the modules where they will be."""
+        """Called when training begins, with the modules on their device."""
 
     def close(self) -> None:
-        """Training is over, or has failed."""
+        """Called when training has ended or failed."""
 
     def begin(self, step: int) -> None:
-        """A step begins; `step` counts from 1 and is equal on all ranks."""
+        """Called when a step begins; `step` counts from 1 and is equal on all ranks."""
 
     def before_backward(self, call: BackwardCall) -> None:
-        """A backward call is about to run; the part may change its gradients and inputs."""
+        """Called before a backward call runs; the part may change its gradients and inputs."""
 
     def leave_backward(self, *, failed: bool) -> None:
-        """A backward call is over, or has raised; the trainer may go on."""
+        """Called when a backward call has ended or raised; after an error the trainer may still continue."""
 
     def after_backward(self) -> None:
-        """A backward call has ended."""
+        """Called when a backward call has succeeded."""
 
     def grad(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """One call of ``torch.autograd.grad``, which accumulates nothing; `run` and the rest are torch's engine's."""
+        """Run a call of ``torch.autograd.grad``; `run` is torch's engine and the other arguments are the engine's."""
         return run(outputs, grads, *args, **kwargs)
 
     def within_backward(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of torch's engine that a backward call makes, as of a checkpoint or an adjoint; as `grad`."""
+        """Like `grad`, for a call of torch's engine within a backward call, as a checkpoint or an adjoint makes it."""
         return run(outputs, grads, *args, **kwargs)
 
     def before_update(self, optimizer: Optimizer) -> bool:
-        """`optimizer`, a managed one, is about to update; whether it may."""
+        """Return whether `optimizer`, a managed one, may make the update that it is about to make."""
         return True
 
     def before_foreign_update(self, optimizer: Optimizer) -> None:
-        """An optimizer that the step made itself, of a clone or a latent say, is about to update."""
+        """Called before an optimizer updates that the step made itself, for a clone or a latent for example."""
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """The update was made or left out, or a closure of it is about to be evaluated."""
+        """Called when the update was made or skipped, and before its closure is evaluated."""
 
-    def of_loss(self, loss: Any) -> Any:
-        """The result of a closure, as the optimizer is to see it."""
+    def map_loss(self, loss: Any) -> Any:
+        """Return the loss to pass to the optimizer for `loss`, the result of its closure."""
         return loss
 
     def end(self) -> None:
-        """The step has ended."""
+        """Called when the step has ended."""
 
     def before_save(self) -> None:
-        """A checkpoint is about to be made, on all ranks: whatever is still to be found out decides it now."""
+        """Called on all ranks before a checkpoint is saved; the part raises if a fault is still undetected."""
 
     def abandon(self) -> None:
-        """The step failed: the other ranks may not come this far, so nothing is sent."""
+        """Called when the step failed. Send nothing: the other ranks may not reach this point."""
 
-    def explained(self, error: BaseException) -> Exception | None:
-        """An error that says what to do about `error` of the step; None where this part does not know."""
+    def explain(self, error: BaseException) -> Exception | None:
+        """Return an error with the way out for `error` of the step; None if this part does not know one."""
         return None

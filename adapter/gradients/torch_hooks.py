@@ -1,23 +1,23 @@
-"""Every name of torch that is replaced while a trainer trains, and why.
+"""Every name of torch that genlight replaces during a training, and the reason.
 
 ==============================================  ================================================  =====================
-what                                            why                                               noticed by
+name                                            reason                                            checked by
 ==============================================  ================================================  =====================
-``torch.autograd._engine_run_backward`` and     the one entry of ``Tensor.backward``,             `begin` and `end` of
+``torch.autograd._engine_run_backward`` and     the common entry of ``Tensor.backward``,          `begin` and `end` of
 ``torch.autograd.graph._engine_run_backward``   ``autograd.backward`` and ``autograd.grad``,      each step, and
-                                                also where a class imported those by name         `_prove` once
-``optimizer.step`` of each managed optimizer    an update is left out, or gradients averaged      ``test_router.py``
-                                                before it, and its closure sees its arguments
-``optimizer.zero_grad``, where a callback has   Lightning's hook                                  ``test_router.py``
+                                                also if a class imported these by name            `_prove` once
+``optimizer.step`` of each managed optimizer    to skip an update, to average gradients before    ``test_router.py``
+                                                it, and to wrap its closure
+``optimizer.zero_grad``, if a callback has      Lightning's hook                                  ``test_router.py``
 ``on_before_zero_grad``
-the class of each averaged parameter, from a    only a class can have a property ``grad``: who    ``test_averaging.py``
-step's begin to its end, but in updates         reads or writes one has gradients averaged
+the class of each averaged parameter, during    only a class can have a property ``grad`` to      ``test_averaging.py``
+a step, except in updates                       average gradients before they are read
 ==============================================  ================================================  =====================
 
-Optimizers that are not managed are seen by a step hook of torch's own, ``register_optimizer_step_pre_hook``. What FSDP
-2 replaces beside these is in ``fsdp``. The entry of the engine is replaced while it is held, for a whole training:
-calls between steps and of other threads go straight through. Both of its names are
-set, because ``torch.compiler._patch_engine_backward`` puts back at both what it found at the second.
+A hook of torch, ``register_optimizer_step_pre_hook``, reports optimizers that are not managed. FSDP 2 needs further
+replacements: see ``fsdp``. The entry of the engine stays replaced during a complete training; calls between steps and
+in other threads pass through unchanged. Both of its names are set, because ``torch.compiler._patch_engine_backward``
+restores both to the value of the second.
 """
 
 from __future__ import annotations
@@ -67,53 +67,53 @@ _WITHOUT_GRAPHS = tuple(
         *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers", "parameters")),
     )
 )
-"""Modules that run in a trainer's backward calls and updates; none that its forward calls, which has to be traced."""
+"""Modules that run in a trainer's backward calls and updates, but not in its forward: that has to be traced."""
 
 run_backward = engine_run_backward
-"""Torch's own entry: outputs, their gradients, then what the engine takes."""
+"""Torch's entry. Arguments: outputs, their gradients, then the other arguments of the engine."""
 
 _GRAD: Any = Tensor.grad
 read_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 write_gradient: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
-"""Read and write the gradient behind ``tensor.grad``, past a `GradientGuard`."""
+"""Read and write a gradient without calling a `GradientGuard`."""
 
 
 class Interceptor(Protocol):
-    """Called in place of torch's entries, in the thread that began it."""
+    """Gets the calls of torch's entries, in the thread that called `begin` for it."""
 
     in_backward: bool
     """Whether one of its backward calls is running."""
 
     def backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> None:
-        """A backward call of the trainer."""
+        """Run a backward call of the trainer."""
 
     def grad(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call of ``torch.autograd.grad``."""
+        """Run a call of ``torch.autograd.grad``."""
 
     def within_backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call inside of a backward call, as of a checkpoint or an adjoint."""
+        """Run a call within a backward call, as a checkpoint or an adjoint makes it."""
 
     def check_managed(self, optimizer: Optimizer) -> None:
-        """Any optimizer is about to step."""
+        """Called before any optimizer makes a step."""
 
 
 _active: dict[int, Interceptor] = {}
-"""By thread, of those in which a step runs."""
+"""Interceptors of the threads in which a step runs, by thread."""
 _lock = threading.Lock()
 _holders: list[Interceptor] = []
 _step_hook: RemovableHandle | None = None
 
 
 def hold(interceptor: Interceptor) -> None:
-    """Replace torch's entry until `release`, which may come many steps later: replacing it costs some 10 µs.
+    """Replace torch's entry until `release`, for many steps, since a replacement takes some 10 µs.
 
     Raises:
-        RuntimeError: A backward call of this torch does not come through the entry that was replaced.
+        RuntimeError: A backward call of this torch does not go through the replaced entry.
     """
     keep_out_of_graphs(*_WITHOUT_GRAPHS)
     with _lock:
         _holders.append(interceptor)
-        _replace_or_put_back()
+        _replace_or_restore()
     try:
         _prove()
     except BaseException:
@@ -122,13 +122,13 @@ def hold(interceptor: Interceptor) -> None:
 
 
 def release(interceptor: Interceptor) -> None:
-    """Undo one `hold`; once no `hold` is left, torch's entry is its own."""
+    """Undo one `hold`; after the last one, restore torch's entry."""
     with _lock:
         _holders.remove(interceptor)
-        _replace_or_put_back()
+        _replace_or_restore()
 
 
-def _replace_or_put_back() -> None:
+def _replace_or_restore() -> None:
     global _step_hook
     if _holders:
         set_engine_run_backward(_intercepted)
@@ -141,26 +141,26 @@ def _replace_or_put_back() -> None:
 
 
 def begin(interceptor: Interceptor) -> None:
-    """Route the calls of this thread to `interceptor`, which holds torch's entry."""
-    if engine_entry() is not _intercepted:  # put back between two steps
+    """Route the calls of this thread to `interceptor`; call `hold` before."""
+    if engine_entry() is not _intercepted:  # something restored torch's between two steps
         set_engine_run_backward(_intercepted)
     _active[threading.get_ident()] = interceptor
 
 
 def end() -> RuntimeError | None:
-    """Leave the calls of this thread alone again.
+    """Stop intercepting the calls of this thread.
 
     Returns:
-        The error to raise if something else took the place of the entry within the step, whose backward calls may have
-        bypassed genlight.
+        The error to raise if something replaced our entry within the step, so that backward calls may have bypassed
+        genlight; otherwise None.
     """
     _active.pop(threading.get_ident(), None)
-    found: Any = engine_entry()
-    if found is _intercepted or not _holders:
+    entry: Any = engine_entry()
+    if entry is _intercepted or not _holders:
         return None
     set_engine_run_backward(_intercepted)
     return RuntimeError(
-        f"torch.autograd._engine_run_backward was replaced by {found.__module__}.{found.__qualname__} in the middle of "
+        f"torch.autograd._engine_run_backward was replaced by {entry.__module__}.{entry.__qualname__} in the middle of "
         "a step, so that backward calls may have been neither averaged nor unscaled. End what replaces it within the "
         "step that begins it, or remove it."
     )
@@ -174,7 +174,7 @@ def is_active(interceptor: Interceptor) -> bool:
 def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
     """Route ``optimizer.<name>`` through ``through(optimizer, inner, …)``.
 
-    As a bound method that keeps its attributes: LR schedulers take it apart to count calls.
+    The replacement is a bound method with the same attributes, since LR schedulers use these to count calls.
     """
     inner = getattr(optimizer, name)
 
@@ -187,17 +187,17 @@ def wrap(optimizer: Optimizer, name: str, through: Callable[..., Any]) -> None:
 
 @functools.cache
 def _prove() -> None:
-    """Call backward and ``torch.autograd.grad`` once in this process, and look whether both come through the entry."""
+    """Call backward and ``torch.autograd.grad`` once in this process, and check that both go through our entry."""
     seen: list[str] = []
 
-    def noted(name: str) -> Callable[..., Any]:
+    def make_note(name: str) -> Callable[..., Any]:
         def call(*_: Any, **__: Any) -> Any:
             seen.append(name)
             return (None,)
 
         return call
 
-    canary: Any = types.SimpleNamespace(in_backward=False, backward=noted("backward"), grad=noted("grad"))
+    canary: Any = types.SimpleNamespace(in_backward=False, backward=make_note("backward"), grad=make_note("grad"))
     thread = threading.get_ident()
     before = _active.get(thread)
     _active[thread] = canary
@@ -220,13 +220,13 @@ def _prove() -> None:
 
 def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     interceptor = _active.get(threading.get_ident())
-    if interceptor is None and current_graph_task_id() != -1:  # on a device, backward has a thread of its own
+    if interceptor is None and current_graph_task_id() != -1:  # on a device, backward runs in another thread
         interceptor = next((each for each in _active.values() if each.in_backward), None)
     if interceptor is None:
         return run_backward(outputs, grads, *args, **kwargs)
     if interceptor.in_backward:
         return interceptor.within_backward(outputs, grads, *args, **kwargs)
-    # What torch.autograd.grad computes is not accumulated anywhere.
+    # Only backward accumulates; torch.autograd.grad does not.
     if not kwargs.get("accumulate_grad"):
         return interceptor.grad(outputs, grads, *args, **kwargs)
     return interceptor.backward(outputs, grads, *args, **kwargs)
@@ -239,28 +239,28 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # n
 
 
 class GradientGuard:
-    """Calls a function before a gradient of a parameter is read, and when one is written.
+    """Calls a function before a gradient of a parameter is read, and before one is written.
 
-    For that a parameter is of a subclass of its own class while it is guarded; it stays the object that everybody
-    holds. One of a class of the trainer's own cannot be guarded.
+    While a parameter is guarded, its class is a subclass of its original class; it stays the same object. A parameter
+    of a custom class cannot be guarded.
 
     Args:
-        on_read: Called with a parameter whose gradient is wanted, before it is given out.
-        on_write: Called with a parameter and what its gradient is about to become.
+        on_read: Called with a parameter before its gradient is returned.
+        on_write: Called with a parameter and its new gradient.
     """
 
     def __init__(self, on_read: Callable[[Tensor], None], on_write: Callable[[Tensor, Tensor | None], None]) -> None:
         self._on_read, self._on_write = on_read, on_write
         self._classes: dict[type, type[Any]] = {kind: self._subclass(kind) for kind in (nn.Parameter, Tensor)}
-        self._known: Sequence[Tensor] | None = None
+        self._parameters: Sequence[Tensor] | None = None
         self._guarded: dict[type, list[Tensor]] = {}
         self._is_on = False
 
     def guard(self, parameters: Sequence[Tensor]) -> bool:
-        """Guard `parameters`, the same list while they are the same; False where one of them cannot be guarded."""
-        if parameters is not self._known:
+        """Guard `parameters`; return False if one of them cannot be guarded. Pass the same list until they change."""
+        if parameters is not self._parameters:
             self.unguard()
-            self._known = parameters
+            self._parameters = parameters
             kinds = {type(p) for p in parameters}
             can_be_guarded = kinds <= self._classes.keys()
             self._guarded = {k: [p for p in parameters if type(p) is k] for k in kinds} if can_be_guarded else {}
@@ -273,7 +273,7 @@ class GradientGuard:
         return bool(self._guarded) or not parameters
 
     def unguard(self) -> None:
-        """Parameters are plain again."""
+        """Restore the classes of the parameters."""
         for kind, guarded in self._guarded.items():
             for parameter in guarded:
                 parameter.__class__ = kind
@@ -300,7 +300,7 @@ class GradientGuard:
             "grad": property(read, write),
             "__deepcopy__": as_plain(copy.deepcopy),
             "__reduce_ex__": as_plain(lambda tensor, protocol: tensor.__reduce_ex__(protocol)),
-            # Of torch.Tensor, too, what is computed from it is of no class of ours.
+            # So that results of operations on guarded tensors have the class that torch gives them.
             "__torch_function__": disabled_torch_function,
         }
         return type(kind.__name__, (kind,), members)

@@ -1,8 +1,8 @@
-"""Everything of torch that is protected and that genlight's gradients read, override or assign.
+"""All protected names of torch that this package reads, overrides or assigns.
 
-Each name is looked up when this module is imported, so that a release of torch that no longer has it is one clear
-`ImportError`, and not a run that fails, or trains wrong, in its middle. A name that is only assigned would fail in
-silence: `torch_hooks.hold` proves, once in a process, that a backward call comes through the one that it assigns.
+Each name is looked up when this module is imported. So a release of torch without it causes one clear `ImportError`,
+instead of a run that fails or trains wrongly later. A name that is only assigned would fail silently, so
+`torch_hooks.hold` checks once per process that a backward call goes through the function that it assigns.
 
 Names of FSDP 2 differ between releases; `require_fsdp` checks them before the first module is sharded.
 """
@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 
 
 def protected(module: str, name: str) -> Any:
-    """The object `name` of `module`, which torch does not promise to keep.
+    """Return the object `name` of `module`; torch may remove it in any release.
 
     Raises:
-        ImportError: It is gone; names the release that is installed, and those to install.
+        ImportError: It does not exist; names the installed release and the supported ones.
     """
     try:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
@@ -72,24 +72,24 @@ def protected(module: str, name: str) -> Any:
 _ENGINE = "_engine_run_backward"
 
 engine_run_backward: Callable[..., Any] = protected("torch.autograd.graph", _ENGINE)
-"""Torch's entry for all of Tensor.backward, autograd.backward and autograd.grad, also where those are imported by
-name: outputs, their gradients, then what the engine takes."""
+"""Torch's entry for Tensor.backward, autograd.backward and autograd.grad, also if these are imported by name.
+
+Its arguments are the outputs, their gradients, and then the other arguments of the engine."""
 current_graph_task_id: Callable[[], int] = protected("torch", "_C._current_graph_task_id")
-"""Which backward call this thread of torch's engine works for; -1 outside of one."""
+"""Number of the backward call that this thread of torch's engine works for; -1 outside of one."""
 _disable_dynamo: Callable[..., Any] = protected("torch._compile", "_disable_dynamo")
 disabled_torch_function: Any = protected("torch", "_C._disabled_torch_function_impl")
-"""For a ``__torch_function__``: results are of the class that torch itself would give them."""
+"""A ``__torch_function__`` with which results have the class that torch gives them."""
 without_torch_function_of_subclasses: Callable[[], Any] = protected("torch", "_C.DisableTorchFunctionSubclass")
-"""A context in which ``__torch_function__`` of subclasses of Tensor is not called."""
+"""A context in which torch does not call ``__torch_function__`` of subclasses of Tensor."""
 TensorBase: type[Any] = protected("torch", "_C.TensorBase")
-"""The class that has the accessors of tensors' attributes."""
+"""The class with the accessors of tensors' attributes."""
 amp_foreach_non_finite_check_and_unscale: Callable[[Sequence[Tensor], Tensor, Tensor], None] = protected(
     "torch", "_amp_foreach_non_finite_check_and_unscale_"
 )
-"""The kernel of torch's own gradient scaler."""
-"""The base of layers with running statistics."""
+"""The kernel of torch's gradient scaler."""
 
-_OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
+_CLASS_MEMBERS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Tensor, ("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_values")),
     (nn.Module, ("_parameters", "_buffers", "_apply")),
     (GradScaler, ("_scale", "_per_optimizer_states")),
@@ -97,35 +97,35 @@ _OF_CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (DTensor, ("_local_tensor", "__torch_function__")),
     *([(dist.ProcessGroup, ("_get_backend", "_device_types"))] if dist.is_available() else []),
 )
-for _owner, _names in _OF_CLASSES:
+for _owner, _names in _CLASS_MEMBERS:
     require_names("torch", _owner, *_names)
 for _name in ("_foreach_copy_", "_foreach_mul_"):
     protected("torch", _name)
 
 
 post_accumulate_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
-"""The hooks of a parameter that run when its gradient was added to; None or empty where there are none."""
+"""Return the hooks of a parameter that run after its gradient was accumulated; None or empty if there are none."""
 
 
 def engine_entry() -> Callable[..., Any]:
-    """The function that backward calls go through now."""
+    """Return the function that backward calls go through now."""
     return vars(torch.autograd)[_ENGINE]  # type: ignore[no-any-return]
 
 
 def set_engine_run_backward(entry: Callable[..., Any]) -> None:
-    """Have every backward call of the process come through `entry`; `engine_run_backward` gives torch its own back."""
+    """Send every backward call of the process through `entry`; `engine_run_backward` restores torch's."""
     for owner in (torch.autograd, torch.autograd.graph):
         setattr(owner, _ENGINE, entry)
 
 
 @functools.cache
 def keep_out_of_graphs(*modules: str) -> None:
-    """Have torch.compile run the functions of these modules as they are, and compile only what they call.
+    """Make torch.compile run the functions of these modules uncompiled, and compile only the functions they call.
 
-    It would break its graphs at each look at a thread, a frame or a process group.
+    Otherwise its graphs would break at each access to a thread, a frame or a process group.
 
     Raises:
-        ImportError: This torch has no such list; names the release that is installed, and those to install.
+        ImportError: This torch does not support it; names the installed release and the supported ones.
     """
     add = protected("torch._dynamo.trace_rules", "add")
     for module in modules:
@@ -133,7 +133,7 @@ def keep_out_of_graphs(*modules: str) -> None:
 
 
 def outside_of_graphs(call: Callable[..., None]) -> Callable[..., None]:
-    """`call`, a bound method too, kept out of what torch.compile traces; does not import the compiler."""
+    """Return `call`, or a bound method, such that torch.compile does not trace it; does not import the compiler."""
 
     def uncompiled(*args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
@@ -143,7 +143,7 @@ def outside_of_graphs(call: Callable[..., None]) -> Callable[..., None]:
 
 
 def default_store() -> torch._C._distributed_c10d.Store:
-    """Where the ranks met."""
+    """Return the store of the default process group, through which all ranks connect."""
     store: torch._C._distributed_c10d.Store = _default_store()
     return store
 
@@ -154,9 +154,9 @@ _default_store: Any = (
 
 
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
-    """How long a collective of `group` may take; None means that of all ranks.
+    """Return the timeout of collectives in `group`; None means all ranks.
 
-    Torch's own limit, where a backend of others does not say.
+    If a third-party backend has no timeout, return the default of torch.
     """
     group = group or dist.group.WORLD
     assert group is not None
@@ -167,7 +167,7 @@ def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
 
 @functools.cache
 def warn_of_untested_torch() -> None:
-    """Say once that this torch is later than those that genlight was tested with, where it is."""
+    """Warn once if this torch is later than the releases that genlight was tested with."""
     if is_untested_torch():
         log.warning(
             "torch %s is later than %s, the newest release that genlight was tested with",
@@ -178,19 +178,20 @@ def warn_of_untested_torch() -> None:
 
 @functools.cache
 def require_fsdp(*, unused_parameters: bool = False) -> None:
-    """Make sure that this torch has what genlight uses of FSDP 2.
+    """Check that this torch has all names of FSDP 2 that genlight uses.
 
     Args:
-        unused_parameters: Whether ranks may use different parameters, which takes a later torch.
+        unused_parameters: Whether ranks may use different parameters; this needs a later torch.
 
     Raises:
-        ImportError: It lacks some; names the release that is installed, and those to install.
+        ImportError: A name is missing; names the installed release and the supported ones.
     """
     module = protected("torch.distributed.fsdp", "FSDPModule")
     if unused_parameters and not hasattr(module, "set_reduce_scatter_unused_params"):
         raise ImportError(
-            f"torch {version('torch')} cannot reduce gradients of parameters that a rank did not use, as "
-            "`unused_parameters` of FSDP2Strategy asks for; install torch>=2.13, leave it out, or use `strategy: ddp`"
+            f"torch {version('torch')} cannot reduce gradients of parameters that a rank did not use, but "
+            "`unused_parameters` of FSDP2Strategy needs that; install torch>=2.13, remove the setting, or use "
+            "`strategy: ddp`"
         )
     state = protected("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     require_names("torch", state, "_lazy_init", "_root_post_backward_final_callback")
@@ -200,17 +201,17 @@ def require_fsdp(*, unused_parameters: bool = False) -> None:
 
 
 def initialize_sharded(root: Any) -> None:
-    """Make `root` the outermost unit of FSDP 2; else that would be the part that is called first."""
+    """Make `root` the outermost unit of FSDP 2; otherwise that would be the unit that is called first."""
     root._get_fsdp_state()._lazy_init()
 
 
 def reduce_sharded_gradients(root: Any) -> None:
-    """Reduce the gradients that backward left in the units of `root` while it was not to reduce any."""
+    """Reduce the gradients in the units of `root`, after a backward call with reduction turned off."""
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def take_data(unit: Any, shard: DTensor) -> None:
-    """Have the FSDP unit `unit` gather `shard`, one of its parameters, from its new local tensor."""
+    """Make the FSDP unit `unit` gather `shard`, one of its parameters, from its new local tensor."""
     for group in _parameter_groups(unit):
         for parameter in group.fsdp_params:
             if parameter.sharded_param is shard:
@@ -218,7 +219,7 @@ def take_data(unit: Any, shard: DTensor) -> None:
 
 
 def wait_for_reduction(unit: Any) -> None:
-    """Have the current stream wait until FSDP 2, on another stream, has added the gradients of `unit` to its shards."""
+    """Make the current stream wait until FSDP 2 has added the gradients of `unit` to its shards, on another stream."""
     for group in _parameter_groups(unit):
         if group._post_reduce_event is not None:
             group.device_handle.current_stream().wait_event(group._post_reduce_event)

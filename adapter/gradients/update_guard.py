@@ -1,8 +1,8 @@
-"""Leaves out updates that `Recover` decides against.
+"""Skips updates that `Recover` rejects.
 
-A loss that is nan or infinite makes all gradients of its backward call nan. They are averaged over the ranks and
-accumulated like others, so that every rank sees them, and the update that they belong to is left out on all of them,
-also where it comes some steps later, or after a resume.
+If a loss is nan or infinite, all gradients of its backward call become nan. They are averaged over the ranks and
+accumulated like others. So every rank sees them, and all ranks skip the update to which they belong, also if it comes
+some steps later or after a resume.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = ["UpdateGuard", "update_guard"]
 
 
 SKIPPER = "`Recover` (`on_nonfinite: skip` of a job)"
-"""How an error names what leaves out updates."""
+"""Name of the setting that skips updates, for errors."""
 
 
 class UpdateGuard(StepPart):
-    """Looks at gradients before each update, and puts back the buffers of a step whose loss or update was not finite.
+    """Checks gradients before each update, and restores the buffers of a step whose loss or update was not finite.
 
-    A look waits for the device. The copy of the buffers costs their memory once, and is renewed in every step.
+    A check waits for the device. The copy of the buffers takes as much memory as they do, and is renewed in every step.
 
     Args:
-        discovered: What the trainer built.
-        recover: Decides about updates.
+        discovered: The trainer's objects.
+        recover: Accepts or rejects updates.
         group: Process group of the ranks.
         shared: Ids of the optimizers that all ranks step alike; empty on a single rank.
-        rank_local: Ids of the parameters whose gradients are each rank's own.
-        scales: Whether a gradient scaler leaves out updates, of which it does not tell; only a loss tells those from
-            the overflows that make a scaler lower its scale.
+        rank_local: Ids of the parameters whose gradients differ by rank on purpose.
+        scales: Whether a gradient scaler may skip updates. It does not report them, so only a loss that is not finite
+            distinguishes a fault from an ordinary overflow.
 
     Raises:
-        ContractError: The trainer has no optimizer whose updates could be left out, or LBFGS.
+        ContractError: The trainer has no optimizer whose updates could be skipped, or uses LBFGS.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class UpdateGuard(StepPart):
         self._modules = [found.value for found in discovered.modules]
         self._optimizers = [found.value for found in discovered.optimizers]
         self._places: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-        """For each module with buffers, its own dict of them, and what that held before the step."""
+        """The dict of buffers of each module that has any, and a copy of the dict from before the step."""
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of a buffer, the buffer and a copy from before the step."""
+        """Each buffer and its values from before the step, by the id of the buffer."""
         self._losses: list[Tensor] = []
-        """Of the backward calls since the last update; the first `_losses_before` of them are of earlier steps."""
+        """Losses of the backward calls since the last update; the first `_losses_before` are from earlier steps."""
         self._losses_before = 0
-        self._has_asked = self._has_left_out = False
+        self._has_asked = self._has_skipped = False
         self._rates: list[tuple[dict[str, Any], Any]] = []
-        """The rates of the update that is being made, where `Recover` has lowered them."""
+        """Parameter groups of the running update whose rate `Recover` has lowered, and their original rate."""
 
     @override
     @torch.no_grad()
@@ -89,27 +89,27 @@ class UpdateGuard(StepPart):
         if self._has_asked or not self._recover.judges_losses:
             self._losses.clear()
         self._losses_before = len(self._losses)
-        self._has_asked = self._has_left_out = False
+        self._has_asked = self._has_skipped = False
         owners = [part._buffers for module in self._modules for part in module.modules() if part._buffers]
         self._places = [(buffers, dict(buffers)) for buffers in owners]
         before, self._saved = self._saved, {}
         for buffer in (buffer for _, held in self._places for buffer in held.values()):
             if buffer is None or isinstance(buffer, DTensor) or is_lazy(buffer):
                 continue
-            known, copy = before.get(id(buffer), (None, buffer))
-            if known is not buffer or not _is_alike(buffer, copy):
+            same, copy = before.get(id(buffer), (None, buffer))
+            if same is not buffer or not _is_alike(buffer, copy):
                 copy = torch.empty_like(buffer)
             self._saved[id(buffer)] = buffer, copy.copy_(buffer)
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
-        """Make the root gradients nan where their loss is not finite."""
+        """Make a root gradient nan if its loss is not finite."""
         call.gradients = tuple(map(self._root_gradient, call.outputs, call.gradients))
 
     @torch.no_grad()
     def _root_gradient(self, output: Any, gradient: Any) -> Any:
         if not isinstance(gradient, Tensor) or isinstance(gradient, DTensor) or output.numel() != 1:
-            return gradient  # values inside of the graph may be infinite where the loss is not
+            return gradient  # values within the graph may be infinite although the loss is finite
         loss = output.detach()
         self._losses.append(loss)
         return torch.where(torch.isfinite(loss), gradient, torch.nan)
@@ -119,7 +119,7 @@ class UpdateGuard(StepPart):
         if not self._scales and not self._is_to_be_made(optimizer):
             return False
         factor = self._recover.rate_factor
-        if factor != 1.0:  # of which schedules see nothing
+        if factor != 1.0:  # only for this update, so that schedules do not see it
             self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
             for group, rate in self._rates:
                 group["lr"] = rate * factor
@@ -132,7 +132,7 @@ class UpdateGuard(StepPart):
         self._rates = []
 
     def _is_to_be_made(self, optimizer: Optimizer) -> bool:
-        """Whether the update of `optimizer` is made, on all ranks alike."""
+        """Whether to make the update of `optimizer`; the same on all ranks."""
         parameters = list(parameters_of(optimizer))
         gradients = [
             p.grad if p.grad.layout == torch.strided else p.grad.coalesce().values()
@@ -150,11 +150,11 @@ class UpdateGuard(StepPart):
     def _ask(self, *, is_finite: bool, loss: float | None) -> bool:
         self._has_asked = True
         may_update = self._recover.may_update(is_finite=is_finite, loss=loss)
-        self._has_left_out = self._has_left_out or not may_update
+        self._has_skipped = self._has_skipped or not may_update
         return may_update
 
     def _largest_loss(self, losses: list[Tensor]) -> float | None:
-        """The largest of `losses`; ``nan`` where one is not finite."""
+        """Return the largest of `losses`; ``nan`` if one is not finite."""
         if not losses:
             return None
         numbers = torch.stack([loss.reshape(()).float() for loss in losses])
@@ -162,24 +162,24 @@ class UpdateGuard(StepPart):
         return float(largest) if are_sound else math.nan
 
     def _over_ranks(self, values: list[float | None]) -> list[float | None]:
-        """The largest of all ranks, one by one; ``nan`` where a rank has that, None where all have None."""
+        """Return the maximum over all ranks of each value; ``nan`` if a rank has nan, None if all ranks have None."""
         sent = [-math.inf if value is None else math.inf if math.isnan(value) else value for value in values]
         tensor = torch.tensor(sent, dtype=torch.float64, device=next(parameters_of(self._optimizers[0])).device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [None if each == -math.inf else math.nan if each == math.inf else each for each in tensor.tolist()]
 
     def _is_of_this_rank(self, parameter: Tensor) -> bool:
-        """Whether other ranks do not see what this one sees of a gradient, which is averaged otherwise."""
+        """Whether the gradient differs by rank: a shard, or rank-local. Other gradients are averaged."""
         return isinstance(parameter, DTensor) or id(parameter) in self._rank_local
 
     @override
     @torch.no_grad()
     def end(self) -> None:
-        """Put back the buffers from before the step if it was not finite: also those it resized, cast or replaced."""
+        """Restore the buffers of a step that was not finite; also buffers that it resized, cast or replaced."""
         loss = self._largest_loss(self._losses[self._losses_before :])
         if self._scales:
             self._ask(is_finite=True, loss=self._over_ranks([loss])[0] if self._shared else loss)
-        if self._has_left_out or (loss is not None and math.isnan(loss)):
+        if self._has_skipped or (loss is not None and math.isnan(loss)):
             for buffers, held in self._places:
                 buffers.clear()
                 buffers.update(held)
@@ -203,33 +203,34 @@ def update_guard(
     rank_local: Collection[int],
     scales: bool,
 ) -> UpdateGuard | None:
-    """The guard that `Recover` of `trainer` asks for, if any; arguments are those of `UpdateGuard`.
+    """Return the guard for the `Recover` callback of `trainer`, if there is one; arguments as in `UpdateGuard`.
 
     Raises:
-        ContractError: As `UpdateGuard` does; or ranks would not make all updates alike, as the ladder needs it.
+        ContractError: `UpdateGuard` refuses the trainer; or the ladder needs updates that are equal on all ranks, and
+            an optimizer makes others.
     """
     recover = next((each for each in callbacks_of(trainer) if isinstance(each, Recover)), None)
     if recover is None:
         return None
     own = [found.path for found in discovered.optimizers if id(found.value) not in shared]
-    if trainer.world_size > 1 and own and {*recover.ladder} != {"skip"}:  # whose faults would be told by one rank alone
+    if trainer.world_size > 1 and own and {*recover.ladder} != {"skip"}:  # only one rank would see a fault
         raise ContractError(
-            f"`lower_lr` and `roll_back` need updates that all ranks make alike, and those of {', '.join(own)} are "
-            "each rank's own (`rank_local`). Use `on_nonfinite: skip`, or one device."
+            "`lower_lr` and `roll_back` need updates that all ranks make alike, but the updates of "
+            f"{', '.join(own)} are rank-local. Use `on_nonfinite: skip`, or one device."
         )
     return UpdateGuard(discovered, recover, group=group, shared=shared, rank_local=rank_local, scales=scales)
 
 
 def _check_can_skip(discovered: Discovered) -> None:
-    instead = "Use `on_nonfinite: stop`, or leave such updates out in `train_step`."
+    instead = "Use `on_nonfinite: stop`, or skip such updates in `train_step`."
     if not discovered.optimizers:
         raise ContractError(
-            f"{SKIPPER} needs an optimizer, in the state or on the trainer, whose updates can be left out; "
+            f"{SKIPPER} needs an optimizer, in the state or on the trainer, whose updates can be skipped; "
             f"this trainer has none. {instead}"
         )
     refused = [found.path for found in discovered.optimizers if isinstance(found.value, LBFGS)]
     if refused:
         raise ContractError(
-            f"{SKIPPER} cannot leave out an update of {', '.join(refused)}: LBFGS evaluates the loss "
+            f"{SKIPPER} cannot skip an update of {', '.join(refused)}: LBFGS evaluates the loss "
             f"several times within it. {instead}"
         )

@@ -434,12 +434,11 @@ DECLARED = [DeclaredMemory, DeclaredLatents]
 """Equal but for what is each rank's own."""
 
 REFUSED = {
-    BareCenters: r"`train_step`: torch\.autograd\.grad gives this rank's gradients by parameters that no optimizer",
+    BareCenters: r"`train_step`: torch\.autograd\.grad returns this rank's gradients of parameters that no optimizer",
     CentersOfOneRank: r'in step 1: rank 0 trains state\["centers"\]\.0, rank 1 does not; rank 1 trains .*\.1, rank 0',
     FunctionalWithoutGrad: r'first is state\["model"\]\.0\.weight: rank 0 \(.* at 0\) and rank 1 \(.* torch\.func',
     ReptileInPlace: r'first is state\["model"\]\.0\.weight: .*changed in place',
     NoiseOfEachRank: r'first is state\["model"\]\.2\.weight: .* random numbers that differ between ranks',
-    MemoryOfOwnRows: r'first is state\["memory"\]\.kept: .*`rank_local`',
     ShardsItsOptimizer: r'first is .*momentum of state\["model"\].* an optimizer that shards its state',
 }
 """Classes that are refused, or ended by the comparison of replicas; parts of the message."""

@@ -58,7 +58,7 @@ def test_rank_lost_in_an_exchange_is_reported_with_the_exchanged_parameter(
     assert codes[1] == -signal.SIGKILL
     outcome = torch.load(tmp_path / "rank0.pt", weights_only=True)["lost"]
     assert re.search(
-        r"RankFailedError: the exchange of gradients broke off in step 3, where rank 0 calls backward "
+        r"RankFailedError: the exchange of gradients broke off in step 3, in which rank 0 calls backward "
         r"\(at .*ddp_parting\.py:\d+, in train_step\), "
         r'at the bucket of state\["model"\]\.\d\.\w+; rank 1 did not answer',
         outcome,

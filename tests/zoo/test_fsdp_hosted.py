@@ -15,7 +15,7 @@ REFUSED = {
     "Codebook": r'state\["model"\], its codes: a module writes to its own parameters in its forward',
     "ReturnsObject": OUTPUTS,
     "ReturnsView": OUTPUTS,
-    "NamesInputsOfBackward": r"gradients are asked for by parameters",
+    "NamesInputsOfBackward": r"gradients of parameters are requested",
 }
 RIGHT = [name for name in fsdp_hosted.ZOO if name not in REFUSED]
 RESUMED = ("Clip", "AveragesInWholeModules")

@@ -12,8 +12,8 @@ from zoo import fsdp_weights, runs
 MODULE = "zoo.fsdp_weights"
 REFUSED = {
     "PenaltyOnOneRank": r"rank 0 is about to call backward with gradients for norm of weights, rank 1 to call backward",
-    "TrainsAnAlias": r"`\.data` of a sharded parameter was set to a whole tensor, and later only one of the two",
-    "WritesItsRank": r"rank 0 is about to write a whole tensor to a sharded one of shape \(5, 6\)",
+    "TrainsAnAlias": r"`\.data` of a sharded parameter was set to a full tensor, and later only one of the two",
+    "WritesItsRank": r"rank 0 is about to write a full tensor to a sharded one of shape \(5, 6\)",
 }
 RIGHT = [name for name in fsdp_weights.ZOO if name not in REFUSED]
 OTHERWISE = ("in_each_row", "norms", "adjoint", "adjoint_inside", "reversible_inside", "implicit_inside", "SwapsData")

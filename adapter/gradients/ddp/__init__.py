@@ -1,8 +1,8 @@
 """Data-parallel training of a class that calls its modules, backward and updates itself.
 
-``averaging`` says when gradients are averaged, ``buckets`` how they travel, ``parameters`` which ones, and ``buffers``
-what rank 0 sends to all.
+``averaging`` decides when gradients are averaged, ``parameters`` selects them, and ``buckets`` exchanges them.
+``buffers`` sends the buffers of rank 0 to all ranks.
 
-May import ``rank_check``, ``refused``, ``step_part``, ``torch_hooks`` and ``torch_internals`` of the folder above,
-discovery, and what that may import.
+This package may import ``rank_check``, ``refused``, ``step_part``, ``torch_hooks`` and ``torch_internals`` of the
+folder above, discovery, and everything that discovery may import.
 """

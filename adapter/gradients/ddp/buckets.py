@@ -1,4 +1,4 @@
-"""Gradients that travel between the ranks together, in flat tensors."""
+"""Buckets: flat tensors in which several gradients are averaged over the ranks together."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from ....callbacks.lightning_internals import ddp_settings
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "grouped", "wire_type"]
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are averaged in pieces of this size, each on its way while the next is computed (DDP's own default)."""
+"""Size of a bucket; one is exchanged while the gradients of the next are computed (the default of DDP)."""
 FIRST_BUCKET_BYTES = 2**20
-"""The size of the first piece, so that the exchange begins early (DDP's own default)."""
+"""Size of the first bucket, so that the exchange begins early (the default of DDP)."""
 
 ALIGNMENT_BYTES = {"cpu": 64}
 OTHER_ALIGNMENT_BYTES = 512
-"""A gradient begins in the flat tensor where torch's allocators let memory of its own begin, by the type of the device.
+"""Alignment of a gradient in the flat tensor by the type of the device, equal to that in torch's allocators.
 
-Kernels choose by the address how they add up a norm or multiply: elsewhere the bits could be others.
+Kernels choose by the address how they add up a norm or multiply: other alignments could change bits of results.
 """
 
 WIRE_TYPES = {"allreduce_hook": None, "fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
-"""Torch's communication hooks that do no more than send gradients in another type."""
+"""Torch's communication hooks that only send gradients in another type, and that type."""
 
 Gradients = Sequence[Tensor | None]
 
 
 class Bucket:
-    """Parameters whose gradients travel together, and the flat tensor that they travel in.
+    """Parameters whose gradients are averaged together, and the flat tensor in which they are sent.
 
-    The tensor is kept, as DDP keeps its own: memory that was never touched is several times slower to write. Its tail
-    says which parameters have a gradient, so that one that no rank used keeps none, as with one process; then comes
-    what the caller wants to send along, which is summed and not averaged.
+    The tensor is kept, as in DDP: memory that was never touched is several times slower to write. After the gradients,
+    it has a flag per parameter that tells whether this rank has a gradient: a parameter that no rank used gets none, as
+    with one process. Extra numbers of the caller follow; they are summed, not averaged.
 
     Args:
-        parameters: Of one dtype, on one device.
+        parameters: Parameters of one dtype, on one device.
         group: Process group; None means all ranks.
-        extra: How many numbers are sent along.
-        wire: The type in which gradients travel; None means their own.
+        extra: Count of extra numbers.
+        wire: Type in which gradients are sent; None keeps their type.
 
     Attributes:
-        extra: What is sent along, and then the sums of it.
+        extra: The extra numbers, and their sums after the exchange.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Bucket:
         self._divides_while_it_packs = first.device.type == "cpu" and wire is None
         self._missing: list[int] = []
         self._sent: tuple[list[Tensor], list[Tensor]] = ([], [])
-        """This rank's gradients, and where each stands in the flat tensor."""
+        """This rank's gradients, and the view of each in the flat tensor."""
         self._work: Any = None
 
     @torch.no_grad()
     def send(self, gradients: Gradients) -> None:
-        """Pack the gradients of the parameters and start to average them; `extra` is sent as it is."""
+        """Pack the gradients of the parameters and start to average them; `extra` is not changed before it is sent."""
         self._missing = [i for i, gradient in enumerate(gradients) if gradient is None]
         self._used.fill_(1)
         for i in self._missing:
@@ -91,22 +91,25 @@ class Bucket:
             if grads:
                 torch._foreach_copy_(views, grads)
             self._gradients.div_(self._world_size)
-        self.take_part()
+        self.send_unchanged()
 
-    def take_part(self) -> None:
-        """Send whatever the flat tensor has, where the outcome is not used, but for `extra`."""
+    def send_unchanged(self) -> None:
+        """Send the flat tensor with its present contents; by itself only useful for `extra`."""
         self._work = dist.all_reduce(self._whole, group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """Until the averages are here, as far as the device is; `extra` can be read then."""
+        """Wait until the averages and `extra` have arrived; on a device, only the stream waits."""
         self._work.wait()
 
     @torch.no_grad()
-    def land(self, read: Callable[[Tensor], list[float]]) -> dict[int, Tensor]:
-        """Write the averages into this rank's gradients; new ones where it has none and another rank has, by position.
+    def unpack(self, read: Callable[[Tensor], list[float]]) -> dict[int, Tensor]:
+        """Write the averages into this rank's gradients.
 
         Args:
-            read: Gives numbers of a device; called only where this rank lacks a gradient.
+            read: Reads the numbers of a tensor on a device; called only if this rank lacks a gradient.
+
+        Returns:
+            New gradients, by position, for the parameters without one on this rank but with one on another.
         """
         (grads, views), self._sent = self._sent, ([], [])
         if grads:
@@ -118,15 +121,15 @@ class Bucket:
 def grouped(
     tensors: Sequence[Tensor], full_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
 ) -> Iterator[list[Tensor]]:
-    """`tensors`, in their order, in groups of one kind, as DDP makes its buckets.
+    """Yield `tensors`, in order, in groups of one device and dtype, as DDP makes its buckets.
 
-    A group is complete once it has reached its size, so that the tensor that reaches it belongs to it: one more message
-    costs more than a larger one.
+    The tensor with which a group reaches its size still belongs to it: an additional message costs more than a larger
+    one.
 
     Args:
-        tensors: On any devices, of any dtypes.
+        tensors: Tensors on any devices, of any dtypes.
         full_bytes: Size at which a group is complete.
-        first_bytes: The same for the first group of each kind, where that is less.
+        first_bytes: Size at which the first group of each kind is complete, if that is less.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     limits: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -141,10 +144,10 @@ def grouped(
 
 
 def wire_type(strategy: Any) -> torch.dtype | None:
-    """The type in which `strategy` has gradients travel; None means their own.
+    """Return the type in which `strategy` sends gradients; None if it keeps their type.
 
     Raises:
-        ValueError: Its communication hook does something else; says what, and the way out.
+        ValueError: Its communication hook does something else; the message has the way out.
     """
     if not isinstance(strategy, DDPStrategy):
         return None
@@ -158,6 +161,6 @@ def wire_type(strategy: Any) -> torch.dtype | None:
         return WIRE_TYPES[name]
     what = name if wrapper is None else f"{getattr(wrapper, '__name__', 'a wrapper')}({name})"
     raise ValueError(
-        f"{what} exchanges gradients in its own way, and genlight exchanges them itself. Use one of "
+        f"{what} exchanges gradients in its own way, but genlight exchanges them itself. Use one of "
         f"{', '.join(WIRE_TYPES)} without a wrapper and a state, or none"
     )

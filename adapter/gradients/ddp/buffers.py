@@ -1,13 +1,15 @@
 """Broadcasts from rank 0: weights when training begins, and buffers, such as the running statistics of a BatchNorm.
 
-As with DDP each rank's forward updates its own buffers, and rank 0's count. They are sent when a step ends, as they
-are then: any other code finds them equal. Modules without trained weights are no exception (the centre of DINO's loss,
-the running statistics of observations, copies with moving averages): replicas are compared with them.
+As with DDP, each rank's forward updates the buffers on that rank, and the buffers of rank 0 win. They are sent when a
+step ends, so that code outside of a step finds them equal on all ranks. This includes modules without trained weights
+(the centre of DINO's loss, the running statistics of observations, copies with moving averages), since the comparison
+of replicas includes them.
 
-Why they do not travel earlier, with the last bucket of gradients: a forward may follow that exchange, of a target
-network or a moving average, on some ranks and not on others. Why they are not awaited later, when the next forward
-begins, as DDP does: code between the steps (an evaluation, a checkpoint, a callback) reads them, and a step may read
-them past their module, by a tensor that it keeps, by ``torch.func``, in a compiled graph, where nothing notices.
+They are not sent earlier, with the last bucket of gradients, because a forward may follow that exchange (of a target
+network or a moving average), on some ranks and not on others. They are not sent later, when the next forward begins, as
+in DDP, because code between the steps (an evaluation, a checkpoint, a callback) reads them. A step may also read them
+without calling their module (in a tensor that it keeps, by ``torch.func``, in a compiled graph), and genlight would not
+notice that.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from .buckets import BUCKET_BYTES
 
 __all__ = ["BufferSync", "broadcast_from_zero"]
 
-ON_THEIR_WAY_AT_MOST = 2
-"""How many pieces of what rank 0 sends to all are in memory besides the tensors themselves."""
+IN_FLIGHT_AT_MOST = 2
+"""Messages of a broadcast that may be in memory at once, in addition to the tensors themselves."""
 
 
 class BufferSync(StepPart):
-    """Sends the buffers of rank 0 at the end of each step, and writes them over those of the other ranks.
+    """Sends the buffers of rank 0 to all ranks at the end of each step.
 
     Args:
-        discovered: All buffers of its modules are kept equal, whether they are trained or not.
+        discovered: The trainer's objects; all buffers of its modules are kept equal, also in untrained modules.
         group: Process group; None means all ranks.
-        rank_local: What is each rank's own.
+        rank_local: Objects that differ by rank on purpose.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class BufferSync(StepPart):
     ) -> None:
         self._group = group
         self._owners: dict[int, tuple[nn.Module, set[str]]] = {}
-        """Modules with buffers, also those that are None still, and the names of those that are the rank's own."""
+        """Modules with buffers (a buffer may still be None), and the names of their rank-local buffers."""
         for found in discovered.modules:
             for prefix, owner in found.value.named_modules(prefix=found.path):
                 if owner._buffers:
@@ -69,10 +71,10 @@ class BufferSync(StepPart):
 
     @override
     def end(self) -> None:
-        """Send the buffers of rank 0 as they are; they may have been replaced, resized or cast.
+        """Send the present buffers of rank 0; they may have been replaced, resized or cast in the step.
 
         Raises:
-            RankFailedError: Another rank is gone.
+            RankFailedError: Another rank is lost.
         """
         named = ((name in local, b) for owner, local in self._owners.values() for name, b in owner._buffers.items())
         buffers = {id(b): b for is_local, b in named if b is not None and not is_local}
@@ -84,28 +86,28 @@ class BufferSync(StepPart):
 
 @torch.no_grad()
 def broadcast_from_zero(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite `tensors` with those of the group's first rank; sharded tensors are left alone."""
+    """Overwrite `tensors` with the values of the group's first rank; skips sharded tensors."""
     source = dist.get_global_rank(group, 0) if group is not None else 0
-    on_their_way: deque[tuple[list[Tensor], Tensor, Any]] = deque()
+    in_flight: deque[tuple[list[Tensor], Tensor, Any]] = deque()
     for message in _messages([t for t in tensors if t.numel() and not isinstance(t, DTensor)]):
-        if len(on_their_way) == ON_THEIR_WAY_AT_MOST:
-            _take(*on_their_way.popleft())
+        if len(in_flight) == IN_FLIGHT_AT_MOST:
+            _receive(*in_flight.popleft())
         flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in message])
-        on_their_way.append((message, flat, dist.broadcast(flat, src=source, group=group, async_op=True)))
-    while on_their_way:
-        _take(*on_their_way.popleft())
+        in_flight.append((message, flat, dist.broadcast(flat, src=source, group=group, async_op=True)))
+    while in_flight:
+        _receive(*in_flight.popleft())
 
 
-def _take(tensors: list[Tensor], flat: Tensor, work: Any) -> None:
+def _receive(tensors: list[Tensor], flat: Tensor, work: Any) -> None:
     work.wait()
     pieces = torch.split(flat, [t.nbytes for t in tensors])
     torch._foreach_copy_(tensors, [piece.view(t.dtype).view(t.shape) for piece, t in zip(pieces, tensors, strict=True)])
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one device each, of at most `BUCKET_BYTES` together or one alone.
+    """Yield groups of tensors on one device: at most `BUCKET_BYTES` per group, or a single larger tensor.
 
-    The largest elements come first, so that each begins in the flat tensor where its type may begin.
+    Dtypes with larger elements come first, so that each tensor is aligned in the flat tensor.
     """
     for device in dict.fromkeys(t.device for t in tensors):
         message: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Which tensors of a trainer have their gradients averaged, also after it added some or replaced them."""
+"""Selects the tensors of a trainer whose gradients are averaged; follows tensors that it adds or replaces."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["AveragedParameters"]
 class AveragedParameters:
     """The tensors whose gradients are averaged, as they were at the last `refresh`.
 
-    What an optimizer holds always takes part, and without any optimizer everything does. Other parameters of modules
-    and bare tensors may be updated by hand, counted into a norm or copied to others: they take part from their first
-    gradient on.
+    Parameters of an optimizer are always averaged; without any optimizer, all parameters are. Other parameters of
+    modules and bare tensors may be updated by hand, be part of a norm, or be copied to others: they are averaged from
+    their first gradient on.
 
     Args:
-        discovered: The trainer's objects. Parameters of its own ``DistributedDataParallel`` modules and sharded ones
-            are left to those.
-        rank_local: What is each rank's own.
+        discovered: The trainer's objects. Sharded parameters, and the parameters of ``DistributedDataParallel``
+            modules in the class, are skipped, since torch averages their gradients.
+        rank_local: Objects that differ by rank on purpose.
 
     Attributes:
-        all: Those that take part, and those that may; the same list while they are the same.
-        waiting: Those that may, by id.
+        all: Tensors that are averaged, and candidates; the same list object while they do not change.
+        candidates: Tensors that are averaged from their first gradient on, by id.
         by_hand: Ids of the tensors that no optimizer holds.
     """
 
@@ -44,14 +44,14 @@ class AveragedParameters:
         self._in_groups: list[Tensor] | None = None
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         self._bare: list[Found[Tensor]] = []
-        self._taken_on: set[int] = set()
+        self._included: set[int] = set()
         self.all: list[Tensor] = []
-        self.waiting: dict[int, Tensor] = {}
+        self.candidates: dict[int, Tensor] = {}
         self.by_hand: frozenset[int] = frozenset()
         self.refresh()
 
     def refresh(self) -> bool:
-        """Follow parameters that were added, or that took the place of others with the same names; whether any did."""
+        """Find parameters that were added, or that replaced others of the same name; return whether there are any."""
         in_groups = [p for found in self._discovered.optimizers for p in parameters_of(found.value)]
         before = self._in_groups
         if (
@@ -63,15 +63,15 @@ class AveragedParameters:
         ):
             return False
         self._in_groups = in_groups
-        left_out = self._foreign | self._rank_local.ids(self._discovered)
+        skipped = self._foreign | self._rank_local.ids(self._discovered)
         held = {id(p) for p in in_groups}
         everything = (*in_groups, *(p for _, p in self.named()))
-        unique = {id(p): p for p in everything if id(p) not in left_out and not isinstance(p, DTensor)}
+        unique = {id(p): p for p in everything if id(p) not in skipped and not isinstance(p, DTensor)}
         self.all = list(unique.values())
         self.by_hand = frozenset(unique.keys() - held)
-        self._taken_on &= self.by_hand
-        may_wait = self.by_hand - self._taken_on if self._discovered.optimizers else frozenset()
-        self.waiting = {key: p for key, p in unique.items() if key in may_wait}
+        self._included &= self.by_hand
+        candidates = self.by_hand - self._included if self._discovered.optimizers else frozenset()
+        self.candidates = {key: p for key, p in unique.items() if key in candidates}
         self._slots = [
             (m._parameters, name, p)
             for found in self._discovered.modules
@@ -83,16 +83,16 @@ class AveragedParameters:
         self._bare = [each for each in bare if id(each.value) in self.by_hand]
         return True
 
-    def take_on(self, key: int) -> None:
-        """Have the tensor with this id, which was waiting, take part from now on."""
-        del self.waiting[key]
-        self._taken_on.add(key)
+    def include(self, key: int) -> None:
+        """Average the candidate with this id from now on."""
+        del self.candidates[key]
+        self._included.add(key)
 
     def _bare_now(self) -> list[Found[Tensor]]:
         return self._discovered.current(self._bare) if self._bare else []
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of modules and bare tensors, with their paths; not those that an optimizer alone knows."""
+        """Yield parameters of modules and bare tensors with their paths; skips tensors that only an optimizer has."""
         for found in self._discovered.modules:
             yield from self._rank_local.parameters(found)
         yield from self._rank_local.bare(self._discovered)

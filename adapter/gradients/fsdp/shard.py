@@ -1,9 +1,9 @@
 """Shards the modules of a trainer class over the ranks by FSDP 2, after ``configure`` built them as for one device.
 
-The trainer notices nothing: its modules stay the same objects, its optimizers hold the sharded parameters, and so do
-its lists of parameters. What is called becomes a unit: each module with a ``forward``, those in a container each by
-itself, and parts of them by name. What no call of a unit gathers stays whole, and DDP's averaging does the rest:
-scalars, parameters of a container itself, modules that share parameters, and what `Sharding.ignored` names.
+The trainer needs no change: its modules stay the same objects, and its optimizers and lists hold the sharded
+parameters. Each module with a ``forward`` becomes a unit, also inside a container that has none; so do parts whose
+class `units` lists. Parameters that no call of a unit gathers stay unsharded, and their gradients are averaged as
+under DDP: scalars, parameters of the container itself, modules that share parameters, and names in `Sharding.ignored`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ __all__ = ["Sharding", "shard", "sharding_of"]
 log = logging.getLogger(__name__)
 
 SHOWN_FAULTS = 5
-"""How many of the reasons are named why a trainer cannot be sharded."""
+"""Number of reasons in the error for a trainer that cannot be sharded."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How modules are sharded; see `FSDP2Strategy`, which has the same arguments."""
+    """Settings of sharding; `FSDP2Strategy` documents them, under the same names."""
 
     units: Sequence[str] = ()
     param_dtype: str | None = None
@@ -72,7 +72,7 @@ class Sharding:
 
     @property
     def mixed_precision(self) -> MixedPrecisionPolicy:
-        """In torch's words."""
+        """The types as a policy of torch."""
         return MixedPrecisionPolicy(
             param_dtype=_dtype("param_dtype", self.param_dtype),
             reduce_dtype=_dtype("reduce_dtype", self.reduce_dtype),
@@ -82,37 +82,37 @@ class Sharding:
 
 
 def _dtype(argument: str, name: str | None) -> torch.dtype | None:
-    found = None if name is None else getattr(torch, name.removeprefix("torch."), None)
-    if name is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    dtype = None if name is None else getattr(torch, name.removeprefix("torch."), None)
+    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"Invalid `{argument}`: {name!r}. Expected a floating-point type of torch, such as 'bfloat16'")
-    return found
+    return dtype
 
 
 _shardings: WeakKeyDictionary[nn.Module, Sharding] = WeakKeyDictionary()
 
 
 def sharding_of(unit: nn.Module) -> Sharding:
-    """How `unit` was sharded."""
+    """Return the settings with which `unit` was sharded."""
     return _shardings[unit]
 
 
 def shard(
     discovered: Discovered, mesh: DeviceMesh, sharding: Sharding | None = None, device: torch.device | None = None
 ) -> None:
-    """Shard the trained modules and their EMA copies over `mesh`, beginning with the weights of its first rank.
+    """Shard the trained modules and their EMA copies over `mesh`, starting from the weights of its first rank.
 
     An EMA copy is an untrained module whose parameters have the names and shapes of a trained one's; other untrained
-    modules stay whole on every rank. State that an optimizer already holds is sharded with its parameter.
+    modules stay unsharded. State that an optimizer already holds is sharded with its parameter.
 
     Args:
-        discovered: What the trainer built.
-        mesh: The ranks; of two dimensions, the first replicates what the second shards.
-        sharding: How; None takes the defaults.
-        device: Of this rank, to which all modules are moved; None is the host.
+        discovered: The trainer's objects.
+        mesh: The ranks. In a mesh of two dimensions, the first replicates the shards of the second.
+        sharding: The settings; None means the defaults.
+        device: Device of this rank, to which all modules are moved; None is the host.
 
     Raises:
-        ContractError: Names what cannot be sharded, by its path, or a setting that fits nothing.
-        ImportError: This torch lacks what `sharding` takes; names the releases that have it.
+        ContractError: An object cannot be sharded, or a setting matches nothing; names it by its path.
+        ImportError: This torch cannot do what `sharding` asks for; names the releases that can.
     """
     sharding, device = sharding or Sharding(), device or torch.device("cpu")
     require_fsdp(unused_parameters=sharding.unused_parameters)
@@ -126,8 +126,8 @@ def shard(
     if faults:
         more = f"; and {len(faults) - SHOWN_FAULTS} more like these" if len(faults) > SHOWN_FAULTS else ""
         raise ContractError(f"FSDP 2 cannot shard this class: {'; '.join(faults[:SHOWN_FAULTS])}{more}; {WITH_DDP}.")
-    # Each rank keeps its slice of its own weights, so they must be equal before they are sliced; and on the device
-    # before they are sent, since a group of a device may have no way to send what is on the host.
+    # Each rank keeps a slice of its weights, so the weights must be equal on all ranks before they are sliced. They are
+    # moved before they are sent, since the process group of a device may not be able to send tensors on the host.
     for found in discovered.modules:
         found.value.to(device)
     tensors = [t for found in discovered.modules for t in (*found.value.parameters(), *found.value.buffers())]
@@ -153,8 +153,8 @@ def _shard_unit(unit: nn.Module, mesh: DeviceMesh, sharding: Sharding, whole: Co
     fully_shard(
         unit,
         mesh=mesh,
-        # Also of the outermost unit, where torch's default is not to: outside of calls the trainer sees shards alone,
-        # so that what it writes to weights (an average that is swapped in, clipping) is never lost.
+        # Torch does not reshard the outermost unit by default; we do. Outside of calls the trainer then sees only
+        # shards, so that writes to weights (swapping in an average, clipping) are never lost.
         reshard_after_forward=sharding.reshard_after_forward,
         mp_policy=sharding.mixed_precision,
         offload_policy=CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
@@ -167,7 +167,7 @@ def _shard_unit(unit: nn.Module, mesh: DeviceMesh, sharding: Sharding, whole: Co
 
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that can be called: `module`, or those in it where it has no ``forward``."""
+    """Yield the outermost modules that can be called: `module`, or the ones in it if it has no ``forward``."""
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     if is_scripted or type(module).forward is not nn.Module.forward or "forward" in vars(module):
         yield path, module
@@ -183,8 +183,8 @@ def _to_stay_whole(
     shared = [path for path, module in called if any(owners[p] > 1 for p in module.parameters())]
     if shared:
         log.warning(
-            "%s share parameters, which FSDP 2 gathers for one of them alone: they stay whole on every rank. Put them "
-            "into one module that is called to have them sharded",
+            "%s share parameters, but FSDP 2 would gather them for only one of these modules: they stay whole on every "
+            "rank. To shard them, put these modules into one module and call that",
             " and ".join(shared),
         )
     whole = {p for path, module in called if path in shared for p in module.parameters()}
@@ -199,8 +199,8 @@ def _to_stay_whole(
 def _units(
     called: Sequence[tuple[str, nn.Module]], sharding: Sharding, whole: Collection[nn.Parameter]
 ) -> list[tuple[str, nn.Module]]:
-    """The units of sharding, inner ones first: ``fully_shard`` gives one what no unit inside of it has taken."""
-    found: dict[nn.Module, str] = {}
+    """Return the units, inner ones first: ``fully_shard`` shards the parameters that no inner unit has."""
+    units: dict[nn.Module, str] = {}
     for path, module in called:
         if all(p in whole for p in module.parameters()):
             continue
@@ -209,19 +209,19 @@ def _units(
             for name, part in module.named_modules()
             if name and type(part).__name__ in sharding.units and not _is_tied_outside(part, module)
         ]
-        found |= {part: where for where, part in reversed(inner) if any(p not in whole for p in part.parameters())}
-        found[module] = path
-    return [(path, module) for module, path in found.items()]
+        units |= {part: where for where, part in reversed(inner) if any(p not in whole for p in part.parameters())}
+        units[module] = path
+    return [(path, module) for module, path in units.items()]
 
 
 def _is_tied_outside(part: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of `part` is also one outside of it; FSDP wants both in one unit."""
+    """Whether a parameter of `part` is also used outside of it; FSDP needs both places in one unit."""
     inside, parts = set(part.parameters()), set(part.modules())
     return any(p in inside for other in module.modules() if other not in parts for p in other._parameters.values())
 
 
 def _averages(discovered: Discovered) -> list[Found[nn.Module]]:
-    """The untrained modules that are copies: each part that is called has the parameters of a trained module's part."""
+    """Return the untrained modules that are copies: each called part has the parameter shapes of a trained part."""
     trained = {_shapes(part) for found in discovered.trained for part in found.value.modules()}
 
     def is_copy(module: nn.Module) -> bool:
@@ -236,20 +236,20 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _by_place(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """Every place in `module` that holds a parameter."""
+    """Return the parameters of `module` by their places; a shared one has several."""
     return {(m, name): p for m in module.modules() for name, p in m._parameters.items() if p is not None}
 
 
 def _kept_by_themselves(discovered: Discovered, optimizers: Sequence[Found[Optimizer]]) -> list[Reference]:
-    """Where trainer and optimizers keep tensors by themselves."""
-    found = [*discovered.aliases]
+    """Return the places outside of modules at which trainer and optimizers keep tensors."""
+    places = [*discovered.aliases]
     for each in optimizers:
-        list(walk_optimizer(each, tensors=found))
-    return found
+        list(walk_optimizer(each, tensors=places))
+    return places
 
 
 def _faults(discovered: Discovered, modules: Sequence[Found[nn.Module]], kept: Sequence[Reference]) -> Iterator[str]:
-    """Objects that sharding would break, by path."""
+    """Yield a message for each object that sharding would break."""
     for optimizer in discovered.optimizers:
         if isinstance(optimizer.value, LBFGS):
             yield f"{optimizer.path}: {REFUSED['lbfgs']}"
@@ -277,19 +277,19 @@ def _faults_of_settings(
     parts = {type(part).__name__ for _, unit in units for part in unit.modules()}
     names = [name for found in modules for name, _ in found.value.named_parameters()]
     for missing in sorted(set(sharding.units) - parts):
-        there = f"there are {', '.join(sorted(parts))}" if parts else "this trainer has no module to shard"
-        yield f"`units` has {missing!r}, which is the class of no module; {there}"
+        existing = f"the classes are {', '.join(sorted(parts))}" if parts else "this trainer has no module to shard"
+        yield f"`units` has {missing!r}, but no module has this class; {existing}"
     for method in sharding.forward_methods:
         if not any(callable(getattr(unit, method, None)) for _, unit in units):
-            yield f"`forward_methods` has {method!r}, which no unit has ({', '.join(path for path, _ in units)})"
+            yield f"`forward_methods` has {method!r}, but no unit has it ({', '.join(path for path, _ in units)})"
     for pattern in sharding.ignored:
         if not fnmatch.filter(names, pattern):
-            yield f"`ignored` has {pattern!r}, which fits the name of no parameter; there are {', '.join(names[:5])}…"
+            yield f"`ignored` has {pattern!r}, but no parameter has such a name; names are {', '.join(names[:5])}…"
 
 
 @torch.no_grad()
 def _repoint(optimizer: Optimizer, replaced: dict[int, Tensor]) -> None:
-    """Let `optimizer` hold the sharded parameters, with the state that it had for the whole ones."""
+    """Replace parameters in `optimizer` by their shards, together with their state."""
     for group in optimizer.param_groups:
         for i, old in enumerate(group["params"]):
             new = replaced.get(id(old))
@@ -301,10 +301,10 @@ def _repoint(optimizer: Optimizer, replaced: dict[int, Tensor]) -> None:
 
 
 def _keep_compiled_code_apart(tensors: Collection[Tensor]) -> None:
-    """From here on, compile for this rank alone if one of `tensors` has shards of different sizes.
+    """Give compiled code of this rank a separate cache key, if one of `tensors` has shards of different sizes.
 
-    torch's caches of compiled code on disk go by the whole shape of a sharded tensor. Where shards differ in size, a
-    rank would find and run the code of another: an update that changes nothing, or writes past the end of its shard.
+    The key of torch's on-disk cache has the complete shape of a sharded tensor. If shards differ in size, a rank would
+    run the code of another rank: its update would change nothing, or write past the end of its shard.
     """
     if any(isinstance(tensor, DTensor) and _is_uneven(tensor) for tensor in tensors):
         own = f"rank {dist.get_rank()}"

@@ -1,9 +1,9 @@
 """``state_dict`` and ``load_state_dict`` of sharded modules and optimizers.
 
-Within a training step the tensors are the weights themselves, as torch has it: what is written to them is written to
-the weights, and another sharded module loads them. Elsewhere they are whole, for files and for code that knows nothing
-of sharding, and whole ones load into shards. All ranks must ask for whole tensors together. For a checkpoint they stay
-sharded tensors, as torch has them, and nothing is gathered; what is loaded of one is read where it meets a shard.
+Within a training step, a state dict has the weights themselves, as in torch: a write to it changes the weights, and
+another sharded module can load it. Outside of a step it has full tensors, for files and for code without support for
+sharding, and full tensors can be loaded into shards. All ranks must call it together then. For a checkpoint, tensors
+stay sharded and nothing is gathered; when a checkpoint is loaded, each rank reads only the values of its shards.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["like", "whole_metrics", "whole_optimizer_states", "whole_payload", "
 
 
 def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`metrics` without sharded values, such as the norm that clipping returns; to be called by all ranks.
+    """Return `metrics` with full tensors in place of sharded ones, such as a norm from clipping. Collective.
 
-    A rank that read such a value alone, for a log, would wait for the others for ever.
+    If only one rank read such a value, for a log, it would wait forever.
     """
     if not any(isinstance(value, DTensor) for value in metrics.values()):
         return metrics
@@ -36,13 +36,13 @@ def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def whole_payload(payload: dict[str, Any]) -> dict[str, Any]:
-    """The result of a trainer's ``state_dict``, without tensors that look like one rank's part."""
-    made: dict[str, Any] = tree_map(whole, payload)
-    return made
+    """Return the result of a trainer's ``state_dict`` with full tensors in place of sharded ones."""
+    gathered: dict[str, Any] = tree_map(whole, payload)
+    return gathered
 
 
 def like(value: Any, parameter: Tensor) -> Any:
-    """`value` sharded as `parameter` is, where it is a tensor of the same shape, such as a moment."""
+    """Return `value` sharded like `parameter` if it is a tensor of the same shape, such as a moment."""
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:
@@ -54,15 +54,15 @@ def like(value: Any, parameter: Tensor) -> Any:
 
 
 def whole_state_dicts(module: nn.Module) -> None:
-    """Have state dicts of `module` and its parts be as this module's text says."""
+    """Make state dicts of `module` and its parts return full tensors outside of a step."""
     for part in module.modules():
         part.register_state_dict_post_hook(_whole_module_state)  # type: ignore[no-untyped-call]
         part.register_load_state_dict_pre_hook(_sharded_module_state)  # type: ignore[no-untyped-call]
 
 
 def whole_optimizer_states(optimizer: Optimizer) -> None:
-    """The same for an optimizer."""
-    # A wrapper around another optimizer may have plain dicts for its hooks, or none.
+    """Make state dicts of `optimizer` return full tensors outside of a step."""
+    # A wrapper around another optimizer may keep its hooks in plain dicts, or have none.
     for name in ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"):
         hooks = getattr(optimizer, name, None)
         if not isinstance(hooks, OrderedDict):
@@ -86,7 +86,7 @@ def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix:
 def _whole_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     if is_in_step():
         return state_dict
-    # The inner dicts are the optimizer's own and must not be changed.
+    # The inner dicts belong to the optimizer and must not be changed.
     state = {i: tree_map(whole, entry) for i, entry in state_dict["state"].items()}
     return {**with_placements(list(parameters_of(optimizer)), state_dict), "state": state}
 

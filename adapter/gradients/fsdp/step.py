@@ -1,12 +1,12 @@
 """The part of a training step that handles sharded modules.
 
-FSDP 2's own hooks gather weights in the call of a unit and reduce gradients in backward. Around them::
+The hooks of FSDP 2 gather weights in the call of a unit and reduce gradients in backward. `ShardedStep` adds::
 
-    a call of a unit         its parameters are its own; ranks that call other units are named
-    autograd.grad with       from here on weights are gathered before each backward of the step and gradients are
-    create_graph             reduced after it: the graph of gradients reads weights through no hook
-    backward                 ranks that used other parameters are named; gradients that were not reduced are refused
-    an update                ranks that make another are named
+    a call of a unit         refuses foreign parameters, and ranks that call different units
+    autograd.grad with       from then on, gathers weights before each backward call of the step and reduces gradients
+    create_graph             after it, because the graph of gradients reads weights without running a hook
+    backward                 refuses ranks that used different parameters, and gradients that were not reduced
+    an update                refuses ranks that make different updates
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ..rank_check import BACKWARD, END_OF_STEP, UPDATE, USED, RankAgreement
-from ..refused import explained, refusal
+from ..refused import explain, refusal
 from ..step_part import BackwardCall, StepPart
 from ..torch_internals import (
     current_graph_task_id,
@@ -49,11 +49,11 @@ from .shard import sharding_of
 __all__ = ["ShardedStep", "fsdp_modules"]
 
 WATCHED_CALLS = 3
-"""Calls of a unit after which its weights are compared with what was gathered, to find modules that write to them."""
+"""First calls of a unit after which its gathered weights are compared with its shards, to find writes to them."""
 
 
 def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
-    """The modules that FSDP 2 shards, among those that the trainer built and their submodules."""
+    """Return the modules that FSDP 2 shards, among the trainer's modules and their parts."""
     return [m for found in discovered.modules for m in found.value.modules() if isinstance(m, FSDPModule)]
 
 
@@ -61,9 +61,9 @@ class _Unit:
     """Modules whose parameters are gathered together.
 
     Args:
-        module: The module that was given to ``fully_shard``.
-        path: As the trainer's author would write it.
-        is_root: Whether no other unit is around it.
+        module: The argument of ``fully_shard``.
+        path: Path from the state or the trainer, for messages.
+        is_root: Whether no other unit contains it.
     """
 
     def __init__(self, module: FSDPModule, path: str, *, is_root: bool) -> None:
@@ -72,26 +72,26 @@ class _Unit:
         self.sharding = sharding_of(module)
         self.agree: Callable[[str], None] = lambda _: None
         self.depth = 0
-        """How many calls are running; a unit may call itself."""
+        """Number of running calls; a unit may call itself."""
         self.places: list[tuple[nn.Module, str]] = [
             (part, name)
             for part in _parts(module)
             for name, parameter in part._parameters.items()
             if _is_sharded(parameter)
         ]
-        """Where its shards are, and in a call what is gathered; a tied one has several."""
+        """Places of the shards, and during a call of the gathered tensors; a tied shard has several."""
         self.shards: list[DTensor] = []
         self.gathered: list[Tensor] = []
-        """The full tensors that calls use in place of shards; always the same objects, without memory between calls."""
+        """The full tensors that replace the shards during calls; the same objects each time, empty in between."""
         self.used: set[int] = set()
-        """Of which a backward call left gradients on this rank."""
+        """Indices of the parameters that the last backward call gave gradients on this rank."""
         self._noted: set[int] = set()
         self._calls = 0
         self._versions: list[int] = []
         self._undo: list[Callable[[], None]] = []
 
     def open(self, agree: Callable[[str], None]) -> None:
-        """Training begins; all ranks do it together, once."""
+        """Register the hooks of a training; collective."""
         self.agree = agree
         self.shards = [part._parameters[name] for part, name in self.places]  # type: ignore[misc]
         self.module.unshard()
@@ -101,8 +101,8 @@ class _Unit:
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         begin: RemovableHandle = self.module.register_forward_pre_hook(outside_of_graphs(self._begin), prepend=True)
         end: RemovableHandle = self.module.register_forward_hook(outside_of_graphs(self._end))
-        look: RemovableHandle = self.module.register_forward_hook(outside_of_graphs(self._look), prepend=True)
-        self._undo = [begin.remove, end.remove, look.remove]
+        check: RemovableHandle = self.module.register_forward_hook(outside_of_graphs(self._check), prepend=True)
+        self._undo = [begin.remove, end.remove, check.remove]
         for index, shard in enumerate(self.shards):
             if shard.requires_grad:
                 hook = shard.register_hook(functools.partial(self._take_direct, index))  # type: ignore[no-untyped-call]
@@ -113,10 +113,10 @@ class _Unit:
                 self._undo.append(functools.partial(setattr, self.module, name, method))
 
     def note_gradients(self) -> None:
-        """Begin to note which parameters a backward call leaves gradients of."""
+        """Begin to note the parameters that a backward call gives gradients."""
         self.used.clear()
         for index, gathered in enumerate(self.gathered):
-            if index not in self._noted and gathered.requires_grad:  # which may change between steps
+            if index not in self._noted and gathered.requires_grad:  # a trainer may freeze it between steps
                 self._noted.add(index)
                 note = gathered.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda _, index=index: self.used.add(index)
@@ -124,15 +124,15 @@ class _Unit:
                 self._undo.append(note.remove)
 
     def _take_direct(self, index: int, gradient: DTensor | None) -> DTensor | None:
-        """Return the gradient that a shard gets outside of calls, as of a penalty, sharded as those of FSDP 2 are."""
-        if gradient is None:  # of a function of the trainer's own
+        """Return a gradient from outside of calls, as of a penalty, with the placement of the gradients of FSDP 2."""
+        if gradient is None:  # from an autograd function of the trainer
             return None
         self.used.add(index)
         wait_for_reduction(self.module)
         return gradient.redistribute(placements=self.shards[index].placements)
 
     def close(self) -> None:
-        """Training is over."""
+        """Remove the hooks."""
         while self._undo:
             self._undo.pop()()
 
@@ -147,7 +147,7 @@ class _Unit:
         return call
 
     def _begin(self, *_: Any) -> None:
-        if current_graph_task_id() != -1:  # by a checkpoint or an adjoint, within a backward
+        if current_graph_task_id() != -1:  # a checkpoint or an adjoint calls it within backward
             return
         self.depth += 1
         if self.depth > 1:
@@ -159,10 +159,10 @@ class _Unit:
             self.module.reshard()  # weights may have changed since
         self.agree(f"call {self.path}")
 
-    def _look(self, *_: Any) -> None:
-        """Refuse what a call wrote to gathered weights, where it would be lost.
+    def _check(self, *_: Any) -> None:
+        """Refuse writes of a call to gathered weights, since they would be lost.
 
-        A write by ``.data`` leaves no trace, so first calls are looked at.
+        Torch does not count a write by ``.data``, so the first calls compare values.
         """
         if self.depth != 1 or current_graph_task_id() != -1:
             return
@@ -182,12 +182,12 @@ class _Unit:
             self.show_shards()
 
     def show_shards(self) -> None:
-        """Put shards in place of the tensors that are kept for backward, so that the trainer never writes to those."""
+        """Replace the tensors that are kept for backward by shards, so that the trainer never writes to the former."""
         if not self.sharding.reshard_after_forward:
             self._put(self.shards)
 
     def show_kept(self) -> None:
-        """Put the tensors that are kept for backward in place, as FSDP 2 has it while backward runs."""
+        """Replace the shards by the tensors that are kept for backward, as FSDP 2 needs it during backward."""
         is_kept = any(gathered.untyped_storage().size() for gathered in self.gathered)
         if is_kept and not self.sharding.reshard_after_forward:
             self._put(self.gathered)
@@ -199,7 +199,7 @@ class _Unit:
 
 @torch.no_grad()
 def _has_part(gathered: Tensor, shard: DTensor) -> bool:
-    """Whether a gathered weight still holds the values of a shard; nan, as a run that has diverged has it, is one."""
+    """Whether a gathered weight still has the values of a shard; nan equals nan, since training may have diverged."""
     if gathered.untyped_storage().size() == 0:
         return True
     part = within(slice_of(shard), gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
@@ -212,35 +212,35 @@ def _is_sharded(parameter: Any) -> bool:
 
 
 def _parts(unit: nn.Module) -> list[nn.Module]:
-    """The modules in `unit`, itself included, without those of units inside of it."""
+    """Return the modules in `unit`, including itself, without the modules of inner units."""
     units = [part for part in unit.modules() if isinstance(part, FSDPModule)]
     inner = {id(part) for other in units if id(other) != id(unit) for part in other.modules()}
     return [part for part in unit.modules() if id(part) not in inner]
 
 
 def _units_of(discovered: Discovered) -> list[_Unit]:
-    found: dict[int, _Unit] = {}
+    units: dict[int, _Unit] = {}
 
     def visit(module: nn.Module, path: str, *, is_inside: bool) -> None:
-        if isinstance(module, FSDPModule) and id(module) not in found:
-            found[id(module)] = _Unit(module, path, is_root=not is_inside)
+        if isinstance(module, FSDPModule) and id(module) not in units:
+            units[id(module)] = _Unit(module, path, is_root=not is_inside)
         for name, child in module.named_children():
             visit(child, f"{path}.{name}", is_inside=is_inside or isinstance(module, FSDPModule))
 
     for each in discovered.modules:
         visit(each.value, each.path, is_inside=False)
-    return list(found.values())
+    return list(units.values())
 
 
 class ShardedStep(StepPart):
-    """The part of a step that only sharded modules need; false where nothing is sharded.
+    """The part of a step that only sharded modules need; false if nothing is sharded.
 
     Args:
-        discovered: What the trainer built.
-        optimizers: All optimizers, those inside of others included.
-        several_ranks: Whether there are others to agree with.
-        group: These ranks; None means all.
-        device: Where messages between them are.
+        discovered: The trainer's objects.
+        optimizers: All optimizers, including the ones that others wrap.
+        several_ranks: Whether there are other ranks.
+        group: The ranks; None means all.
+        device: Device of the messages between them.
     """
 
     def __init__(
@@ -254,16 +254,16 @@ class ShardedStep(StepPart):
     ) -> None:
         self._units = _units_of(discovered)
         self._by_shard: dict[int, tuple[DTensor, Tensor]] = {}
-        """Each shard and the tensor that calls use in its place, by the shard's id."""
+        """Each shard and the tensor that replaces it during calls, by the shard's id."""
         self._keeps_graph = False
-        """Whether there is a graph of gradients, of which weights may be read in each call of torch's engine."""
+        """Whether this step has a graph of gradients, so that each call of torch's engine may read weights."""
         self._backward = contextlib.ExitStack()
-        """State that ends with the backward call that runs."""
+        """Contexts that end with the running backward call."""
         self._had: list[bool] = []
         self._updates_shards = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
         self._several_ranks, self._group, self._device = several_ranks, group, device
         self._agreement: RankAgreement | None = None
-        self._has_failed = self._in_update = self._tells_all = False
+        self._has_failed = self._in_update = self._compares_each = False
 
     def __bool__(self) -> bool:
         return bool(self._units) or self._updates_shards
@@ -277,7 +277,7 @@ class ShardedStep(StepPart):
                 try:
                     initialize_sharded(unit.module)
                 except AssertionError as error:
-                    raise explained(error, unit.path) or error from error
+                    raise explain(error, unit.path) or error from error
         for unit in self._units:
             unit.open(self._agree)
         self._by_shard = {
@@ -300,8 +300,8 @@ class ShardedStep(StepPart):
         self._keeps_graph = False
         if self._agreement is not None:
             self._agreement.begin_step(step)
-        self._tells_all = self._agreement is not None and self._agreement.tells_all
-        tensors.begin_step(self._agree, self._note, compares_values=self._tells_all)
+        self._compares_each = self._agreement is not None and self._agreement.compares_each
+        tensors.begin_step(self._agree, self._note, compares_values=self._compares_each)
 
     @override
     def end(self) -> None:
@@ -330,7 +330,7 @@ class ShardedStep(StepPart):
         if call.create_graph:
             raise refusal("differentiated gradients", "`train_step`")
         self._refuse_shards(call.inputs)
-        gathers = tensors.gathers_behind(call.outputs) if self._tells_all else []
+        gathers = tensors.gathers_behind(call.outputs) if self._compares_each else []
         self._agree(f"{BACKWARD} with gradients for {', '.join(gathers)} of weights" if gathers else BACKWARD)
         if self._keeps_graph:
             self._backward.enter_context(self._gathered_throughout())
@@ -347,15 +347,15 @@ class ShardedStep(StepPart):
 
     @override
     def after_backward(self) -> None:
-        """The backward call has ended: gradients are those of all ranks when this returns."""
-        left = any(gathered.grad is not None for unit in self._units for gathered in unit.gathered)
-        if left:  # by a backward call within this one, as of a reversible layer
+        """Finish a backward call: when this returns, gradients are averaged over all ranks."""
+        is_unreduced = any(gathered.grad is not None for unit in self._units for gathered in unit.gathered)
+        if is_unreduced:  # after a backward call within this one, as of a reversible layer
             self._agree("reduce gradients that backward left")
         for unit in self._units:
-            if unit.is_root and (left or self._keeps_graph):
+            if unit.is_root and (is_unreduced or self._keeps_graph):
                 reduce_sharded_gradients(unit.module)
             if unit.sharding.reshard_after_forward:
-                unit.module.reshard()  # a call within the backward call leaves it gathered
+                unit.module.reshard()  # after a call within the backward call it is still gathered
         had = iter(self._had)
         used = []
         for unit in self._units:
@@ -363,7 +363,7 @@ class ShardedStep(StepPart):
                 if gathered.grad is not None:
                     raise refusal("not reduced", f"{unit.path} in `train_step`")
                 if not next(had) and index not in unit.used and not unit.sharding.unused_parameters:
-                    shard.grad = None  # of zeros, which ranks reduce in case that others have used it
+                    shard.grad = None  # zeros: ranks reduce a gradient in case another rank has used the parameter
             if not unit.sharding.unused_parameters:
                 used += [f"{unit.path} {index}" for index in sorted(unit.used)]
         code = zlib.crc32(" ".join(used).encode())
@@ -381,10 +381,10 @@ class ShardedStep(StepPart):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """One call of ``torch.autograd.grad``; `run` is torch's engine, the rest what it takes.
+        """Run a call of ``torch.autograd.grad``; `run` is torch's engine and the other arguments are the engine's.
 
         Raises:
-            ContractError: It asks for gradients by sharded parameters, or ranks part ways.
+            ContractError: It computes gradients of sharded parameters, or ranks diverged.
         """
         self._refuse_shards(inputs)
         self._agree("call torch.autograd.grad")
@@ -404,10 +404,10 @@ class ShardedStep(StepPart):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a call of torch's engine inside of a backward call, with gathered parameters in place of shards.
+        """Run a call of torch's engine within a backward call, with gathered parameters in place of shards.
 
-        An adjoint calls a module within its own backward and asks for gradients by the parameters of that module. It
-        returns them to autograd, which adds them to the shards.
+        An adjoint calls a module within its backward and computes gradients of the parameters of that module. It
+        returns them to autograd, and autograd adds them to the shards.
 
         Raises:
             ContractError: The call adds to the gradients of shards itself, or keeps a graph of them.
@@ -416,23 +416,23 @@ class ShardedStep(StepPart):
         if not places:
             return run(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
         if create_graph or kwargs.get("accumulate_grad"):
-            raise refusal("gradients by parameters", "a function of its own, in backward")
-        # Calls of modules use the gathered tensors, and functions such as ``F.linear`` the shards.
-        wanted = [places[index][1] if index in places else each for index, each in enumerate(inputs)]
-        wanted += [inputs[index] for index in places]
-        found = list(run(outputs, grads, retain_graph, create_graph, tuple(wanted), True, **kwargs))
-        direct = dict(zip(places, found[len(inputs) :], strict=True))
-        del found[len(inputs) :]
-        used = [index for index in places if found[index] is not None]
+            raise refusal("gradients by parameters", "an autograd function of the class, in backward")
+        # Calls of modules use the gathered tensors; functions such as ``F.linear`` use the shards.
+        sources = [places[index][1] if index in places else each for index, each in enumerate(inputs)]
+        sources += [inputs[index] for index in places]
+        gradients = list(run(outputs, grads, retain_graph, create_graph, tuple(sources), True, **kwargs))
+        direct = dict(zip(places, gradients[len(inputs) :], strict=True))
+        del gradients[len(inputs) :]
+        used = [index for index in places if gradients[index] is not None]
         self._agree(f"differentiate by {len(used)} sharded parameters within backward ({used})")
         for index, (shard, _) in places.items():
-            parts = [tensors.mean_over_ranks(found[index], like=shard)] if index in used else []
+            parts = [tensors.mean_over_ranks(gradients[index], like=shard)] if index in used else []
             if direct[index] is not None:
                 parts.append(direct[index].redistribute(placements=shard.placements))
-            found[index] = sum(parts[1:], parts[0]) if parts else None
-        if not args[0] and any(gradient is None for gradient in found):
-            raise RuntimeError("A tensor to differentiate by was not used; `allow_unused=True` gives None for it")
-        return tuple(found)
+            gradients[index] = sum(parts[1:], parts[0]) if parts else None
+        if not args[0] and any(gradient is None for gradient in gradients):
+            raise RuntimeError("An input of torch.autograd.grad was not used; `allow_unused=True` returns None for it")
+        return tuple(gradients)
 
     @override
     def before_update(self, optimizer: Optimizer) -> bool:
@@ -445,17 +445,17 @@ class ShardedStep(StepPart):
         self._in_update = False
 
     @override
-    def explained(self, error: BaseException) -> ContractError | None:
-        return explained(error) if self._units else None
+    def explain(self, error: BaseException) -> ContractError | None:
+        return explain(error) if self._units else None
 
     def _refuse_shards(self, inputs: Sequence[Tensor]) -> None:
         if any(self._shard_behind(tensor) is not None for tensor in inputs):
             raise refusal("gradients by parameters", "`train_step`")
 
     def _shard_behind(self, tensor: Tensor) -> tuple[DTensor, Tensor] | None:
-        """The shard, and what calls use in its place, if autograd takes `tensor` for a shard."""
+        """Return the shard and its gathered tensor, if autograd takes `tensor` for a shard."""
         if id(tensor) not in self._by_shard and tensor.is_leaf and tensor.requires_grad:
-            # A function in a checkpoint gets other tensors back than it saved, with the same accumulator of gradients.
+            # A function in a checkpoint gets new tensors back for the ones it saved, with the same node in autograd.
             tensor = getattr(get_gradient_edge(tensor).node, "variable", tensor)
         return self._by_shard.get(id(tensor))
 
@@ -469,17 +469,17 @@ class ShardedStep(StepPart):
             self._agreement(what)
 
     def _note(self, what: str) -> None:
-        # An optimizer may be compiled on one rank before another, where what it writes comes by no other way.
+        # An optimizer may be compiled on one rank earlier than on another; compiled code makes no notes.
         if self._agreement is not None and not self._in_update:
             self._agreement.note(what)
 
     @contextlib.contextmanager
     def _gathered_throughout(self) -> Iterator[None]:
-        """Around a call of torch's engine that may go through the graph of gradients (a gradient penalty).
+        """Keep all weights gathered during a call of torch's engine that may use a graph of gradients (a penalty).
 
-        That graph reads weights through no hook that could gather them, and FSDP's hook at the inputs of a module runs
-        before all gradients of its weights are there: on a device, where backward is in a thread of its own, always.
-        So all weights are whole before the call, and gradients are reduced after it.
+        That graph reads weights without running a hook that could gather them. And FSDP's hook at the inputs of a
+        module may run before all gradients of its weights exist. On a device it always does, because backward runs in
+        another thread. So all weights are gathered before the call, and gradients are reduced after it.
         """
         modules = [unit.module for unit in self._units]
         for module in modules:

@@ -1,4 +1,4 @@
-"""The strategy that shards a trainer class by FSDP 2, with the settings that its modules need."""
+"""The strategy that shards a trainer class by FSDP 2, and its settings."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ __all__ = ["FSDP2Strategy", "shard_for"]
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards the modules of a trainer class over all ranks by torch's ``fully_shard``.
 
-    Lightning's own `ModelParallelStrategy` does the same with the defaults.
+    Lightning's `ModelParallelStrategy` does the same with the defaults.
 
     Args:
-        units: Class names of parts of modules that are gathered by themselves, such as the blocks of a transformer,
-            and that may be called by themselves. Without any, each module is one unit.
-        param_dtype: What parameters are gathered and computed with, such as ``bfloat16``; None leaves their type.
-        reduce_dtype: What gradients are reduced in; None takes `param_dtype`.
-        output_dtype: What the outputs of units are cast to; None leaves their type.
+        units: Class names of parts of modules that are gathered separately, such as the blocks of a transformer, and
+            that may be called separately. Without any, each module is one unit.
+        param_dtype: Type in which parameters are gathered and used, such as ``bfloat16``; None keeps their type.
+        reduce_dtype: Type in which gradients are reduced; None means `param_dtype`.
+        output_dtype: Type to which outputs of units are cast; None keeps their type.
         cast_forward_inputs: Whether inputs of units are cast to `param_dtype`.
-        reshard_after_forward: Whether units give up gathered weights after their forward and gather them anew in
-            backward, which costs time and saves memory.
+        reshard_after_forward: Whether units free gathered weights after their forward and gather them again in
+            backward: this costs time and saves memory.
         cpu_offload: Whether shards, their gradients and optimizer states are kept in host memory.
-        replicas: How many times the weights are there: more than one shards each copy over a part of the ranks (HSDP),
-            of which the first `world_size / replicas` ranks are one. Give one for each node, for example.
-        ignored: Patterns of names of parameters, such as ``head.*``, that stay whole on every rank.
-        forward_methods: Methods of units, such as ``encode``, that compute with their parameters beside ``forward``.
+        replicas: Number of copies of the weights. With more than one, each copy is sharded over a part of the ranks
+            (HSDP), for example over the ranks of a node; the first `world_size / replicas` ranks have the first copy.
+        ignored: Patterns of names of parameters, such as ``head.*``, that stay unsharded.
+        forward_methods: Methods of units other than ``forward`` that compute with their parameters, such as ``encode``.
         unused_parameters: Whether ranks may use different parts of a unit (experts, heads). A parameter that no rank
-            used then gets a gradient of zeros, as torch has it, and not None as under DDP and on one device. So an
-            optimizer with momentum or weight decay (Adam, say) still moves it. Takes torch 2.13 or later.
-        process_group_backend: As Lightning's.
-        timeout: As Lightning's.
+            used then gets a gradient of zeros, as in torch, instead of None as under DDP and on one device. So an
+            optimizer with momentum or weight decay (Adam, for example) still changes it. Needs torch 2.13 or later.
+        process_group_backend: As in Lightning's strategies.
+        timeout: As in Lightning's strategies.
 
     Raises:
         ValueError: A type is not one of torch's.
@@ -96,11 +96,11 @@ class FSDP2Strategy(ModelParallelStrategy):
             )
         device = self.root_device.type
         if self.sharding.cpu_offload and device == "cpu":
-            raise ContractError("FSDP2Strategy keeps shards in host memory anyway on a CPU; leave out `cpu_offload`.")
+            raise ContractError("On a CPU, FSDP2Strategy keeps shards in host memory anyway; remove `cpu_offload`.")
         if self.sharding.cpu_offload and self._process_group_backend is None:
             from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
 
-            # Norms of gradients in host memory are sent from there.
+            # Norms of gradients in host memory are sent from host memory.
             backend = _get_default_process_group_backend_for_device(self.root_device)
             self._process_group_backend = f"cpu:gloo,{device}:{backend}"
         self._data_parallel_size = ranks
@@ -111,8 +111,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         super()._setup_distributed()
         group = dist.group.WORLD
         assert group is not None
-        # Lightning binds the group to its device, and torch makes the groups of a mesh by splitting such a group,
-        # which hardly any but NCCL can. Of one that is not bound it makes them as it does on a CPU.
+        # Lightning binds the group to its device. Torch makes the groups of a mesh by splitting a bound group, but
+        # hardly any backend except NCCL can split. If the group is not bound, torch makes new groups, as on a CPU.
         if group.bound_device_id is not None and not group._get_backend(self.root_device).supports_splitting:
             group.bound_device_id = None
 
@@ -126,7 +126,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             _move_whole(module, self.root_device)
 
     def shard_mesh(self) -> DeviceMesh:
-        """The ranks as modules are sharded over them."""
+        """Return the mesh of ranks over which modules are sharded."""
         if self.replicas == 1:
             return self.device_mesh["data_parallel"]
         ranks = self.device_mesh["data_parallel"].size()
@@ -142,13 +142,13 @@ def _move_whole(module: nn.Module, device: Any) -> None:
 
 
 def shard_for(strategy: Strategy, discovered: Discovered) -> bool:
-    """Shard what was discovered where `strategy` asks for it, and say whether it did.
+    """Shard the discovered modules if `strategy` shards; return whether it does.
 
-    To be called in ``configure_model``, right after ``configure``, on every rank.
+    Call it in ``configure_model``, right after ``configure``, on every rank.
 
     Raises:
-        ContractError: As `shard` does.
-        TypeError: The trainer was given another checkpoint plugin than `DurableCheckpointIO`.
+        ContractError: An object cannot be sharded; see `shard`.
+        TypeError: The trainer has a checkpoint plugin other than `DurableCheckpointIO`.
     """
     if not isinstance(strategy, ModelParallelStrategy):
         return False

@@ -1,23 +1,23 @@
-"""Computations of a trainer's step with shards, such that one rank's part never stands in for the whole tensor.
+"""Computes with shards in a trainer's step as in torch, except that a rank's part never stands in for the full tensor.
 
 Torch computes norms, averages, clamps and products of shards correctly. But a number read from a norm is only this
-rank's share, a maximum fails on a rank that holds nothing, noise is equal in every shard, and a value assigned to
-``.data`` is lost. Shards and whole tensors do not mix. So, while training runs::
+rank's share, a maximum fails on a rank with an empty shard, noise is equal in every shard, and a value assigned to
+``.data`` is lost. Operations cannot mix shards and full tensors. So, during a training::
 
-    float(norm), norm.item(), f"{norm:.3f}"     read the whole value
+    float(norm), norm.item(), f"{norm:.3f}"     read the complete value
     shard.abs().max(), shard.norm()             gather the shard first, with gradients
-    rows + penalty, x @ shard.T, whole - shard  gather the shard first, with gradients
-    whole.lerp_(shard), torch.cat([...])        gather the shard first
-    shard.add_(whole), shard.copy_(whole)       take this rank's slice; ranks must pass equal tensors
-    _foreach_mul_([shard, whole], ...)          run once for the shards and once for the whole tensors
+    rows + penalty, x @ shard.T, full - shard   gather the shard first, with gradients
+    full.lerp_(shard), torch.cat([...])         gather the shard first
+    shard.add_(full), shard.copy_(full)         use this rank's slice; ranks must pass equal tensors
+    _foreach_mul_([shard, full], ...)           run once for the shards and once for the full tensors
     p.data = x                                  give FSDP 2 the new shard
-    p.grad = whole tensor                       average it over the ranks, as DDP does
+    p.grad = full                               average it over the ranks, as DDP does
     p.add_(product)                             give the product the placement of the shard
     randn_like(p), p.normal_()                  refused
     p.register_hook(...)                        refused
 
-The gradient of a gathered tensor is the mean of the ranks' gradients, as FSDP 2 reduces those of a module. All ranks
-must read or gather a value together, so nothing is gathered outside of a step; the other rules hold there too.
+The gradient of a gathered tensor is the mean of the ranks' gradients, as for the parameters of a module in FSDP 2. All
+ranks must read or gather a value together, so nothing is gathered outside of a step; the other rules hold there too.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _CONSTANTS = frozenset({"ones_", "zeros_", "constant_"})
 """Functions of torch.nn.init that draw no numbers and treat all rows alike."""
 _ELEMENTWISE = frozenset({"copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"})
 _ELEMENTWISE |= {"clamp_", "clamp_min_", "clamp_max_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-"""Writes to a shard for which a slice of each operand is enough."""
+"""Writes to a shard that need only a slice of each operand."""
 _NATIVE = frozenset({"add", "sub", "mul", "div", "neg", "pow", "square", "abs", "sqrt", "sum", "mean", "exp", "log"})
 _NATIVE |= {"clone", "to", "__rsub__", "__rdiv__"}
-"""Operations on shards with gradients that are left to torch."""
+"""Operations on shards whose gradients torch computes correctly."""
 _ENGINE = frozenset({"backward", "grad"})
-"""Calls of autograd, which takes the tensors themselves."""
+"""Calls of autograd; they need the tensors themselves."""
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
 
@@ -77,9 +77,9 @@ _note: Callable[[str], None] | None = None
 _take_data: Callable[[DTensor], None] | None = None
 _compares_values = False
 _is_saving = False
-_torchs = DTensor.__dict__["__torch_function__"]
+_original = DTensor.__dict__["__torch_function__"]
 _stand_ins: dict[int, tuple[DTensor, weakref.ref[Tensor]]] = {}
-"""Shards whose ``.data`` is a slice of a whole tensor, by id, and that tensor: writes to one do not reach the other."""
+"""Shards whose ``.data`` is a slice of a full tensor, and that tensor, by id; a write to one misses the other."""
 
 
 def hold(take_data: Callable[[DTensor], None] | None = None) -> None:
@@ -94,22 +94,22 @@ def hold(take_data: Callable[[DTensor], None] | None = None) -> None:
 
 
 def release() -> None:
-    """Give torch its own operations on shards back; training has ended."""
+    """Restore torch's operations on shards; training has ended."""
     global _take_data
     end_step()
     _take_data = None
     _Gather.count = 0
     _stand_ins.clear()
-    DTensor.__torch_function__ = _torchs  # type: ignore[method-assign]
+    DTensor.__torch_function__ = _original  # type: ignore[method-assign]
 
 
 def begin_step(agree: Callable[[str], None], note: Callable[[str], None], *, compares_values: bool = True) -> None:
-    """Treat operations on shards as those of a training step from now on.
+    """Treat operations on shards as part of a training step from now on.
 
     Args:
-        agree: Called with an operation that all ranks are about to run together.
-        note: Called with an operation that each rank runs by itself, and that must be the same on all ranks.
-        compares_values: Whether ranks compare whole tensors that they write to shards, which waits for the device.
+        agree: Called with a collective operation that this rank is about to run.
+        note: Called with an operation that is not collective but must be the same on all ranks.
+        compares_values: Whether ranks compare full tensors that they write to shards; this waits for the device.
     """
     global _agree, _note, _compares_values
     _agree, _note, _compares_values = agree, note, compares_values
@@ -119,7 +119,7 @@ def end_step() -> None:
     """End the step.
 
     Raises:
-        ContractError: A shard was written while a whole tensor, which should have changed too, was its ``.data``.
+        ContractError: The ``.data`` of a shard is a full tensor, and the step has written to only one of the two.
     """
     global _agree
     was_in_step, _agree = _agree is not None, None
@@ -129,9 +129,9 @@ def end_step() -> None:
 
 @contextlib.contextmanager
 def whole_numbers() -> Iterator[None]:
-    """While this is open, numbers are read from whole tensors instead of shards, as in a step.
+    """Read numbers from full tensors instead of shards within this context, as in a step.
 
-    For the ``state_dict`` of a class, which all ranks call: a sum of shards has on each rank only that rank's part.
+    For the ``state_dict`` of a class: without it, the sum of a shard would be only this rank's part. Collective.
     """
     global _is_saving
     before = DTensor.__dict__["__torch_function__"]
@@ -145,7 +145,7 @@ def whole_numbers() -> Iterator[None]:
 
 
 def gathers_behind(outputs: Iterable[Tensor]) -> list[str]:
-    """The operations on gathered shards whose gradients a backward call from `outputs` computes, by name."""
+    """Return the names of the operations on gathered shards whose gradients a backward call from `outputs` computes."""
     if not _Gather.count:
         return []
     names: list[str] = []
@@ -168,14 +168,14 @@ def is_in_step() -> bool:
 
 
 def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG001  # torch's
-    if WholeTensor in types:  # it comes back with what it stands for
+    if WholeTensor in types:  # it calls this function again with the tensor that it represents
         return NotImplemented
     kwargs = kwargs or {}
     name, first = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     with without_torch_function_of_subclasses():
         if _agree is not None and name.startswith("_foreach_"):
             results = _by_kind(name, func, args, kwargs) if _mixes_in_lists(args) else func(*args, **kwargs)
-            if name.endswith("_"):  # torch counts no such write, by which a clip is found between backward calls
+            if name.endswith("_"):  # torch does not count these writes, and `ChangedGradients` needs the count
                 increment_version([tensor for tensor in first if isinstance(tensor, DTensor)])
             return results
         if isinstance(first, DTensor):
@@ -194,12 +194,12 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
                 args = (_gathered(name, first), *args[1:])
         is_write = name == "__setitem__" or _is_written(name) or kwargs.get("out") is not None or kwargs.get("inplace")
         if (_agree is None and not _is_saving) or name in _ENGINE or (is_write and isinstance(first, DTensor)):
-            return func(*args, **kwargs)  # what is written to a gathered tensor would be lost
+            return func(*args, **kwargs)  # a write to a gathered tensor would be lost
         tensors = list(_leaves((*args, *kwargs.values())))
         if not _mixes(tensors):
             if is_write or not _has_gradient(tensors) or name in _NATIVE:
                 return func(*args, **kwargs)
-            # Of many other operations on shards torch computes no gradients, or wrong ones (``mse_loss``).
+            # For many other operations on shards torch computes no gradients, or wrong ones (``mse_loss``).
             with contextlib.suppress(Exception):
                 result = func(*args, **kwargs)
                 if not any(tensor.grad_fn is not None for tensor in _leaves((result,))):
@@ -229,14 +229,14 @@ def _has_gradient(tensors: Iterable[Tensor]) -> bool:
 
 
 def _mixes(tensors: Sequence[Tensor]) -> bool:
-    """Whether an operation on shards also takes whole tensors, other than constant numbers, which torch takes.
+    """Whether an operation mixes shards with full tensors in a way that torch does not support.
 
-    A number with a gradient is no constant, nor is one that meets a shard with a gradient: it may differ by rank.
+    Torch supports scalars, but they may differ by rank. So scalars count too if one of the tensors has a gradient.
     """
-    wholes = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    if len(wholes) in (0, len(tensors)):
+    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    if len(whole) in (0, len(tensors)):
         return False
-    return _has_gradient(tensors) or any(tensor.dim() for tensor in wholes)
+    return _has_gradient(tensors) or any(tensor.dim() for tensor in whole)
 
 
 def _whole(name: str, value: Any) -> Any:
@@ -251,7 +251,7 @@ def _mixes_in_lists(args: Iterable[Any]) -> bool:
 
 
 def _by_kind(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Run one operation on lists twice: for the shards among the tensors of the first list, and for the others."""
+    """Run one operation on lists twice: for the shards in the first list, and for its other tensors."""
     targets = args[0]
     results: list[Any] = [None] * len(targets)
     for is_shard in (True, False):
@@ -259,16 +259,16 @@ def _by_kind(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if not chosen:
             continue
 
-        def beside(value: Any, target: Tensor) -> Any:
+        def operand(value: Any, target: Tensor) -> Any:
             return _placed(value, target) if isinstance(target, DTensor) else _whole(name, value)
 
         def part(value: Any, chosen: list[int] = chosen, is_shard: bool = is_shard) -> Any:
             if isinstance(value, list | tuple) and len(value) == len(targets):
-                return [beside(value[index], targets[index]) for index in chosen]
+                return [operand(value[index], targets[index]) for index in chosen]
             return value if is_shard else _whole(name, value)
 
-        found = func(*map(part, args), **{keyword: part(value) for keyword, value in kwargs.items()})
-        for index, result in zip(chosen, found or (), strict=False):
+        partial = func(*map(part, args), **{keyword: part(value) for keyword, value in kwargs.items()})
+        for index, result in zip(chosen, partial or (), strict=False):
             results[index] = result
     return None if results[0] is None else results
 
@@ -283,7 +283,7 @@ class _Gather(torch.autograd.Function):
     """Gathers a sharded tensor. Its gradient is the mean of the ranks' gradients, as FSDP 2 reduces them."""
 
     count = 0
-    """How often it was called since training began."""
+    """Number of calls since training began."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, name: str) -> Tensor:
@@ -315,8 +315,9 @@ def _gathered(name: str, tensor: DTensor) -> Tensor:
     if torch.is_grad_enabled() and tensor.requires_grad and name not in _READS:
         if tensor.is_leaf and not _Gather.count:
             log.warning(
-                "`train_step` gathers a sharded parameter of shape %s for `%s`, outside of its module's calls, and "
-                "keeps it until backward; name the part in `units` of FSDP2Strategy if it is called by itself",
+                "`train_step` gathers a sharded parameter of shape %s for `%s`, outside of calls of its module, and "
+                "keeps it in memory until backward; if the step calls a part of a module, name it in `units` of "
+                "FSDP2Strategy",
                 tuple(tensor.shape),
                 name,
             )
@@ -349,9 +350,9 @@ def _check_stand_in(shard: DTensor) -> None:
 
 @torch.no_grad()
 def _assign_data(target: DTensor, value: Tensor) -> None:
-    """Have `target` share the memory of `value`, as ``target.data = value`` has it in torch.
+    """Make `target` share the memory of `value`, as ``target.data = value`` does in torch.
 
-    A whole tensor cannot share memory with a shard, so a write to only one of the two is refused, at the next
+    A full tensor cannot share memory with a shard, so a write to only one of the two is refused, at the next
     assignment or when a step ends.
     """
     if value.shape != target.shape or value.dtype != target.dtype:
@@ -374,10 +375,10 @@ def _assign_data(target: DTensor, value: Tensor) -> None:
 
 
 def _placed(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
-    """Return the operand `value` of a write to `target` with the placement of `target`; torch would change `target`.
+    """Return the operand `value` of a write to `target` with the placement of `target`; torch would move `target`.
 
     Raises:
-        ContractError: It is a whole tensor that differs between ranks, each of which would write a slice of its own.
+        ContractError: `value` is a full tensor that differs between ranks.
     """
     if isinstance(value, DTensor):
         fits = value.shape == target.shape and value.placements != target.placements
@@ -387,7 +388,7 @@ def _placed(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
         return value
     if _agree is not None and _compares_values:
         digest = int(digest_of_all([value.detach()], value.device))
-        _agree(f"write a whole tensor to a sharded one of shape {tuple(target.shape)} (digest {digest:x})")
+        _agree(f"write a full tensor to a sharded one of shape {tuple(target.shape)} (digest {digest:x})")
     return sharded_like(value.detach().expand(target.shape), target)
 
 

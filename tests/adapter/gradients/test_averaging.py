@@ -1,4 +1,4 @@
-"""Gradients are averaged when somebody wants to see them, and no more often."""
+"""Gradients are averaged before they are used, and no more often."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def routed(discovered: Discovered, hooks: StepHooks | None = None, bucket_bytes:
 
 @pytest.fixture
 def averaged(tmp_path, monkeypatch):
-    """Sizes of what was averaged, in order, in a process group of one rank."""
+    """Record the sizes of the exchanged tensors, in order, in a process group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     sizes, real = [], dist.all_reduce
 
@@ -82,7 +82,7 @@ def test_several_backward_calls_and_one_update_average_once_as_soon_as_their_num
     assert [exchanges(run, averaged, 3) for _ in range(3)] == [3, 1, 1]
 
 
-def test_what_is_known_of_backward_calls_goes_on_in_another_run(averaged):
+def test_the_learned_number_of_backward_calls_is_restored_in_another_run(averaged):
     run, resumed = Run(), Run()
     calls(run, 3)
     resumed.router.averaging.load_state_dict(run.router.averaging.state_dict())
@@ -112,7 +112,7 @@ def test_a_read_averages_before_it_answers_and_only_once(averaged):
 
 
 @pytest.mark.parametrize("look", [lambda p: p.grad, copy.deepcopy], ids=["read", "copy"])
-def test_a_look_from_another_thread_averages_nothing_and_is_said_once(averaged, caplog, look):
+def test_a_read_in_another_thread_averages_nothing_and_warns_once(averaged, caplog, look):
     run = Run()
     calls(run, 3)
     before = len(averaged)
@@ -158,7 +158,7 @@ def clip_and_update(run: Run) -> None:
 
 
 @pytest.mark.parametrize("between", [clip, write])
-def test_a_clip_between_two_backward_calls_of_an_update_is_told_once_with_its_line(averaged, caplog, between):
+def test_a_clip_between_two_backward_calls_of_an_update_warns_once_with_its_line(averaged, caplog, between):
     run = Run()
 
     for _ in range(2):
@@ -168,14 +168,14 @@ def test_a_clip_between_two_backward_calls_of_an_update_is_told_once_with_its_li
                 between(run)
             run.optimizer.step()
 
-    told = [m for m in caplog.messages if "changed between two backward calls of one update" in m]
-    assert len(told) == 1
-    assert "test_averaging.py" in told[0]
-    assert "torch.autograd.grad or torch.func" in told[0]
+    warnings = [m for m in caplog.messages if "changed between two backward calls of one update" in m]
+    assert len(warnings) == 1
+    assert "test_averaging.py" in warnings[0]
+    assert "torch.autograd.grad or torch.func" in warnings[0]
 
 
 @pytest.mark.parametrize("between", [look_and_drop, clip_and_update])
-def test_reads_between_backward_calls_and_clips_before_an_update_are_as_they_should_be(averaged, caplog, between):
+def test_reads_between_backward_calls_and_clips_before_an_update_do_not_warn(averaged, caplog, between):
     run = Run()
 
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_gradients_written_after_an_update_are_averaged_before_they_are_read(ave
     assert len(averaged) == 2
 
 
-def test_what_is_computed_from_a_guarded_tensor_is_a_plain_one(averaged):
+def test_results_of_guarded_tensors_are_plain_tensors(averaged):
     scale = torch.ones(2, requires_grad=True)
     discovered = discover({"scale": scale, "optimizer": torch.optim.SGD([scale], lr=0.1)})
     router = routed(discovered)
@@ -348,7 +348,7 @@ def test_parameters_without_an_optimizer_travel_from_their_first_gradient_on(ave
     assert then[0] > alone[0]
 
 
-def test_a_step_without_a_backward_call_tells_the_other_ranks(averaged):
+def test_a_step_without_a_backward_call_sends_a_header(averaged):
     run = Run()
 
     with run.router:
@@ -389,7 +389,7 @@ def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_mem
 
 
 class Device:
-    """What copies to the host are of a device that works through calls later than the host makes them."""
+    """Simulates copies from a device that executes calls later than the host makes them."""
 
     def __init__(self, done=0):
         self.recorded, self.done, self.waits = 0, done, 0
@@ -417,7 +417,7 @@ class CopyOfADevice:
 
 
 @pytest.mark.parametrize(("behind", "waits"), [(0, 0), (8, 0), (12, 1)])
-def test_the_host_waits_for_a_device_only_where_that_is_many_exchanges_behind(averaged, monkeypatch, behind, waits):
+def test_the_host_waits_for_a_device_only_if_it_is_many_exchanges_behind(averaged, monkeypatch, behind, waits):
     device = Device()
     monkeypatch.setattr(rank_check, "LateCopy", device.copy)
     run = Run()
@@ -427,17 +427,17 @@ def test_the_host_waits_for_a_device_only_where_that_is_many_exchanges_behind(av
         calls(run, 1)
 
     assert (device.waits > 0) == waits
-    assert len(run.router.averaging._check._on_their_way) == rank_check.LATE_EXCHANGES
+    assert len(run.router.averaging._check._in_flight) == rank_check.LATE_EXCHANGES
 
 
 class _Alone:
-    """A sum to which the other rank adds nothing."""
+    """A sum to which the other rank has not added anything."""
 
     def wait(self):
         pass
 
 
-def test_ranks_at_different_points_are_told_some_exchanges_later_on_a_device(averaged, monkeypatch):
+def test_diverged_ranks_are_an_error_some_exchanges_later_on_a_device(averaged, monkeypatch):
     monkeypatch.setattr(rank_check, "LateCopy", Device(done=100).copy)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: _Alone())
@@ -492,8 +492,8 @@ def test_a_training_that_has_ended_leaves_no_threads_of_its_buckets(averaged):
     assert threads() <= before
 
 
-def test_ranks_that_train_nothing_that_could_be_averaged_are_told_once(averaged, caplog):
-    state = {"weight": torch.zeros(2)}  # changed by gradients of torch.func, which no tensor of it requires
+def test_a_trainer_with_nothing_to_average_warns_once(averaged, caplog):
+    state = {"weight": torch.zeros(2)}  # changed by gradients of torch.func; no tensor in it requires a gradient
     router = routed(discover(state))
 
     for _ in range(2):
@@ -501,11 +501,11 @@ def test_ranks_that_train_nothing_that_could_be_averaged_are_told_once(averaged,
             gradient = torch.func.grad(lambda weight: (weight - 1).square().sum())(state["weight"])
             state["weight"] = state["weight"] - 0.1 * gradient
 
-    (said,) = (record.message for record in caplog.records)
-    assert "Unless it averages by torch.distributed itself" in said
+    (message,) = (record.message for record in caplog.records)
+    assert "Unless it averages by torch.distributed itself" in message
 
 
-def test_ranks_whose_optimizer_updates_in_a_later_step_are_told_nothing(averaged, caplog):
+def test_an_optimizer_whose_first_update_comes_later_does_not_warn(averaged, caplog):
     run = Run()
     with run.router:
         pass
@@ -513,8 +513,8 @@ def test_ranks_whose_optimizer_updates_in_a_later_step_are_told_nothing(averaged
     assert not caplog.records
 
 
-def test_buckets_are_those_that_ddp_makes():
-    """One more message costs more than a larger one: an MLP of six large layers is sent by four messages, not seven."""
+def test_buckets_equal_the_buckets_of_ddp():
+    """An additional message costs more than a larger one: an MLP with six large layers is sent in four, not seven."""
     model = nn.Sequential(*[nn.Linear(1984, 1984, device="meta") for _ in range(6)], nn.Linear(4, 4, device="meta"))
     parameters = [*model.parameters()][::-1]
 

@@ -1,4 +1,4 @@
-"""Buffers of rank 0 reach the others before anybody can look at them."""
+"""The buffers of rank 0 arrive on the other ranks before any code can read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.rank_processes import run_ranks
 
 @pytest.fixture
 def sent(tmp_path, monkeypatch):
-    """What was broadcast, and what was awaited, in a process group of one rank."""
+    """Record broadcasts and the waits for them, in a process group of one rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     happened, real = [], dist.broadcast
 
@@ -72,7 +72,7 @@ def test_many_buffers_are_not_all_held_twice(sent, monkeypatch):
         assert (on_their_way, most, total) == (0, 2, 2 * 133 * 4)
 
 
-def test_what_is_sent_are_the_buffers_of_this_step_also_where_they_were_replaced_resized_or_cast(sent):
+def test_buffers_that_were_replaced_resized_or_cast_in_the_step_are_sent(sent):
     model = nn.Linear(2, 2)
     model.register_buffer("first", torch.ones(2))
     model.register_buffer("second", torch.tensor(3.0))
@@ -96,7 +96,7 @@ def test_what_is_sent_are_the_buffers_of_this_step_also_where_they_were_replaced
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What two ranks saw, and the error of the one whose other was lost."""
+    """Return the buffers that two ranks saw, and the error of a rank after the other was lost."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("buffer_ranks.py", folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)], folder
@@ -122,7 +122,7 @@ def ranks(tmp_path_factory):
         ("on_exception", 1),
     ],
 )
-def test_buffers_are_equal_wherever_they_can_be_looked_at(ranks, place, times):
+def test_buffers_are_equal_wherever_they_can_be_read(ranks, place, times):
     first, second = (found[place] for found in ranks[0])
 
     assert [len(each["seen"]) for each in (first, second)] == [times, times]
@@ -141,7 +141,7 @@ def test_a_resumed_run_has_the_buffers_of_one_that_was_not_interrupted(ranks):
 
 
 def test_a_rank_whose_buffers_never_come_names_the_rank_that_was_lost(ranks):
-    told = (ranks[1] / "lost").read_text()
+    message = (ranks[1] / "lost").read_text()
 
-    assert told.startswith("the buffers that rank 0 sends at the end of step 2 did not arrive; rank 0 ")
-    assert "rank 0 did not answer within 2 s" in told
+    assert message.startswith("the buffers that rank 0 sends at the end of step 2 did not arrive; rank 0 ")
+    assert "rank 0 did not answer within 2 s" in message

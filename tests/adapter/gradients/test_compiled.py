@@ -1,4 +1,4 @@
-"""What torch.compile makes of a trainer's parts on several ranks: the graphs of a plain loop, and no more breaks."""
+"""Code compiled by torch.compile on several ranks has the graphs of a plain loop, and no additional breaks."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def a_norm_of_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> S
 
 
 def trained(parts: Callable[..., Step], *, routed: bool) -> tuple[list[Tensor], int, int]:
-    """Weights after a few steps, graphs, and breaks of graphs."""
+    """Return the weights after a few steps, the number of graphs, and the breaks of graphs."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def trained(parts: Callable[..., Step], *, routed: bool) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize("parts", [a_module, a_loss, a_loss_with_a_collective])
-def test_what_is_compiled_whole_stays_whole(parts):
+def test_code_compiled_with_fullgraph_has_no_breaks(parts):
     weights, graphs, breaks = trained(parts, routed=True)
 
     expected, graphs_alone, _ = trained(parts, routed=False)

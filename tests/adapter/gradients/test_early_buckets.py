@@ -1,4 +1,4 @@
-"""Gradients that travel while backward runs are those that travel afterwards, whatever a trainer does in between."""
+"""Sending gradients during backward gives the same averages as sending them afterwards, whatever a trainer does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def two_ranks(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ranks.SCENARIOS)
-def test_weights_are_those_of_gradients_averaged_by_hand_and_equal_on_both_ranks(two_ranks, name):
+def test_weights_equal_an_update_with_gradients_averaged_by_hand_on_both_ranks(two_ranks, name):
     first, second = (rank[name] for rank in two_ranks)
     for mine, its, expected in zip(first["weights"], second["weights"], first["expected"], strict=True):
         assert torch.equal(mine, its)
@@ -29,7 +29,7 @@ def test_weights_are_those_of_gradients_averaged_by_hand_and_equal_on_both_ranks
 
 
 @pytest.mark.slow
-def test_buckets_leave_inside_of_the_last_backward_call(two_ranks):
+def test_buckets_are_sent_during_the_last_backward_call(two_ranks):
     assert [rank["one_call"]["early"] for rank in two_ranks] == [SENT_EARLY, SENT_EARLY]
 
 

@@ -1,4 +1,4 @@
-"""Under 16-mixed, gradients of parameters have true units wherever they are seen; others what a scaler gives them."""
+"""Under 16-mixed, all readers get true units of parameters' gradients; other gradients have the scale of the loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mean_square(out: Tensor, y: Tensor) -> Tensor:
     return mse_loss(out.float(), y)
 
 
-def test_hooks_of_a_parameter_see_true_units_and_those_of_an_activation_what_a_scaler_gives():
+def test_hooks_of_parameters_get_true_units_and_hooks_of_activations_scaled_gradients():
     seen: dict[str, list[Tensor]] = {"parameter": [], "activation": []}
     for plugin in (fp16(), Precision()):
         run = Run(plugin)
@@ -54,7 +54,7 @@ def test_hooks_of_a_parameter_see_true_units_and_those_of_an_activation_what_a_s
     torch.testing.assert_close(seen["activation"][0], seen["activation"][1] * SCALE, rtol=0.05, atol=0.5)
 
 
-def test_an_optimizer_of_what_a_step_makes_is_refused_because_its_gradients_have_the_scale():
+def test_an_optimizer_made_in_a_step_is_refused_because_its_gradients_are_scaled():
     run = Run(fp16())
     latent = torch.ones(1, requires_grad=True)
     inner = torch.optim.SGD([latent], lr=0.25)

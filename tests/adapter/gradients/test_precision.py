@@ -31,12 +31,12 @@ def _with_classes_of_this_file(monkeypatch):
 
 
 class Recording(zoo.Accumulating):
-    """Two backward calls and a clipping; records the gradients that it reads in between."""
+    """Calls backward twice and clips; records the gradients that it reads in between."""
 
     def configure(self, ctx):
         self.seen, self.hooked = [], []
         state = super().configure(ctx)
-        # A gradient hook of the trainer's own, registered before any of genlight's.
+        # A gradient hook of the trainer, registered before the hooks of genlight.
         state["model"][2].bias.register_hook(lambda g: self.hooked.append(g.clone()))
         return state
 
@@ -51,7 +51,7 @@ class Recording(zoo.Accumulating):
 
 
 def reference(cls: type, *, dtype: torch.dtype, steps: int = runs.STEPS, **scaler_args: Any):
-    """Mixed precision as torch's documentation writes it, for the update of `Accumulating`."""
+    """Mixed precision as in torch's documentation, for the update of `Accumulating`."""
     trainer, ctx = cls(), runs.context()
     trainer.setup(ctx)
     state = trainer.configure(ctx)
@@ -173,7 +173,7 @@ def test_scaler_state_and_overflow_count_travel_in_the_precision_plugins_state()
     assert fresh.scaler.get_scale() == trainer.precision_plugin.scaler.get_scale()
 
 
-def test_a_trainers_own_scaler_is_the_only_one_and_is_said_once(caplog):
+def test_a_scaler_of_the_trainer_is_the_only_one_and_logged_once(caplog):
     caplog.set_level("INFO", logger="genlight")
 
     actual, module, _ = run("OwnScaler", fp16())
@@ -247,7 +247,7 @@ def test_an_overflow_in_the_imaginary_part_of_a_weight_skips_its_update():
 
 
 class LossInSinglePrecision(zoo.Base):
-    """So written for torch 2.11 and before, whose `mse_loss` and `huber_loss` have no gradients for two types."""
+    """The loss is written so because `mse_loss` and `huber_loss` of torch 2.11 have no gradients for two types."""
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
@@ -271,7 +271,7 @@ def test_true_half_precision_takes_inputs_of_any_precision():
 class CallingParts(zoo.Base):
     def train_step(self, batch, state, ctx):
         first, act, last = state["model"]
-        out = last(act(first(batch["x"])).float())  # a head that used to be fp32
+        out = last(act(first(batch["x"])).float())  # a head in fp32
         state["optimizer"].zero_grad()
         mse_loss(out.float(), batch["y"]).backward()
         state["optimizer"].step()
@@ -293,7 +293,7 @@ class MultipliesItself(zoo.Base):
         (batch["x"] @ state["model"][0].weight.t()).sum().backward()
 
 
-def test_types_that_a_trainer_mixes_itself_in_true_half_precision_are_named_with_the_way_out():
+def test_mixed_types_in_true_half_precision_are_an_error_with_the_way_out():
     zoo.ZOO["MultipliesItself"] = MultipliesItself
     with refusal(ContractError):
         run("MultipliesItself", HalfPrecision("bf16-true"))
@@ -341,7 +341,7 @@ def test_an_overflow_of_one_optimizer_does_not_skip_the_other():
     assert router.overflow_steps == 1
 
 
-def test_a_module_that_is_fitted_twice_goes_on_as_if_it_had_been_once():
+def test_two_fits_of_a_module_equal_one_fit():
 
     expected, _, _ = reference(Recording, dtype=torch.float16, init_scale=1024.0)
     module, _ = runs.hosted_run("Recording", steps=2, plugins=fp16(init_scale=1024.0))

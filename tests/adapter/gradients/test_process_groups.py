@@ -1,4 +1,4 @@
-"""Gradients travel in groups that are as `DDPStrategy` was told."""
+"""Buckets use process groups with the settings of `DDPStrategy`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.rank_processes import run_ranks
 
 
 @pytest.mark.slow
-def test_backend_and_timeout_of_a_strategy_are_those_of_all_ranks_and_of_the_group_of_the_buckets(tmp_path):
+def test_the_bucket_group_has_the_backend_and_timeout_of_the_strategy(tmp_path):
     run_ranks("process_group_ranks.py", tmp_path)
 
     as_told = ["gloo", TIMEOUT_S]

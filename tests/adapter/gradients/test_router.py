@@ -1,4 +1,4 @@
-"""Inside a step of its own thread a trainer's calls are led elsewhere; anywhere else torch is what it was."""
+"""Within a step, and in its thread, a trainer's calls are routed; outside of it torch is unchanged."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_closure_runs_before_the_optimizer_hook_and_its_loss_is_returned():
 
 
 class WithArguments(torch.optim.SGD):
-    """Records what `step` gets; evaluates what it takes for a closure, with an argument."""
+    """Records the arguments of `step`; calls an argument that it takes for a closure."""
 
     def step(self, first=None, *args, **kwargs):
         self.got = (first, args, kwargs)
@@ -204,7 +204,7 @@ class Failing(StepPart):
     ],
     ids=["replaced entry", "begin", "end"],
 )
-def test_whatever_raises_at_the_edge_of_a_step_leaves_torch_as_it_was_and_abandons_all_parts(at, act, error, is_open):
+def test_an_error_at_the_edge_of_a_step_restores_torch_and_abandons_all_parts(at, act, error, is_open):
     run = Run(MixedPrecision("bf16-mixed", "cpu"))
     parts = [StepPart(), Failing(at), Failing("nowhere")]
     before = torch_now()
@@ -231,7 +231,7 @@ def test_the_error_of_the_class_is_kept_if_the_entry_was_replaced_too():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_part_that_cannot_close_keeps_no_other_from_it():
+def test_all_parts_are_closed_even_if_one_raises():
     run = Run()
     closed = []
     last = StepPart()
@@ -300,9 +300,9 @@ def compiled_before_it_was_routed(run: Run) -> Callable[[], object]:
     return torch.compile(kept_before_it_was_routed(run), backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about what it leaves to Python
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of code that it does not compile
 @pytest.mark.parametrize("taken", [kept_before_it_was_routed, compiled_before_it_was_routed])
-def test_a_step_that_was_taken_before_it_was_routed_calls_the_hook_and_is_refused_where_it_cannot_be_left_out(taken):
+def test_a_step_kept_before_routing_calls_the_hook_and_is_refused_if_it_cannot_be_skipped(taken):
     run, scaled = Run(), Run(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0)))
     step, scaled_step = taken(run), taken(scaled)
 
@@ -317,8 +317,8 @@ def test_a_step_that_was_taken_before_it_was_routed_calls_the_hook_and_is_refuse
     assert run.events[-1] == "before_optimizer_step"
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about what it leaves to Python
-def test_a_compiled_step_trains_as_one_that_is_not():
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of code that it does not compile
+def test_a_compiled_step_trains_like_a_plain_one():
     run, plain = Run(), Run()
     plain.model.load_state_dict(run.model.state_dict())
     compiled = torch.compile(run.optimizer.step, backend="eager")
@@ -343,7 +343,7 @@ def test_schedulers_made_before_and_after_the_router_count_optimizer_steps():
     with run.router:
         run.loss().backward()
         run.optimizer.step()
-        late.step()  # warns, and fails here, if it has not seen the optimizer's step
+        late.step()  # warns, and fails here, if the scheduler missed the optimizer's step
 
     assert run.optimizer.param_groups[0]["lr"] == 0.05
 
@@ -369,7 +369,7 @@ def test_bf16_mixed_autocasts_the_forward_and_neither_backward_nor_update():
 
 
 def entries() -> list[object]:
-    """What a training replaces for its whole length."""
+    """Return the names that a training replaces until it ends."""
     return [torch.autograd._engine_run_backward]
 
 

@@ -1,4 +1,4 @@
-"""What the table of the zoo leaves open: other weights on each rank, small buckets, sharded blocks, bf16-true, hooks.
+"""Cases that the zoo's table does not have: other weights per rank, small buckets, sharded blocks, bf16-true, hooks.
 
 Each class of `zoo.small` ends with the weights of a plain torch loop, on one process and on two.
 """
@@ -13,7 +13,7 @@ from zoo import runs, small as zoo
 
 from genlight.callbacks import Recover
 
-# It computes in half precision itself: two half batches round otherwise than a whole one.
+# It computes in half precision itself: rounding differs between two half batches and a full one.
 TOLERANCE = {"OwnScaler": 1e-3}
 
 
@@ -32,7 +32,7 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
 
 BY_HAND = "UpdatesByHandFromAutograd"
 ON_RANKS = [name for name in zoo.ZOO if name != BY_HAND]
-# Not with FSDP, whose ranks have to make the same calls; the last calls parts of its module, which have to be units.
+# Excluded because ranks have to make the same calls under FSDP; the last one calls parts that would have to be units.
 UNSHARDED = ("UnusedOnOneRank", "OwnDdp", "GradientsOfBothKinds", "Checkpointed")
 SHARDED = [name for name in ON_RANKS if name not in UNSHARDED]
 BLOCKS = [
@@ -51,7 +51,7 @@ HALF = ["Base", "Gan", "Accumulating", "ClippedByValue", "ClampedInside", "OwnSc
 
 SETTINGS = ["find_unused_parameters", "static_graph"]
 CHANGING = ["Base", "UnusedOnOneRank", "Checkpointed", "Accumulating"]
-"""Classes whose ranks or steps have different graphs, and one that has not."""
+"""Classes whose ranks or steps have different graphs, and one with equal graphs."""
 OVERFLOWING = ["OverflowOnOneRank", "OverflowThatClippingHides"]
 
 
@@ -66,7 +66,7 @@ INTERRUPTED = {
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The whole zoo in one pair of processes, since starting one takes seconds."""
+    """The results of all classes from one pair of processes, since starting a pair takes seconds."""
     jobs = [{"key": f"ddp {name}", "name": name} for name in ON_RANKS]
     jobs += [{"key": f"small buckets {name}", "name": name, "strategy": "small buckets"} for name in ON_RANKS]
     jobs += [{"key": f"fsdp {name}", "name": name, "strategy": "fsdp"} for name in SHARDED]
@@ -78,7 +78,7 @@ def two_ranks(tmp_path_factory):
     half_sharded = {"strategy": "fsdp", "precision": "16-mixed"}
     jobs += [{"key": f"fsdp 16-mixed {name}", "name": name, **half_sharded} for name in HALF]
     jobs += [{"key": f"fsdp {name}", "name": name, **half_sharded} for name in OVERFLOWING]
-    # Last of all, because it leaves the ranks out of step.
+    # This comes last, because the ranks have diverged afterwards.
     last = [{"key": "looking on one rank", "name": "LookingOnOneRank"}]
     jobs += [{"key": "overflow", "name": "OverflowOnOneRank", "precision": "16-mixed"}]
     skipping = {"name": "OverflowOnOneRank", "skips": True}
@@ -136,9 +136,7 @@ def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
         ("fsdp 16-mixed", "fsdp 16-mixed Accumulating"),
     ],
 )
-def test_a_run_restored_from_a_lightning_checkpoint_ends_bit_equal_to_one_that_went_through(
-    two_ranks, key, uninterrupted
-):
+def test_a_run_restored_from_a_lightning_checkpoint_is_bit_equal_to_an_uninterrupted_one(two_ranks, key, uninterrupted):
     for rank in two_ranks:
         actual, expected = rank[f"interrupted {key}"], rank[uninterrupted]
         assert not isinstance(actual, str), actual
@@ -236,9 +234,9 @@ def test_an_overflow_in_the_shard_of_one_rank_skips_the_update_on_all(two_ranks,
 
 
 @pytest.mark.slow
-def test_looking_at_gradients_between_backward_calls_on_one_rank_alone_is_an_error(two_ranks):
+def test_reading_gradients_between_backward_calls_on_only_one_rank_is_an_error(two_ranks):
     assert any(
-        "read gradients between its calls on all ranks or on none" in str(rank["looking on one rank"])
+        "read gradients between these calls on all ranks or on none" in str(rank["looking on one rank"])
         for rank in two_ranks
     )
     assert all(isinstance(rank["looking on one rank"], str) for rank in two_ranks)
@@ -257,7 +255,7 @@ def test_sharding_in_bf16_mixed_agrees_with_one_process_within_its_rounding(two_
     [
         ("Hidden", r"optimizer \(Adam\) that is neither in the state nor on the trainer"),
         ("InThread", r"Adam.step\(\) is called outside of `train_step` or in another thread"),
-        (BY_HAND, r"gives this rank's gradients by parameters that no optimizer holds.*call backward\(\)"),
+        (BY_HAND, r"returns this rank's gradients of parameters that no optimizer holds.*call backward\(\)"),
         ("InPrepareBatch", r"Adam.step\(\) is called outside of `train_step`"),
     ],
 )

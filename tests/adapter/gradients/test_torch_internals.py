@@ -1,4 +1,4 @@
-"""Torch's protected names: one that is gone, and an entry that torch no longer uses, are errors and no wrong sums."""
+"""A protected name that torch removes, or an entry that it no longer uses, is an error instead of wrong gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unproven():
 
 
 @pytest.mark.parametrize(("module", "name"), [("torch", "_C._gone"), ("torch._gone", "name")])
-def test_a_name_that_torch_no_longer_has_is_one_error_with_the_releases_that_have_it(module, name):
+def test_a_missing_name_of_torch_is_an_error_that_names_the_releases_with_it(module, name):
     with pytest.raises(ImportError, match=rf"torch .* has no {module}\.{name}.*torch>=2"):
         protected(module, name)
 
@@ -45,8 +45,8 @@ def test_holding_the_entry_proves_once_that_backward_comes_through_it(unproven):
     assert torch.autograd._engine_run_backward is engine_run_backward
 
 
-def test_a_torch_whose_backward_goes_past_the_entry_is_refused_and_left_as_it_was(unproven, monkeypatch):
-    """Gradients would be averaged by nobody, and the replicas would drift apart."""
+def test_a_torch_whose_backward_bypasses_the_entry_is_refused_and_unchanged(unproven, monkeypatch):
+    """Otherwise nothing would average gradients, and the replicas would diverge."""
 
     def past_the_entry(tensors, *_, **__):
         engine_run_backward(
@@ -61,7 +61,7 @@ def test_a_torch_whose_backward_goes_past_the_entry_is_refused_and_left_as_it_wa
     assert not torch_hooks._holders
 
 
-def test_an_entry_that_was_put_back_between_steps_is_ours_again_and_one_within_a_step_ends_the_run():
+def test_an_entry_restored_between_steps_is_replaced_again_and_one_within_a_step_is_an_error():
     held = router()
     held.open()
     try:
@@ -75,7 +75,7 @@ def test_an_entry_that_was_put_back_between_steps_is_ours_again_and_one_within_a
     assert torch.autograd._engine_run_backward is engine_run_backward
 
 
-def test_what_torch_replaces_for_a_while_puts_our_entry_back():
+def test_a_temporary_patch_of_torch_restores_our_entry():
     patch = getattr(torch.compiler, "_patch_engine_backward", None)
     if patch is None:
         pytest.skip("this torch has nothing that replaces the entry")

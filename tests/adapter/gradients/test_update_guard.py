@@ -1,4 +1,4 @@
-"""``on_nonfinite: skip``: updates that are not finite are left out, as if their batch had not been there."""
+"""``on_nonfinite: skip`` skips updates that are not finite, as if their batch did not exist."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from support.messages import refusal
 from support.trainers import quiet_trainer
 
 BAD = 3
-"""The batch, counted from 0, whose values are infinite."""
+"""Number of the batch with infinite values, counted from 0."""
 STEPS = 8
 
 
 class Batches:
-    """A loader that knows where it is."""
+    """A loader with a position."""
 
     def __init__(self, bad=()):
         self.bad, self.next_step = bad, 0
@@ -82,14 +82,14 @@ class Accumulating(Normalized):
 
 
 class FiniteGradients(Normalized):
-    """The loss is infinite where the batch is, by a part that no weight changes."""
+    """The loss is infinite if the batch is, by a term that no weight changes."""
 
     def loss(self, batch, state):
         return state["model"](batch.nan_to_num(0, 0, 0)).square().mean() + batch.sum()
 
 
 class Resizing(Normalized):
-    """Keeps a queue of numbers as a buffer, which each step makes longer in place."""
+    """Keeps a queue of numbers in a buffer that each step extends in place."""
 
     first = torch.zeros(1)
 
@@ -167,12 +167,12 @@ def fit(tmp_path, trainer_class, *, bad=(BAD,), steps=STEPS, callbacks=(), recov
     return module.contract_state
 
 
-def plain(trainer_class, *, left_out=(BAD,)):
-    """A plain loop that never sees the batches `left_out`."""
+def plain(trainer_class, *, skipped=(BAD,)):
+    """Run a plain loop without the batches `skipped`."""
     trainer = trainer_class()
     state = trainer.configure(None)
     for number, batch in enumerate(Batches()):
-        if number not in left_out:
+        if number not in skipped:
             trainer.train_step(batch, state, None)
     return state
 
@@ -188,8 +188,8 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("bad", [0, BAD])
 @pytest.mark.parametrize("trainer_class", [Normalized, Closure, Resizing, Replacing, Retyping, Filling])
 def test_a_run_with_a_bad_batch_ends_bit_equal_to_one_without_that_batch(tmp_path, trainer_class, bad):
-    """Weights, running statistics and the optimizer's state alike."""
-    assert_equal(fit(tmp_path, trainer_class, bad=(bad,)), plain(trainer_class, left_out=(bad,)))
+    """This includes weights, running statistics and the optimizer's state."""
+    assert_equal(fit(tmp_path, trainer_class, bad=(bad,)), plain(trainer_class, skipped=(bad,)))
 
 
 def test_an_infinite_loss_with_finite_gradients_counts_too(tmp_path):
@@ -197,14 +197,14 @@ def test_an_infinite_loss_with_finite_gradients_counts_too(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [2, 3], ids=["first", "last"])
-def test_of_accumulated_gradients_the_whole_window_is_left_out(tmp_path, bad):
-    """The statistics of a good batch stay, unless it is that of the update."""
+def test_a_bad_batch_skips_its_complete_accumulation_window(tmp_path, bad):
+    """The statistics of a good batch are kept, unless the update is in its step."""
     trainer = Accumulating()
     state = trainer.configure(None)
     for number, batch in enumerate(Batches()):
         if number == bad:
             continue
-        if number == bad + 1 and bad % 2 == 0:  # the update is left out in its step
+        if number == bad + 1 and bad % 2 == 0:  # its step skips the update
             continue
         if number == bad - 1 and bad % 2 == 1:
             trainer.loss(batch, state)
@@ -214,7 +214,7 @@ def test_of_accumulated_gradients_the_whole_window_is_left_out(tmp_path, bad):
 
 
 def test_a_run_resumed_between_a_bad_batch_and_its_update_ends_bit_equal_too(tmp_path):
-    """What makes the update one to leave out is in the gradients, which a checkpoint keeps."""
+    """The gradients show that the update has to be skipped, and a checkpoint contains them."""
     through = fit(tmp_path / "through", Accumulating, bad=(2,))
     every_3 = [Checkpoint(tmp_path / "c", every_n_steps=3)]
     fit(tmp_path, Accumulating, bad=(2,), steps=3, callbacks=every_3)
@@ -223,22 +223,22 @@ def test_a_run_resumed_between_a_bad_batch_and_its_update_ends_bit_equal_too(tmp
     assert_equal(resumed, through)
 
 
-def test_each_is_told_and_their_number_also_after_a_resume(tmp_path, caplog):
-    def told():
-        found = [e for e in read_events(tmp_path / "events.jsonl") if e.get("name") == "recover/skip"]
-        return [(event["step"], event["value"]) for event in found]
+def test_skipped_updates_are_logged_and_counted_across_a_resume(tmp_path, caplog):
+    def skips():
+        events = [e for e in read_events(tmp_path / "events.jsonl") if e.get("name") == "recover/skip"]
+        return [(event["step"], event["value"]) for event in events]
 
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=6)
     logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     fit(tmp_path, Normalized, bad=(1, 5, 6), steps=6, callbacks=[checkpoint], logger=logger)
-    assert told() == [(2, 1.0), (6, 2.0)]
+    assert skips() == [(2, 1.0), (6, 2.0)]
     assert "step 2: the loss is not finite since step 2. The update is skipped (attempt 1)" in caplog.messages
     logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     saved = tmp_path / "c" / "step-00000006.json"
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=6)
     fit(tmp_path, Normalized, bad=(1, 5, 6), callbacks=[checkpoint], ckpt_path=saved, logger=logger)
-    assert told()[-1] == (7, 3.0)
-    assert "attempt 2" in caplog.text  # of the incident that the checkpoint was saved in
+    assert skips()[-1] == (7, 3.0)
+    assert "attempt 2" in caplog.text  # of the same incident as before the checkpoint
 
 
 @pytest.mark.parametrize(("trainer_class", "bad"), [(Normalized, (0, 3, 4, 5, 6, 7)), (Spoils, ())])
@@ -247,7 +247,7 @@ def test_a_run_that_trains_nothing_any_more_ends(tmp_path, trainer_class, bad):
         fit(tmp_path, trainer_class, bad=bad, recover=Recover(["skip"], good_steps=1, max_attempts=3))
 
 
-def test_in_fp16_the_scaler_leaves_them_out_and_its_own_overflows_are_not_told(tmp_path):
+def test_in_fp16_the_scaler_skips_updates_and_ordinary_overflows_are_not_logged(tmp_path):
     recover = Recover(["skip"], good_steps=1, max_attempts=100)
     state = fit(tmp_path, Normalized, recover=recover, **precision_of("16-mixed"))
     assert all(torch.isfinite(tensor).all() for tensor in state["model"].state_dict().values())
@@ -258,6 +258,6 @@ def test_in_fp16_the_scaler_leaves_them_out_and_its_own_overflows_are_not_told(t
     ("trainer_class", "words"),
     [(Lbfgs, r'state\["optimizer"\].*LBFGS evaluates'), (ByHand, "needs an optimizer")],
 )
-def test_what_cannot_leave_out_an_update_is_refused(tmp_path, trainer_class, words):
+def test_a_trainer_whose_updates_cannot_be_skipped_is_refused(tmp_path, trainer_class, words):
     with pytest.raises(ContractError, match=words):
         fit(tmp_path, trainer_class)

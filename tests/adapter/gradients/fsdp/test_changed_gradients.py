@@ -1,4 +1,4 @@
-"""A clip of shards between two backward calls of one update bounds the mean of the ranks' rows, which is said once."""
+"""genlight warns once of clipping shards between two backward calls of one update: it bounds the mean of the ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def write(run: Run) -> None:
 
 
 @pytest.mark.parametrize("between", [clip, clip_one_by_one, clip_values, clip_and_sum_up, clip_and_set_to_zero, write])
-def test_it_is_said_once_with_its_line_and_the_way_out(run, caplog, between):
+def test_a_clip_warns_once_with_its_line_and_the_way_out(run, caplog, between):
     for _ in range(2):
         run.step(between)
 
@@ -116,14 +116,14 @@ def clip_and_update(run: Run) -> None:
 
 
 @pytest.mark.parametrize("between", [look, look_and_set_to_zero, look_and_drop, norm_for_a_log, clip_and_update])
-def test_what_bounds_no_rows_is_not_named(run, caplog, between):
+def test_changes_that_bound_no_rows_do_not_warn(run, caplog, between):
     for _ in range(2):
         run.step(between)
 
     assert not caplog.messages
 
 
-def test_gradients_that_overflowed_are_not_taken_for_changed(run, caplog):
+def test_overflowed_gradients_do_not_count_as_changed(run, caplog):
     for scale in (float("inf"), 1.0):
         with run.router:
             run.optimizer.zero_grad()

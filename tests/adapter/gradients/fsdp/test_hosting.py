@@ -54,7 +54,7 @@ LIGHTNING = {"accelerator": "cpu", "devices": 2, "strategy": STRATEGY}
 
 @pytest.fixture
 def genlight(tmp_path):
-    """Runs a command line in a folder that has the trainer."""
+    """Return a function that runs a command line in a folder with the trainer."""
     (tmp_path / "sharded_trainer.py").write_text(TRAINER)
 
     def run(*words):
@@ -66,7 +66,7 @@ def genlight(tmp_path):
     return run
 
 
-def test_a_job_is_sharded_over_its_ranks_and_goes_on_on_another_number_of_them(genlight, tmp_path):
+def test_a_sharded_job_resumes_on_another_number_of_ranks(genlight, tmp_path):
     job = {
         "run_id": "sharded",
         "trainer": "sharded_trainer:Sharded",
@@ -119,12 +119,14 @@ def test_a_configuration_of_lightningcli_shards_and_resumes(genlight, tmp_path):
     assert newest_valid(tmp_path / "kept")[0].step == 4
 
 
-def test_doctor_says_what_fsdp_2_needs_and_refuses(genlight, tmp_path):
+def test_doctor_lists_requirements_and_limits_of_fsdp_2(genlight, tmp_path):
     job = {"run_id": "r", "trainer": "sharded_trainer:Sharded", "max_steps": 2, "mock_batches": BATCHES}
     (tmp_path / "job.json").write_text(json.dumps({**job, "lightning": LIGHTNING}))
 
     code, out = genlight("doctor", "job.json")
 
     assert code == 0, out
-    said = next(line for line in out.splitlines() if "FSDP 2 needs torch>=2.9, `unused_parameters` torch>=2.13" in line)
-    assert "lbfgs, sparse, torchscript" in said
+    line_of_fsdp = next(
+        line for line in out.splitlines() if "FSDP 2 needs torch>=2.9, `unused_parameters` torch>=2.13" in line
+    )
+    assert "lbfgs, sparse, torchscript" in line_of_fsdp

@@ -1,4 +1,4 @@
-"""Sharding on a mesh of one rank: what it re-points, keeps whole for the trainer, and refuses."""
+"""Sharding on a mesh of one rank: replaced references, full tensors for the trainer, and refusals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_optimizers_hold_the_sharded_parameters_in_their_places(mesh):
     assert all(isinstance(p, DTensor) for p in held)
 
 
-def test_state_that_an_optimizer_had_before_goes_with_its_parameter(mesh):
+def test_existing_optimizer_state_is_sharded_with_its_parameter(mesh):
     state = trained({"model": network()})
     step(state)
     twin = copy.deepcopy(state)
@@ -112,22 +112,22 @@ def test_a_unit_with_a_tied_parameter_stays_with_its_parent(mesh):
 
 
 @pytest.mark.parametrize(
-    ("sharding", "said"),
+    ("sharding", "message"),
     [
-        (Sharding(units=["Blok"]), r"`units` has 'Blok', which is the class of no module; there are Block, Linear"),
-        (Sharding(forward_methods=["encode"]), r"`forward_methods` has 'encode', which no unit has \(state\[.model.\]"),
+        (Sharding(units=["Blok"]), r"`units` has 'Blok', but no module has this class; the classes are Block, Linear"),
+        (Sharding(forward_methods=["encode"]), r"`forward_methods` has 'encode', but no unit has it \(state\["),
         (
             Sharding(ignored=["head.*"]),
-            r"`ignored` has 'head.\*', which fits the name of no parameter; there are 0.l",
+            r"`ignored` has 'head.\*', but no parameter has such a name; names are 0.l",
         ),
     ],
 )
-def test_settings_that_fit_nothing_are_refused(mesh, sharding, said):
-    with pytest.raises(ContractError, match=said):
+def test_settings_that_match_nothing_are_refused(mesh, sharding, message):
+    with pytest.raises(ContractError, match=message):
         shard(discover(trained({"model": network()})), mesh, sharding)
 
 
-def test_a_type_that_torch_has_not_is_refused_when_it_is_set():
+def test_an_unknown_type_is_refused_when_it_is_set():
     with refusal(ValueError):
         Sharding(param_dtype="bf16")
 
@@ -135,17 +135,17 @@ def test_a_type_that_torch_has_not_is_refused_when_it_is_set():
 def test_unused_parameters_are_refused_by_a_torch_that_cannot_reduce_them(mesh, monkeypatch):
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
     require_fsdp.cache_clear()
-    said = r"torch .* cannot reduce gradients of parameters that a rank did not use.*install torch>=2\.13"
+    message = r"torch .* cannot reduce gradients of parameters that a rank did not use.*install torch>=2\.13"
 
-    with pytest.raises(ImportError, match=said):
+    with pytest.raises(ImportError, match=message):
         shard(discover(trained({"model": network()})), mesh, Sharding(unused_parameters=True))
-    with pytest.raises(StartupContractError, match=f"FSDP2Strategy cannot host a trainer class: {said}"):
+    with pytest.raises(StartupContractError, match=f"FSDP2Strategy cannot host a trainer class: {message}"):
         check_strategy(FSDP2Strategy(unused_parameters=True))
     check_strategy(FSDP2Strategy())
     require_fsdp.cache_clear()
 
 
-def test_what_a_container_holds_are_units_and_its_own_parameters_stay_whole(mesh):
+def test_modules_in_a_container_are_units_and_parameters_of_the_container_stay_full(mesh):
     container = nn.ModuleDict({"a": Block(), "many": nn.ModuleList([Block()])})
     container.scale = nn.Parameter(torch.ones(3))
     state = trained({"model": container})
@@ -210,7 +210,7 @@ def test_ema_copies_are_sharded_like_their_model_and_teachers_are_not(mesh):
     state["averaged"].update_parameters(state["model"])
 
 
-def test_state_dicts_are_whole_of_modules_of_their_parts_and_of_optimizers(mesh):
+def test_state_dicts_of_modules_parts_and_optimizers_have_full_tensors(mesh):
     state = trained({"model": network()})
     shapes = {name: tuple(t.shape) for name, t in state["model"].state_dict().items()}
     shard(discover(state), mesh, Sharding(units=["Block"]))
@@ -222,7 +222,7 @@ def test_state_dicts_are_whole_of_modules_of_their_parts_and_of_optimizers(mesh)
     assert {name: tuple(t.shape) for name, t in whole.items()} == shapes
     assert all(type(t) is torch.Tensor for t in (*whole.values(), *part.values()))
     assert all(type(v) is torch.Tensor for entry in optimizer["state"].values() for v in entry.values())
-    # What was given out is a copy: the optimizer goes on with its shards.
+    # The result is a copy: the optimizer keeps its shards.
     assert all(isinstance(entry["exp_avg"], DTensor) for entry in state["opt"].state.values())
 
 
@@ -232,12 +232,12 @@ def test_whole_state_dicts_load_into_sharded_modules_and_optimizers(mesh):
     target = trained({"model": network()})
     shard(discover(target), mesh, Sharding(units=["Block"]))
     step(target)
-    given = source["model"].state_dict()
+    state_dict = source["model"].state_dict()
 
-    target["model"].load_state_dict(given)
+    target["model"].load_state_dict(state_dict)
     target["opt"].load_state_dict(copy.deepcopy(source["opt"].state_dict()))
 
-    assert all(type(t) is torch.Tensor for t in given.values()), "the caller's dict stays as it was"
+    assert all(type(t) is torch.Tensor for t in state_dict.values()), "the caller's dict stays as it was"
     step(source)
     step(target)
     for mine, theirs in zip(target["model"].parameters(), source["model"].parameters(), strict=True):
@@ -261,20 +261,20 @@ def with_ddp(state):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (with_lbfgs, r'state\["opt"\]: LBFGS needs all parameters'),
-        (with_tuple_of_parameters, r'state\["params"\]\[0\]: a parameter stands in a place that cannot be changed'),
+        (with_tuple_of_parameters, r'state\["params"\]\[0\]: an object that cannot be changed holds a parameter'),
         (with_tuple_of_parameters, r"; and 1 more like these; or use `strategy: ddp`"),
-        (with_hook, r'state\["model"\].2.weight: a gradient hook on a parameter'),
-        (with_ddp, r'state\["model"\]: a DistributedDataParallel of the class.s own'),
+        (with_hook, r'state\["model"\].2.weight: a parameter has a gradient hook'),
+        (with_ddp, r'state\["model"\]: the class wraps this module in DistributedDataParallel'),
     ],
 )
-def test_what_sharding_would_break_is_refused_by_its_path(mesh, spoil, said):
+def test_objects_that_sharding_would_break_are_refused_by_path(mesh, spoil, message):
     state = trained({"model": network()})
     spoil(state)
 
-    with pytest.raises(ContractError, match=said):
+    with pytest.raises(ContractError, match=message):
         shard(discover(state), mesh)
 
 
@@ -288,7 +288,7 @@ def test_dicts_by_parameter_follow_them(mesh):
     assert all(a is b for a, b in zip(state["rates"], state["model"].parameters(), strict=True))
 
 
-def test_modules_that_share_a_parameter_stay_whole_and_say_so(mesh, caplog):
+def test_modules_that_share_a_parameter_stay_full_and_are_logged(mesh, caplog):
     state = {"model": network(), "head": nn.Linear(4, 1), "other": network()}
     state["head"].weight = state["model"][2].weight
     state["opt"] = torch.optim.Adam(dict.fromkeys(p for m in state.values() for p in m.parameters()))
@@ -319,7 +319,7 @@ def test_weights_that_change_after_a_forward_without_backward_count_in_the_next(
 
 @pytest.fixture
 def in_step():
-    """Tensors behave as in a training step; what was agreed on and noted is in the lists."""
+    """Make tensors behave as in a training step; the lists record agreed and noted operations."""
     agreed, noted = [], []
     own = DTensor.__dict__["__torch_function__"]
     tensors.hold()
@@ -356,20 +356,20 @@ def assign_half(p):
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("use", "message"),
     [
         (torch.randn_like, "`randn_like` in `train_step`: random numbers in the shape of a shard"),
         (nn.init.normal_, "`normal_` in `train_step`: random numbers"),
         (nn.init.kaiming_uniform_, "random numbers in the shape of a shard"),
-        (lambda p: p.register_hook(print), "`register_hook` in `train_step`: a gradient hook on a parameter"),
+        (lambda p: p.register_hook(print), "`register_hook` in `train_step`: a parameter has a gradient hook"),
         (assign_half, "`.data` of a sharded parameter is set to a tensor of another shape or type"),
     ],
 )
-def test_what_shards_cannot_do_in_a_step_is_refused(mesh, in_step, use, said):
+def test_unsupported_operations_on_shards_in_a_step_are_refused(mesh, in_step, use, message):
     state = trained({"model": network()})
     shard(discover(state), mesh)
 
-    with pytest.raises(ContractError, match=said):
+    with pytest.raises(ContractError, match=message):
         use(state["model"][2].weight)
 
 
@@ -387,7 +387,7 @@ def test_writes_to_shards_are_noted_and_products_are_placed_as_they_are(mesh, in
 
 
 class Frozen:
-    """A frozen object with slots, which keeps parameters by themselves."""
+    """A frozen object with slots that holds parameters."""
 
     __slots__ = ("weight",)
 
@@ -395,7 +395,7 @@ class Frozen:
         raise AttributeError(name)
 
 
-def test_parameters_that_the_trainer_keeps_by_themselves_are_replaced_there(mesh):
+def test_parameters_that_the_trainer_keeps_outside_of_modules_are_replaced(mesh):
     state = trained({"model": network()})
     weight = state["model"][2].weight
     kept = Frozen()
