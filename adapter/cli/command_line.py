@@ -1,4 +1,4 @@
-"""The commands of ``genlight`` and how they are found.
+"""The commands of ``genlight``, and how to load them.
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. Declaring arguments loads
 neither torch nor Lightning, so that ``--help``, listings and shell completion answer at once. ``fit``, ``validate``,

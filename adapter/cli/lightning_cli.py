@@ -87,14 +87,14 @@ def _load_bounded(text: str) -> Any:
     return value
 
 
-def _values_of(node: yaml.Node, known: dict[int, float]) -> float:
+def _values_of(node: yaml.Node, counts: dict[int, float]) -> float:
     """Return the number of values of a node with its aliases filled in; infinity if it contains itself.
 
     Raises:
         yaml.YAMLError: A key appears twice in one mapping; YAML would silently take the last value.
     """
-    if id(node) not in known:
-        known[id(node)] = math.inf
+    if id(node) not in counts:
+        counts[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
             names = set()
@@ -105,8 +105,8 @@ def _values_of(node: yaml.Node, known: dict[int, float]) -> float:
                     )
                 names.add(str(key.value))
             parts = itertools.chain.from_iterable(node.value)
-        known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
-    return known[id(node)]
+        counts[id(node)] = 1 + sum(_values_of(part, counts) for part in parts)
+    return counts[id(node)]
 
 
 set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))

@@ -67,7 +67,7 @@ run=({run})
 code=$?
 """
 _REQUEUE = """\
-[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq '"category":"({reasons})"' && again=yes  # stopped, and can go on
+[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq '"category":"({reasons})"' && again=yes  # stopped, and can continue
 [ $code -ge 128 ] && [ "$(saved)" -gt "$before" ] && again=yes  # a task was killed: its node died, say
 if [ $again = yes ]; then  # also if the controller does not answer just now
   for _ in {{1..60}}; do scontrol requeue "$job" && break; sleep 5; done
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes")
     parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, with one task for each")
-    parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: one for each GPU, else 1")
+    parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: one for each GPU, otherwise 1")
     parser.add_argument("--cpus-per-task", type=int, metavar="N", help="CPU cores of each task")
     parser.add_argument(
         "--sbatch",

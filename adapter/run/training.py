@@ -238,7 +238,7 @@ def prepare_training(
     if data is None and not brings_data and not has_own:
         raise StartupContractError(
             "startup.invalid_job_spec",
-            "The job has no data, and its trainer has neither `train_loader` nor `rollout`. Add "
+            "The job names no data, and its trainer has neither `train_loader` nor `rollout`. Add "
             "`dataset.parquet_paths`, `inputs.dataset_parquet_refs`, `data` or `mock_batches`.",
         )
     check_trainer_arguments(trainer)

@@ -141,7 +141,7 @@ def test_an_existing_file_is_replaced_only_by_force(tmp_path, capsys, name):
 
 def test_a_prefix_that_a_lightning_checkpoint_would_not_lose_is_refused(checkpoints, tmp_path, capsys):
     assert call("export", checkpoints, "--to", tmp_path / "x.ckpt", "--strip-prefix", "model.") == 2
-    assert "--strip-prefix is for FILE.safetensors or FOLDER; leave it out" in capsys.readouterr().err
+    assert "--strip-prefix is for FILE.safetensors or FOLDER; remove it" in capsys.readouterr().err
     assert not (tmp_path / "x.ckpt").exists()
 
 

@@ -195,7 +195,7 @@ def _event_logger():
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         (
             {"command": "predict"},
-            "Trainer is a trainer class, which predicts nothing; `predict` takes a LightningModule",
+            "Trainer is a trainer class and cannot predict; `predict` takes a LightningModule",
         ),
         ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
         ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
@@ -238,7 +238,7 @@ def test_a_configuration_that_lightning_refuses_is_reported_without_a_traceback(
     ("plugin", "said"),
     [
         ("not_python:T", 'model-load failure:   File "{}/not_python.py", line'),
-        ("refused_trainer:Unmade", "ValueError: of the constructor\n  the whole traceback is in failures"),
+        ("refused_trainer:Unmade", "ValueError: of the constructor\n  the complete traceback is in failures"),
     ],
 )
 def test_an_error_of_a_trainers_constructor_is_reported_without_jsonargparses_errors(genlight, tmp_path, plugin, said):
@@ -281,7 +281,7 @@ def test_an_error_of_the_trainer_is_logged_with_its_own_frames_and_a_file_with_t
     assert told[1].endswith(", in train_step")
     assert told[2] == """    raise ValueError("of the trainer's own")"""
     assert told[3] == "ValueError: of the trainer's own"
-    assert told[4] == f"  the whole traceback is in c/failures/{whole.name}"
+    assert told[4] == f"  the complete traceback is in c/failures/{whole.name}"
     assert "trainer/call.py" in whole.read_text()
 
 
@@ -305,7 +305,7 @@ def test_each_attempt_of_a_fit_leaves_its_configuration_next_to_the_checkpoints(
 def test_a_fit_that_is_stopped_at_its_start_reports_it_and_does_not_train(genlight, callbacks):
     code, words = genlight(plugin="refused_trainer:Signalled", **callbacks)
     assert code == 75
-    assert ("stopped: preempted. No step was trained. To go on:\n  genlight fit" in words) != bool(callbacks)
+    assert ("stopped: preempted. No step was trained. To continue:\n  genlight fit" in words) != bool(callbacks)
     assert "With the callback genlight.callbacks.Checkpoint there would be" in words or not callbacks
     assert "fit completed" not in words
 
@@ -490,7 +490,7 @@ def test_a_fit_ends_with_its_outcome_and_the_paths_of_its_results(genlight):
 
     code, said = genlight("fit", "--resume", "auto", **works)
     assert code == 0, said
-    assert "the fit had completed at step 1 before; there was nothing to train\n  final checkpoint" in said
+    assert "the fit had already completed at step 1; there was nothing to train\n  final checkpoint" in said
 
 
 def test_resuming_needs_the_checkpoint_callback(genlight):
@@ -507,13 +507,13 @@ def test_a_resumed_fit_names_its_checkpoint_and_the_skipped_ones(genlight, tmp_p
     assert "going on" not in caplog.text
 
     assert genlight("fit", "--resume", "auto", **works)[0] == 0
-    assert "going on after step 1, from c/final.json" in caplog.messages
+    assert "continuing after step 1, from c/final.json" in caplog.messages
 
     caplog.clear()
     cut_off(tmp_path / "c" / "final.json")
     assert genlight("fit", "--resume", "auto", **works)[0] == 0
     assert "checkpoint final is broken" in caplog.text
-    assert "going on after step 1, from c/step-00000001.json" in caplog.messages
+    assert "continuing after step 1, from c/step-00000001.json" in caplog.messages
 
     caplog.clear()
     for record in (tmp_path / "c").glob("*.json"):
@@ -528,11 +528,11 @@ def test_a_resumed_fit_names_its_checkpoint_and_the_skipped_ones(genlight, tmp_p
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("c/final.json", "going on after the checkpoint {}/c/final.json"),
-        ("c/final", "going on after the checkpoint {}/c/final.json"),
-        ("c", "going on after the checkpoint {}/c/final.json"),
-        ("last", "going on after the checkpoint {}/c/final.json"),
-        ("best", "going on after the checkpoint best"),
+        ("c/final.json", "continuing after the checkpoint {}/c/final.json"),
+        ("c/final", "continuing after the checkpoint {}/c/final.json"),
+        ("c", "continuing after the checkpoint {}/c/final.json"),
+        ("last", "continuing after the checkpoint {}/c/final.json"),
+        ("best", "continuing after the checkpoint best"),
     ],
 )
 def test_a_fit_continues_from_a_named_checkpoint_and_logs_it(genlight, caplog, tmp_path, given, told):
@@ -586,7 +586,7 @@ def test_the_command_that_continues_a_fit_from_a_named_checkpoint_takes_its_own_
 def test_a_named_checkpoint_and_a_start_at_step_0_contradict_each_other(genlight):
     code, words = genlight("fit", "--resume", "never", "--ckpt_path", "c", plugin="refused_trainer:Works")
     assert code == 2
-    assert "--ckpt_path and --resume contradict each other; leave one out" in words
+    assert "--ckpt_path and --resume contradict each other; remove one of them" in words
 
 
 def test_a_contract_trainer_is_evaluated_newly_built_or_from_a_checkpoint(genlight, caplog):
@@ -596,7 +596,7 @@ def test_a_contract_trainer_is_evaluated_newly_built_or_from_a_checkpoint(genlig
     assert genlight(**counts)[0] == 0
 
     for arguments, score, told in (
-        ([], 0.0, "using the model as it is built; for a checkpoint use --ckpt_path, or --resume auto"),
+        ([], 0.0, "using the newly built model; to use a checkpoint, add --ckpt_path or --resume auto"),
         (["--ckpt_path", "c/final.json"], 1.0, None),
         (["--resume", "auto"], 1.0, "using step 1, from c/final.json"),
     ):
@@ -667,7 +667,7 @@ def test_predictions_use_the_named_checkpoint_or_the_newest(genlight, tmp_path, 
     assert genlight("predict", *model, "--ckpt_path", "c", *writes)[0] == 0
     code, words = genlight("predict", *model)
     assert code == 0, words
-    assert "using the model as it is built" in words
+    assert "using the newly built model" in words
 
     assert (tmp_path / "predictions").read_text() == "6.0\n6.0\n"
 

@@ -84,7 +84,7 @@ def test_a_run_without_scores_or_checkpoints_is_named(scored, tmp_path, capsys):
         shutil.rmtree(record.with_suffix(""))
         record.unlink()
     assert main(["path", str(scored)]) == 1
-    assert "no whole checkpoint in" in capsys.readouterr().err
+    assert "no complete checkpoint in" in capsys.readouterr().err
     assert main(["path", str(scored), "--best"]) == 2
     assert "`checkpoints.monitor`" in capsys.readouterr().err
     assert main(["path", str(tmp_path / "absent")]) == 2

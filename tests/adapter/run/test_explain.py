@@ -78,7 +78,7 @@ def test_differing_shapes_and_names_are_listed_up_to_a_limit():
     text = str(explain(raised.value))
     for said in (
         'Unexpected key(s) in state_dict: "1.weight", "1.bias". size mismatch for 0.weight',
-        "`--resume never`",
+        "`genlight fit --resume never`",
     ):
         assert said in text
     deep = nn.Sequential(*(nn.Linear(1, 1) for _ in range(99)))

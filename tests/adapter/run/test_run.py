@@ -376,7 +376,7 @@ def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_al
     _, place, line, error, last = said.splitlines()
     assert (place.split(", ")[-1], line) == ("in train_step", '    raise ZeroDivisionError("bad batch")')
     assert error == "ZeroDivisionError: bad batch"
-    assert last == f"  the whole traceback is in out/failures/{whole.name}"
+    assert last == f"  the complete traceback is in out/failures/{whole.name}"
 
 
 def test_a_token_is_in_no_byte_that_a_failed_run_leaves(write_job, caplog):
@@ -425,7 +425,7 @@ def test_a_higher_step_limit_continues_from_the_final_checkpoint(write_job, capl
     assert "going on" not in caplog.text
     job = write_job(resume_from_latest=True, max_steps=9)
     assert run(job) == 0
-    assert "going on after step 7 of 9, from out/checkpoints/final.json" in caplog.messages
+    assert "continuing after step 7 of 9, from out/checkpoints/final.json" in caplog.messages
     (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
     assert resumed["step"] == resumed["value"] == 7
     expected = sum(range(20)) + sum(range(16))
@@ -445,7 +445,7 @@ def test_artifacts_of_another_run_are_not_touched(write_job, caplog):
         assert f"startup.{code}" in caplog.text
         assert names(job)[-1] == "completed"
     own = job.parent / "out" / "job.json"
-    assert f"another job. Changed since final: hyperparams.sleep ({own} has the job as it was)" in caplog.text
+    assert f"another job. Changed since final: hyperparams.sleep ({own} has the earlier job)" in caplog.text
     assert run(job, allow_changed=True) == 0
 
 
@@ -454,7 +454,7 @@ def test_weights_of_another_shape_are_reported_with_the_way_out(write_job, caplo
     job = write_job(trainer=":Learns", max_steps=4, hyperparams={"width": 3}, resume_from_latest=True)
     assert run(job, allow_changed=True) == 1
     error = events(job)[-1]["error"]
-    assert error.startswith("model-load:The weights of the checkpoint are not those of the model that was built: ")
+    assert error.startswith("model-load:The weights of the checkpoint do not fit the model that was built: ")
     assert "size mismatch for model.weight: copying a param with shape torch.Size([1, 1]) from checkpoint, " in error
     assert "`genlight run --fresh`" in error
     assert "Traceback" not in caplog.text
@@ -562,7 +562,7 @@ def test_changes_since_a_downloaded_checkpoint_are_reported_too(write_job, caplo
     job = write_job(max_steps=3, hyperparams={"sleep": 0.0}, inputs=ref)
     (job.parent / "out").rename(job.parent / "moved")
     assert run(job) == 0
-    assert "The job has changed since final, from which the run goes on: hyperparams.sleep" in caplog.text
+    assert "The run continues from final, but its job has changed since: hyperparams.sleep" in caplog.text
 
 
 def test_a_record_of_an_older_runtime_is_resumed_from(write_job):
@@ -589,7 +589,7 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(write_job, caplog)
     victim.write_bytes(data)
     assert run(job) == 0
     assert "step-00000004 is broken" in caplog.text
-    assert "going on after step 2 of 5, from out/checkpoints/step-00000002.json" in caplog.messages
+    assert "continuing after step 2 of 5, from out/checkpoints/step-00000002.json" in caplog.messages
     (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
     assert resumed["step"] == 2
 
@@ -619,7 +619,7 @@ def test_the_hint_after_a_failure_names_the_checkpoint_that_the_next_start_takes
     assert run(job, "max_steps=3") == 0
     (job.parent / "out" / "checkpoints" / "step-00000008.json").write_bytes(RECORD_MARKER)
     assert run(job) == 1
-    assert "It goes on from out/checkpoints/step-00000004.json." in caplog.text
+    assert "The next start continues from out/checkpoints/step-00000004.json." in caplog.text
     assert events(job)[-1]["resumable"] is True
 
 
@@ -815,7 +815,7 @@ def test_a_remaining_cancel_file_is_named(write_job, tmp_path, caplog):
     (tmp_path / "cancel").touch()
     assert run(write_job(cancel_file_path="cancel")) == 75
     assert (
-        f"stopped: canceled. No step was trained. Remove the cancel file {tmp_path / 'cancel'} first. To go on:"
+        f"stopped: canceled. No step was trained. Remove the cancel file {tmp_path / 'cancel'} first. To continue:"
         in caplog.text
     )
 
@@ -989,4 +989,4 @@ def test_a_changed_rate_is_reported_and_applied_like_batch_size_and_precision(wr
     assert run(job, 'resume.keep=["lrr"]', allow_changed=True) == 1
     assert "'lrr' cannot be kept on a resume" in caplog.text
     assert run(job, 'resume.keep=["lr"]', allow_changed=True) == 0
-    assert "The job has changed since final, from which the run goes on: hyperparams.lr (" in caplog.text
+    assert "The run continues from final, but its job has changed since: hyperparams.lr (" in caplog.text
