@@ -14,8 +14,8 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; see `genlight.adapter.cli.command_line`.
 
-    Without `arguments` the process is the command's own. A run or a fit then handles stop signals from here on, before
-    anything large is imported, and a signal after its end no longer changes the exit code.
+    Without `arguments` the process belongs to the command. A run or a fit then handles stop signals from here on,
+    before any large import, and a signal after its end no longer changes the exit code.
     """
     trains = arguments is None and sys.argv[1:2] in (["run"], ["fit"])
     try:
@@ -24,12 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             StopSignals().install()
         from .command_line import main as run_main
-    except KeyboardInterrupt:  # Its imports take long enough for that.
+    except KeyboardInterrupt:  # The imports take long enough for a Ctrl-C.
         return INTERRUPTED
     code = run_main(arguments)
     if trains:
-        # How the run ended has been reported by now. A process with torch in it needs a second to end, and a signal in
-        # that time would have its exit code say otherwise.
+        # The end of the run has been reported. A process with torch needs a second to exit, and without this a signal
+        # in that time would change the exit code.
         from ...callbacks.stop.signals import exit_on_signal
 
         exit_on_signal(code)

@@ -29,19 +29,19 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument(
         "subject", metavar="MODULE:CLASS|JOB.json", help="the class, or a job with its class, hyperparameters and data"
     )
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help="a Parquet file; may be repeated")
-    # A window of 2 to 6 steps is open after seven, and an epoch of five has begun anew.
+    # After seven steps, an accumulation window of 2 to 6 steps is open, and a second epoch of five has begun.
     parser.add_argument("--steps", type=at_least(1), default=7, help="steps before and after the interruption")
     add_overrides(parser, "dataset.batch_size=8 or hyperparams.lr=0.001")
     add_json(parser, "print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, 1 where a check failed, or 2 without data.
+    """Run the command and return its exit code: 0, 1 if a check failed, or 2 without data.
 
     Raises:
         StartupContractError: The job cannot be used.
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> RunConfig:
-    """The job to check, with the steps and data of the command line; a class alone is made into one."""
+    """Return the job to check, with steps and data from the command line; for a class, create a job."""
     from ..job.config import resolve_run_config
 
     overrides = [*args.set, f"max_steps={2 * args.steps}"]
@@ -83,8 +83,8 @@ def _job(args: argparse.Namespace) -> RunConfig:
 
 
 def _subject(config: RunConfig, steps: int) -> Subject:
-    """The class of a job, and the batches that it is trained on."""
-    # Only now: these load Lightning, which a command that is refused need not wait for.
+    """Collect the class of a job and the batches for its training."""
+    # Imported here: these load Lightning, and a refused command should not have to wait for that.
     from ..check.batches import job_batches
     from ..check.plain_loop import plain_context
     from ..check.subject import Subject
@@ -96,7 +96,7 @@ def _subject(config: RunConfig, steps: int) -> Subject:
     with on_sys_path(folders), contextlib.ExitStack() as stack:  # a `collate` may be a function of the user's
         _, batches = job_batches(config, None, ctx, stack)
         if batches is None:
-            with contextlib.suppress(ContractError):  # which the checks report
+            with contextlib.suppress(ContractError):  # the checks report it
                 if optional_hook(target := find_trainer(config.trainer), "train_loader") is not None:
                     trainer = make_trainer(target)
                     trainer.setup(ctx)

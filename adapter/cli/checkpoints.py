@@ -1,6 +1,6 @@
 """List, verify, show or export the checkpoints of a run.
 
-`verify` proves the files of each by their digests. `export` writes one for other tools.
+`verify` checks the files of each by their digests. `export` writes one for other tools.
 
 Exit codes: 0 done, 1 a checkpoint is broken, 2 usage.
 """
@@ -42,7 +42,7 @@ _FACTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("action", choices=("list", "verify", "show", "export"))
     parser.add_argument(
         "path",
@@ -63,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         metavar="FILE",
-        help="export: safetensors file or checkpoint with the weights that this checkpoint leaves out",
+        help="export: safetensors file or checkpoint with the weights that this checkpoint lacks",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 1 where a checkpoint is broken.
+    """Run the command and return its exit code: 0, or 1 if a checkpoint is broken.
 
     Raises:
         UsageError: Nothing can be exported there.
@@ -87,14 +87,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     proves = args.action == "verify"
-    found = _listed(args.path)
-    if not found:
+    checkpoints = _list_path(args.path)
+    if not checkpoints:
         text = f"no checkpoint in {args.path}; name the folder of a run, its checkpoints, or one of them"
         return print_error("checkpoints", text, 2 if proves else 0)
-    records = [each.record for each in found if each.record is not None]
+    records = [each.record for each in checkpoints if each.record is not None]
     monitor, mode = monitored(records)
     best = best_first(records, monitor, mode)[:1] if mode is not None else []
-    rows = [{**checkpoint_facts(each, proves=proves), "best": each.record in best} for each in found]
+    rows = [{**checkpoint_facts(each, proves=proves), "best": each.record in best} for each in checkpoints]
     if args.json:
         say_json(rows)
     else:
@@ -102,7 +102,7 @@ def _list(args: argparse.Namespace) -> int:
     return 1 if proves and any(row["problem"] for row in rows) else 0
 
 
-def _listed(path: str) -> list[Listed]:
+def _list_path(path: str) -> list[Listed]:
     folder = folder_of_checkpoints(path)
     if folder is not None:
         return list_checkpoints(folder)
@@ -145,18 +145,18 @@ def _show(record: CheckpointRecord, *, as_json: bool) -> None:
 
 
 def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
-    """Element type and shape of every tensor, from headers and indices alone; one that was saved in slices is whole."""
-    found = {}
+    """Return element type and complete shape of every tensor, sliced or not. Read only headers and indices."""
+    tensors = {}
     for entry in record.files:
         name = record.file_name(entry)
         if rank_of(name) is not None or not name.endswith(".safetensors"):
             continue
         for key, stored in read_header(record, entry).items():
-            found[f"{record.tensor_file(entry)}:{key}"] = (stored.dtype, list(stored.shape))
+            tensors[f"{record.tensor_file(entry)}:{key}"] = (stored.dtype, list(stored.shape))
     for sliced in sliced_tensors(record):
-        found[f"{sliced.file}:{sliced.key}"] = (TORCH_TYPES.get(sliced.dtype, RAW), list(sliced.shape))
-    found |= {f"left out:{left.key}": (left.dtype, list(left.shape)) for left in record.left_out}
-    return found
+        tensors[f"{sliced.file}:{sliced.key}"] = (TORCH_TYPES.get(sliced.dtype, RAW), list(sliced.shape))
+    tensors |= {f"omitted:{left.key}": (left.dtype, list(left.shape)) for left in record.left_out}
+    return tensors
 
 
 def _export(record: Path, args: argparse.Namespace) -> None:
@@ -164,7 +164,7 @@ def _export(record: Path, args: argparse.Namespace) -> None:
         raise UsageError("export needs --to FILE.safetensors, --to FILE.ckpt, or --to FOLDER for a Hugging Face model")
     target = Path(args.to)
     if target.suffix == ".ckpt" and args.strip_prefix:
-        raise UsageError("--strip-prefix is for FILE.safetensors or FOLDER; leave it out")
+        raise UsageError("--strip-prefix is for FILE.safetensors or FOLDER; remove it")
     try:
         if target.suffix in (".ckpt", ".safetensors") and os.path.lexists(target) and not args.force:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)

@@ -1,4 +1,4 @@
-"""The commands of ``genlight`` and how they are found.
+"""The commands of ``genlight``, and how to load them.
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. Declaring arguments loads
 neither torch nor Lightning, so that ``--help``, listings and shell completion answer at once. ``fit``, ``validate``,
@@ -73,13 +73,13 @@ _HEADINGS = {
 }
 """Headings of groups in the help, by the first command of each."""
 LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
-"""Commands of LightningCLI, which parses their arguments itself."""
+"""Commands of LightningCLI; it parses their arguments itself."""
 
 _EXTRAS = {"uvicorn": "serve", "starlette": "serve", "textual": "watch", "plotext": "watch"}
 """The extra of genlight that a package belongs to."""
 
 _CHATTY_LOGGERS = (
-    # Not their parents: Lightning sets the level of those when it is imported, which is later.
+    # Not their parents: Lightning sets the level of the parents later, when it is imported.
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.rank_zero",
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Arguments after the program's name; None takes the process's own.
+        arguments: Arguments after the program's name; None takes ``sys.argv``.
 
     Returns:
         The exit code: 0 completed, 1 failed, 2 startup or usage, 3 ended by `on_nonfinite`, 75 stopped but resumable,
@@ -150,9 +150,9 @@ def _run(words: list[str]) -> int:
             raise
         return print_error(name, f"{error.name} is not installed: {_installing(extra)}")
     except OSError as error:
-        if error.errno is None:  # an error of our own, which says all
+        if error.errno is None:  # raised by genlight, with a complete message
             return print_error(name, error)
-        if error.filename is None:  # of the output, which is looked after where that is
+        if error.filename is None:  # an error of the output; `exit_on_broken_pipe` handles it
             raise
         path = os.fsdecode(error.filename)
         return print_error(name, f"{path}: {error.strerror}; name a path that can be used")
@@ -160,7 +160,7 @@ def _run(words: list[str]) -> int:
 
 
 def _installing(extra: str) -> str:
-    """The command that installs the packages of an extra, by their own names: no index has genlight."""
+    """Return the command that installs the packages of an extra one by one, since no index has genlight."""
     requires = (required.partition(";") for required in metadata.requires("genlight") or ())
     named = [f"'{package.strip()}'" for package, _, marker in requires if re.search(rf"extra == .{extra}\b", marker)]
     return f"pip install {' '.join(named)}"
@@ -178,7 +178,7 @@ def _run_lightning(words: list[str]) -> int:
 
 
 def completion_parser() -> CommandParser:
-    """The parser of the program with the arguments of all commands of our own, for ``shtab``."""
+    """Create a parser with the arguments of all commands except LightningCLI's, for ``shtab``."""
     parser = CommandParser("genlight")
     commands = parser.add_subparsers()
     for name, summary in COMMANDS.items():
@@ -189,7 +189,7 @@ def completion_parser() -> CommandParser:
 
 
 def program_parser() -> CommandParser:
-    """The parser of the program, which knows the names of all commands."""
+    """Create the parser of the program, with the names of all commands."""
     parser = CommandParser("genlight", description=_overview())
     parser.usage = "genlight COMMAND ..."
     parser.see_also = f"reference: {reference('all-commands')}"
@@ -207,7 +207,7 @@ def _overview() -> str:
 
 
 def command_parser(name: str) -> CommandParser:
-    """The parser of one command. Only this command is imported, since others import more."""
+    """Create the parser of one command. Import only this command, since others import more."""
     command = _module_of(name)
     parser = CommandParser(f"genlight {name}", description=command.__doc__.replace("``", "`"))
     command.add_arguments(parser)
@@ -223,16 +223,16 @@ def _module_of(name: str) -> Any:
 
 
 def version_text() -> str:
-    """The versions of genlight, Lightning, torch and Python."""
-    stands_on = ", ".join(f"{name} {metadata.version(name)}" for name in ("lightning", "torch"))
-    return f"genlight {metadata.version('genlight')} ({stands_on}, python {sys.version.split()[0]})"
+    """Return the versions of genlight, Lightning, torch and Python."""
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("lightning", "torch"))
+    return f"genlight {metadata.version('genlight')} ({packages}, python {sys.version.split()[0]})"
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to the current standard error: while a progress bar is drawn, this one puts lines above it."""
+    """Writes to the current ``sys.stderr``: a progress bar replaces it to print lines above the bar."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # a StreamHandler's own would keep the stream of now
+        logging.Handler.__init__(self)  # `StreamHandler.__init__` would keep the present stream
 
     @property
     def stream(self) -> Any:
@@ -241,12 +241,12 @@ class _StandardError(logging.StreamHandler[Any]):
 
 
 def _configure_messages() -> None:
-    """Send our messages to standard error, and those warnings of Lightning that a user can act on."""
+    """Send our messages to standard error, and hide warnings of Lightning on which a user cannot act."""
     if not logging.getLogger().handlers:
         handler = _StandardError()
         handler.setFormatter(VisibleFormatter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
-        # It has a handler to standard error of its own, and each message would come twice.
+        # It has another handler to standard error, and each message would appear twice.
         logging.getLogger("lightning").propagate = False
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

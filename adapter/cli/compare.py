@@ -19,7 +19,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("job", metavar="JOB.json", help="the job, whose precision is compared")
     parser.add_argument("--steps", type=at_least(1), default=5, help="number of steps; with --against, of updates")
     parser.add_argument(
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 1 where they differ or the class failed.
+    """Run the command and return its exit code: 0, or 1 if they differ or the class failed.
 
     Raises:
         GenlightError: The two cannot be compared.
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         comparison = _compare(args)
     except (StartupContractError, ContractError, InputError, OSError):
         raise
-    except Exception as error:  # noqa: BLE001  # whatever the class raises is the outcome
+    except Exception as error:  # noqa: BLE001  # an error of the class is a result of the comparison
         text = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
         return print_error("compare", f"training failed: {text}", 1)
     if args.json:

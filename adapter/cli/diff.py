@@ -20,34 +20,34 @@ _WIDEST = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("run_a", metavar="RUN_A", type=run_folder, help="folder of a run")
     parser.add_argument("run_b", metavar="RUN_B", type=run_folder, help="folder of another run")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0."""
+    """Run the command and return its exit code: 0."""
     folders = [args.run_a, args.run_b]
     runs = [facts_of_run(summary_of(folder)) for folder in folders]
-    found = differences(runs)
+    changes = differences(runs)
     if args.json:
-        say_json(map(asdict, found))
+        say_json(map(asdict, changes))
         return 0
     for folder, each in zip(folders, runs, strict=True):
         if each["job"] is None:
-            print_error("diff", f"{folder} has no job.json: of hyperparameters, only numbers are compared")
-    say(*_lines(found, [str(each["run_id"]) for each in runs]))
+            print_error("diff", f"{folder} has no job.json: only numeric hyperparameters are compared")
+    say(*_lines(changes, [str(each["run_id"]) for each in runs]))
     return 0
 
 
-def _lines(found: list[Difference], names: list[str]) -> list[str]:
-    """A table with a heading for each kind of thing."""
-    if not found:
+def _lines(changes: list[Difference], names: list[str]) -> list[str]:
+    """Return a table of the differences, grouped by kind under headings."""
+    if not changes:
         return ["no known difference"]
-    rows = [[f"  {each.name}", *("-" if v is None else brief(v, _WIDEST) for v in each.values)] for each in found]
+    rows = [[f"  {each.name}", *("-" if v is None else brief(v, _WIDEST) for v in each.values)] for each in changes]
     header, *texts = aligned([["", *names], *rows])
     lines = [header]
-    for about, group in groupby(zip(found, texts, strict=True), lambda each: each[0].about):
+    for about, group in groupby(zip(changes, texts, strict=True), lambda each: each[0].about):
         lines += [about, *(text for _, text in group)]
     return lines

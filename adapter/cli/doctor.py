@@ -1,6 +1,6 @@
-"""Find the mistakes in a job without training, and show its settings and where each comes from.
+"""Find the mistakes in a job without training, and show its settings and their sources.
 
-Nothing is created or sent, and no server is asked.
+The command creates and sends nothing, and contacts no server.
 
 Exit codes: 0 the job can start, 2 it cannot.
 """
@@ -45,7 +45,7 @@ Outcomes = Iterator[tuple[Level, str]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument(
         "job", nargs="?", metavar="JOB.json", help="the job; without it TRAINER_JOB_SPEC_PATH names one"
     )
@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis and return the exit code: 0 when the job could start, 2 when it could not."""
+    """Print the diagnosis and return the exit code: 0 if the job can start, 2 if it cannot."""
     config, errors = read_run_config(spec_path=args.job, overrides=args.set)
-    # Without a job file the table would hold defaults alone.
+    # Without a job file the table would have only defaults.
     table = _table(config, defaults=args.all) if config.given.readable else []
     findings = list(diagnose(config, errors))
     if args.step and not any(finding.level == "fail" for finding in findings):
@@ -76,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(config: RunConfig, errors: ConfigErrors) -> Iterator[Finding]:
-    """Every finding about a job, whatever else is wrong with it.
+    """Yield every finding about a job, including the faults that do not prevent further checks.
 
     Args:
-        config: What is known of the run.
-        errors: What is known to be wrong with its settings.
+        config: The settings that could be read.
+        errors: The faults of the settings.
     """
     is_sound = not errors.found
     if is_sound:
@@ -104,7 +104,7 @@ def diagnose(config: RunConfig, errors: ConfigErrors) -> Iterator[Finding]:
 
 
 def _findings(check: str, outcomes: Outcomes) -> Iterator[Finding]:
-    """The outcomes of a check as findings; an error that a run would raise is a fault."""
+    """Yield the outcomes of a check as findings; an error that a run would raise is a fault."""
     try:
         for level, text in outcomes:
             yield Finding(check, level, text)
@@ -116,7 +116,8 @@ def _token(config: RunConfig) -> Outcomes:
     origins, has_token = sorted(config.token_origins), config.capability_token is not None
     if origins or has_token:
         is_sent = "is sent" if has_token else "is not set, and would be sent"
-        yield "pass" if origins and has_token else "warn", f"{is_sent} to {', '.join(origins) or 'no origin'} alone"
+        targets = f"only to {', '.join(origins)}" if origins else "to no origin"
+        yield "pass" if origins and has_token else "warn", f"{is_sent} {targets}"
     for origin in origins if has_token else ():
         if origin.startswith("http://") and not origin.startswith(LOOPBACK):
             yield "warn", f"travels to {origin} without encryption; use https://"
@@ -135,24 +136,24 @@ def _artifacts(config: RunConfig) -> Outcomes:
 
 
 def _start(config: RunConfig) -> Outcomes:
-    """The checkpoint that the run would start from, and the broken ones that it would skip."""
-    if config.inputs.resume_checkpoint_ref is not None:  # which the inputs bring
+    """Yield the checkpoint from which the run would start, and the broken ones that it would skip."""
+    if config.inputs.resume_checkpoint_ref is not None:  # the inputs download it
         return
     start = decide_start(config)
     yield from (("warn", warning) for warning in start.warnings)
     if start.finished_step is not None:
         yield "pass", f"the run has completed at step {start.finished_step}; nothing to train"
     elif start.record is not None:
-        yield "pass", f"the run goes on after step {start.record.step}, from {start.record.path}"
+        yield "pass", f"the run continues after step {start.record.step}, from {start.record.path}"
 
 
 def _stop(config: RunConfig) -> Outcomes:
     if config.cancel_file_path is not None and cancel_file_is_set(config.cancel_file_path):
-        yield "warn", f"the cancel file {config.cancel_file_path} is there: the run stops before its first step"
+        yield "warn", f"the cancel file {config.cancel_file_path} exists: the run stops before its first step"
 
 
 def _dataset(config: RunConfig) -> Outcomes:
-    """The Parquet files on this machine, opened as a run opens them."""
+    """Open the Parquet files on this machine as a run does."""
     from ..feed.arrow_feed import ArrowFeed  # loads pyarrow
 
     dataset = config.dataset
@@ -169,7 +170,7 @@ def _dataset(config: RunConfig) -> Outcomes:
             yield "fail", str(error)
     if missing or not files:
         return
-    drops = dataset.drop_last and not remote  # of which there may be more rows
+    drops = dataset.drop_last and not remote  # remote files may have more rows
     paths = [str(file) for file in files]
     feed = ArrowFeed(paths, batch_size=dataset.batch_size, columns=dataset.columns, drop_last=drops)
     with contextlib.closing(feed):
@@ -178,7 +179,7 @@ def _dataset(config: RunConfig) -> Outcomes:
 
 
 def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
-    """Faults of the trainer class, which is imported and not constructed, and of the job's Lightning trainer."""
+    """Import the trainer class without constructing it, and yield its faults and those of the Lightning trainer."""
     with on_sys_path([config.spec_dir, Path.cwd()]):
         target = imported_trainer(config)
         yield (
@@ -207,7 +208,7 @@ def _input(kind: Kind, text: str) -> Outcomes:
 
 
 def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str, str]]:
-    """Name, source and value of each setting that was given; with `defaults` of every setting."""
+    """Return name, source and value of each setting; without `defaults`, skip those with default values."""
     rows = []
     for name, key in all_keys():
         value = operator.attrgetter(name)(config) if getattr(config, name.partition(".")[0]) is not None else None
@@ -218,7 +219,7 @@ def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str, str]]:
 
 
 def _shown(name: str, value: Any) -> str:
-    """A value for the table, shortened and without secrets; paths are not shortened."""
+    """Return a value for the table, shortened and without secrets; paths are not shortened."""
     if value is None or value in ("", (), frozenset()):
         return "-"
     plain = msgspec.to_builtins(value, order="sorted", enc_hook=os.fspath)

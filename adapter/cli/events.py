@@ -24,24 +24,24 @@ from .terminal import brief, print_error, say, say_json
 
 __all__ = ["add_arguments", "run"]
 
-_LEFT_OUT = ("event", "job", "metadata", "packages", "schema_version", "seq", "step", "timestamp_ms")
-"""Fields that are shown elsewhere in a line, or are too long for it."""
+_OMITTED = ("event", "job", "metadata", "packages", "schema_version", "seq", "step", "timestamp_ms")
+"""Fields that appear elsewhere in a line, or are too long for it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("path", metavar="RUN", help="folder of a run, or its event log")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--follow", action="store_true", help="show events as they come, until the run ends")
-    what.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
-    what.add_argument("--goodput", action="store_true", help="show where the time of all attempts went")
-    what.add_argument("--metrics", action="store_true", help="write the metrics as a table to standard output")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--follow", action="store_true", help="show events as they come, until the run ends")
+    action.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
+    action.add_argument("--goodput", action="store_true", help="show the use of the time of all attempts")
+    action.add_argument("--metrics", action="store_true", help="write the metrics as a table to standard output")
     parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="format of that table")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 1 for a log that breaks its rules.
+    """Run the command and return its exit code: 0, or 1 for a log that breaks its rules.
 
     Raises:
         UsageError: There is no log, or it has nothing to show.
@@ -94,12 +94,12 @@ def _metrics(path: Path, form: str) -> None:
     from pyarrow import csv, parquet
 
     if form == "parquet" and sys.stdout.isatty():
-        raise UsageError("Parquet is not for a terminal; send it to a file, as in `> metrics.parquet`")
+        raise UsageError("a terminal cannot show Parquet; send it to a file, as in `> metrics.parquet`")
     table = read_metrics(path)
     sys.stdout.flush()
     if form == "parquet":
         parquet.write_table(table, sys.stdout.buffer)
-    elif sys.stdout.isatty():  # names come from a file, and must not command the terminal
+    elif sys.stdout.isatty():  # names come from a file, and must not control the terminal
         buffer = io.BytesIO()
         csv.write_csv(table, buffer)
         say(*buffer.getvalue().decode().splitlines())
@@ -120,7 +120,7 @@ def _show(path: Path, args: argparse.Namespace) -> None:
 
 
 def _by_step(events: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The events; consecutive metrics of one step form one group."""
+    """Group the events: consecutive metrics of one step form one group, every other event another."""
 
     def key(numbered: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
         number, event = numbered
@@ -131,14 +131,14 @@ def _by_step(events: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 
 def _line(events: list[dict[str, Any]]) -> str:
-    """One line of the display. Any field may be missing, so that a broken log can still be shown."""
+    """Return one line of the display. Any field may be missing, so that a broken log can still be shown."""
     first = events[0]
     if first.get("event") == "metric":
         details = "  ".join(_metric(event) for event in events)
     else:
         metadata = first.get("metadata")
         facts = {**first, **(metadata if isinstance(metadata, Mapping) else {})}
-        details = "  ".join(f"{name}={brief(value)}" for name, value in facts.items() if name not in _LEFT_OUT)
+        details = "  ".join(f"{name}={brief(value)}" for name, value in facts.items() if name not in _OMITTED)
     step = str(first.get("step", ""))
     return f"{_clock(first.get('timestamp_ms'))}  {first.get('event')!s:<11}{step:<9}{details}".rstrip()
 

@@ -1,4 +1,4 @@
-"""Start a project: a new folder with a trainer class, its job and a little data, which can be run at once.
+"""Start a project: a new folder with a trainer class, its job and a little data, ready to run.
 
 Exit codes: 0 written, 2 usage.
 """
@@ -23,12 +23,12 @@ _TEMPLATES = ("README.md", "job.json", _DATA_SCRIPT, "my_trainer.py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("directory", metavar="DIR", help="the folder to write; it must be new or empty")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0.
+    """Run the command and return its exit code: 0.
 
     Raises:
         UsageError: The folder is not empty; nothing has been written.

@@ -43,31 +43,31 @@ from ..run.report import is_input_error, show_results, shown_path
 from ..run.session import Completion, FollowerSession, Session
 from ..run.start import ExitHints, move_checkpoints_aside, newest_start, refuse_to_overwrite
 from ..run.this_rank import is_rank_zero
-from .parser import offered_name, refuse
+from .parser import refuse, suggest_name
 
 __all__ = ["GenlightCLI", "checkpoints_of", "run_lightning_cli"]
 
 log = logging.getLogger(__name__)
 
 MOST_VALUES = 100_000
-"""Values of a configuration. Nested anchors can stand for billions in a few lines, and each would be built."""
+"""Maximum values of a configuration. A few lines of nested anchors can stand for billions of values."""
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
-"""Words that ``--ckpt_path`` takes besides a path."""
+"""Words that ``--ckpt_path`` accepts in place of a path."""
 _FIT = ExitHints(
-    go_on="go on from them with `--resume auto`",
-    anew="move them aside and start at step 0 with `--resume never`",
-    elsewhere="choose another `dirpath`",
+    resume="continue from them with `--resume auto`",
+    start_over="move them aside and start at step 0 with `--resume never`",
+    other_folder="choose another `dirpath`",
 )
-_EVALUATION = ExitHints(anew="name another by `--ckpt_path`")
+_EVALUATION = ExitHints(start_over="name another by `--ckpt_path`")
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
-# The options of a feed have their texts below each field.
+# The fields of a feed's options have their docstrings below them.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 _load_yaml = get_loader("yaml")
 
 
 def _load_bounded(text: str) -> Any:
-    """The value of a YAML text, whose size is checked before it is built.
+    """Load a YAML text, after checking how many values it stands for.
 
     Raises:
         yaml.YAMLError: It stands for too many values, has a key twice, or is a job.
@@ -87,14 +87,14 @@ def _load_bounded(text: str) -> Any:
     return value
 
 
-def _values_of(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values a node stands for with its aliases filled in; infinitely many if it contains itself.
+def _values_of(node: yaml.Node, counts: dict[int, float]) -> float:
+    """Return the number of values of a node with its aliases filled in; infinity if it contains itself.
 
     Raises:
-        yaml.YAMLError: A key appears twice in one mapping, of which YAML would take the last without a word.
+        yaml.YAMLError: A key appears twice in one mapping; YAML would silently take the last value.
     """
-    if id(node) not in known:
-        known[id(node)] = math.inf
+    if id(node) not in counts:
+        counts[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
             names = set()
@@ -105,23 +105,23 @@ def _values_of(node: yaml.Node, known: dict[int, float]) -> float:
                     )
                 names.add(str(key.value))
             parts = itertools.chain.from_iterable(node.value)
-        known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
-    return known[id(node)]
+        counts[id(node)] = 1 + sum(_values_of(part, counts) for part in parts)
+    return counts[id(node)]
 
 
 set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))
 
 
 def checkpoints_of(trainer: pl.Trainer) -> Path | None:
-    """The folder of the `Checkpoint` callback; None without one, or if this run saves no checkpoints."""
+    """Return the folder of the `Checkpoint` callback; None without one, or if this run saves no checkpoints."""
     savers = [] if getattr(trainer, "fast_dev_run", False) else savers_of(trainer)
     return next((saver.dirpath or Path(trainer.default_root_dir) / "checkpoints" for saver in savers), None)
 
 
 class SaveAttemptConfig(SaveConfigCallback):
-    """Writes ``config-<attempt>.yaml`` next to the checkpoints, or else into the logger's folder.
+    """Writes ``config-<attempt>.yaml`` next to the checkpoints; without checkpoints, into the logger's folder.
 
-    Only a fit is an attempt; ``validate``, ``test`` and ``predict`` write none. Secrets are left out.
+    Only a fit is an attempt; ``validate``, ``test`` and ``predict`` write none. Secrets are omitted.
     """
 
     @override
@@ -129,7 +129,7 @@ class SaveAttemptConfig(SaveConfigCallback):
         if stage != "fit" or self.already_saved:
             return
         self.already_saved = True
-        folder = checkpoints_of(trainer) or trainer.log_dir  # which is broadcast, so every rank asks for it
+        folder = checkpoints_of(trainer) or trainer.log_dir  # a collective: `log_dir` is broadcast to all ranks
         if not trainer.is_global_zero or folder is None or "://" in str(folder):
             return
         text = yaml.safe_dump(without_secrets(yaml.safe_load(self.parser.dump(self.config))), sort_keys=False)
@@ -140,7 +140,7 @@ class SaveAttemptConfig(SaveConfigCallback):
 
 
 class _Parser(LightningArgumentParser):
-    """LightningCLI's parser, whose errors are shorter and offer the nearest name for a misspelled one."""
+    """LightningCLI's parser with shorter errors, which suggest the nearest name for a misspelled one."""
 
     @override
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,19 +151,19 @@ class _Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say what is wrong and end the process with 2, as argparse does."""
+        """Print the error and end the process with 2, as argparse does."""
         if not self.exit_on_error:
             super().error(message, ex)
         parser, message = getattr(ex, "subcommand_parser", None) or self, shortened(message)
         names_file = message.startswith("unrecognized arguments: ") and message.endswith((".json", ".yaml", ".yml"))
-        refuse(parser, message, ". Name a configuration by --config" if names_file else offered_name(parser, message))
+        refuse(parser, message, ". Name a configuration by --config" if names_file else suggest_name(parser, message))
 
 
 class GenlightCLI(LightningCLI):
     """LightningCLI with durable checkpoints, clean stops and automatic resume.
 
-    Beside LightningCLI's own: every run has a `StopRequests` callback and writes through `DurableCheckpointIO`, and
-    ``--resume auto`` goes on from the newest whole checkpoint of the `Checkpoint` callback, if there is one.
+    Additions to LightningCLI: every run has a `StopRequests` callback and writes through `DurableCheckpointIO`, and
+    ``--resume auto`` continues from the newest complete checkpoint of the `Checkpoint` callback, if there is one.
     """
 
     def __init__(self, arguments: Sequence[str], session: Session) -> None:
@@ -171,7 +171,7 @@ class GenlightCLI(LightningCLI):
         self._arguments = arguments
         self._resumed_step: int | None = None
         self.completion: Completion | None = None
-        """How a fit ended, once it has."""
+        """Outcome of a fit; None before its end."""
         super().__init__(
             pl.LightningModule,
             None,  # a model may bring its own loaders
@@ -179,7 +179,7 @@ class GenlightCLI(LightningCLI):
             subclass_mode_data=True,
             save_config_callback=SaveAttemptConfig,
             trainer_defaults={
-                # By its path: jsonargparse copies defaults, and an instance holds a lock.
+                # Not an instance, because jsonargparse copies defaults, and an instance holds a lock.
                 "plugins": [{"class_path": "genlight.callbacks.DurableCheckpointIO"}],
                 "callbacks": [StopRequests()],
             },
@@ -190,7 +190,7 @@ class GenlightCLI(LightningCLI):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Processes that are spawned get the parser, which holds this object; the session stays here.
+        # Spawned processes get a copy of the parser, and with it of this object; the session stays here.
         return {name: value for name, value in vars(self).items() if name != "_session"}
 
     @override
@@ -199,9 +199,10 @@ class GenlightCLI(LightningCLI):
             "--resume",
             choices=["auto", "never"],
             default=None,
-            help="auto: continue from the newest whole checkpoint of the callback genlight.callbacks.Checkpoint, or "
-            "start at step 0 where there is none; never: move its checkpoints aside and start at step 0. Without it a "
-            "fit does not start where there are checkpoints. For validate, test and predict, auto takes the newest",
+            help="auto: continue from the newest complete checkpoint of the callback genlight.callbacks.Checkpoint, or "
+            "start at step 0 if there is none; never: move its checkpoints aside and start at step 0. Without this "
+            "option a fit refuses to start if there are checkpoints. For validate, test and predict, auto takes the "
+            "newest",
         )
 
     @override
@@ -214,7 +215,7 @@ class GenlightCLI(LightningCLI):
         except (ValueError, TypeError, MisconfigurationException) as error:
             cause = root_cause(error)
             if not isinstance(cause, GenlightError | UnusableValueError) and not is_input_error(cause):
-                raise cause from None  # Without jsonargparse's own errors about it, which are long.
+                raise cause from None  # Drop jsonargparse's long errors about it.
             raise UsageError(str(cause)) from error
 
     @override
@@ -222,7 +223,7 @@ class GenlightCLI(LightningCLI):
         settings = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         shows_progress = any(isinstance(each, ProgressBar | JobProgress) for each in as_list(settings.get("callbacks")))
         if self.subcommand == "fit" and settings.get("enable_progress_bar") is None and not shows_progress:
-            kwargs["enable_progress_bar"] = False  # Lightning's counts epochs of a class that has none
+            kwargs["enable_progress_bar"] = False  # Lightning's bar counts epochs; a trainer class has none
             self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], JobProgress()]
         trainer = super().instantiate_trainer(**{**kwargs, **placed_by_launcher({**settings, **kwargs})})
         fault = placement_fault(trainer)
@@ -235,7 +236,7 @@ class GenlightCLI(LightningCLI):
         session, checkpoints = self._session, checkpoints_of(self.trainer)
         if subcommand == "fit":
             session.place(checkpoints or session.folder, checkpoints)
-            self._say_how_to_go_on(checkpoints)
+            self._set_resume_hint(checkpoints)
         with redacted_logs(session.secrets):
             try:
                 super()._run_subcommand(subcommand)
@@ -250,7 +251,7 @@ class GenlightCLI(LightningCLI):
                     raise
                 raise UsageError(f"{error}; choose another `path` for the event log") from error
 
-    def _say_how_to_go_on(self, checkpoints: Path | None) -> None:
+    def _set_resume_hint(self, checkpoints: Path | None) -> None:
         session = self._session
         if checkpoints is None:
             session.resume_hint = (
@@ -258,21 +259,21 @@ class GenlightCLI(LightningCLI):
             )
             return
         words = ["genlight", *self._arguments]
-        # What comes last wins.
+        # If an option appears twice, the last one counts.
         words += ["--ckpt_path", "null"] if self.config["fit"].get("ckpt_path") is not None else []
         words += ["--resume", "auto"] if self.config["fit"]["resume"] != "auto" else []
-        session.resume_hint = f"To go on:\n  {shlex.join(words)}"
+        session.resume_hint = f"To continue:\n  {shlex.join(words)}"
 
     @override
     def _parse_ckpt_path(self) -> None:
-        # LightningCLI would unpickle the checkpoint to take over hyperparameters that it holds; ours are not pickles.
+        # LightningCLI would unpickle the checkpoint to read its hyperparameters; our checkpoints are not pickles.
         return
 
     def before_fit(self) -> None:
         """Choose the checkpoint to resume from, and refuse to overwrite others."""
         self._session.stop.raise_if_signalled()
         directory = self._session.checkpoints_dir
-        if directory is not None and self.trainer.is_global_zero:  # before it is looked at
+        if directory is not None and self.trainer.is_global_zero:  # before anything reads the directory
             if fault := directory_fault("dirpath", directory, "Choose another."):
                 raise UsageError(fault)
             self._session.holds.callback(lock_directory(directory, "genlight fit").release)
@@ -280,8 +281,8 @@ class GenlightCLI(LightningCLI):
             return
         if self.config["fit"]["resume"] == "never":
             for saver in savers_of(self.trainer):
-                saver.replace_existing = True  # what is not a checkpoint, but has a name that one may get
-            if self.trainer.is_global_zero:  # else a later `--resume auto` would go on from another training
+                saver.replace_existing = True  # also a file that is no checkpoint, but has the name of one
+            if self.trainer.is_global_zero:  # otherwise a later `--resume auto` would continue another training
                 move_checkpoints_aside(directory)
         else:
             refuse_to_overwrite(directory, _FIT)
@@ -294,15 +295,15 @@ class GenlightCLI(LightningCLI):
             raise UsageError(
                 f"there is no checkpoint in {str(checkpoints_of(self.trainer))!r}; name one by --ckpt_path"
             )
-        self._say("using the model as it is built; for a checkpoint use --ckpt_path, or --resume auto")
+        self._say("using the newly built model; to use a checkpoint, add --ckpt_path or --resume auto")
 
     before_test = before_validate
 
     def before_predict(self) -> None:
-        """Refuse a trainer class, which has nothing that predicts; else as `before_validate`."""
+        """Refuse a trainer class, since it cannot predict; otherwise like `before_validate`."""
         if isinstance(self.model, ContractModule):
             name = type(self.model.plugin).__qualname__
-            raise UsageError(f"{name} is a trainer class, which predicts nothing; `predict` takes a LightningModule")
+            raise UsageError(f"{name} is a trainer class and cannot predict; `predict` takes a LightningModule")
         self.before_validate()
 
     def fit(self, model: pl.LightningModule, **arguments: Any) -> None:
@@ -318,20 +319,20 @@ class GenlightCLI(LightningCLI):
             continue_runs(trainer, session.checkpoints_dir, resumes=resumes)
         try:
             fit(session, trainer, model, **arguments)
-        except SystemExit as error:  # of the user's code: the process ends with its code
+        except SystemExit as error:  # raised by the user's code: the process ends with its code
             session.fail(error)
             raise
 
     def after_fit(self) -> None:
-        """Note how the training ended. Its final checkpoint is the newest of its own steps."""
+        """Set `completion`. The final checkpoint is the newest one up to the last step of this training."""
         trainer, directory = self.trainer, self._session.checkpoints_dir
-        found = [] if directory is None or not trainer.is_global_zero else list_checkpoints(directory)
-        records = [listed.record for listed in found if listed.record is not None]
+        listing = [] if directory is None or not trainer.is_global_zero else list_checkpoints(directory)
+        records = [listed.record for listed in listing if listed.record is not None]
         step = getattr(self.model, "completed_steps", trainer.global_step)
-        if records and trains_in_copies(trainer):  # this process knows nothing of their steps
+        if records and trains_in_copies(trainer):  # this process does not know the steps of the copies
             step = max(records, key=lambda record: record.created_at_ms).step
         stopped = getattr(self.model, "stopped", None) or ("should_stop" if trainer.should_stop else None)
-        # Later ones are of another fit, where this one went on from an older checkpoint.
+        # Later checkpoints belong to another fit, if this one continued from an older checkpoint.
         newest = next((record for record in reversed(records) if record.step <= step), None)
         if newest is None:
             self.completion = Completion(step, None, stopped)
@@ -340,13 +341,13 @@ class GenlightCLI(LightningCLI):
             self.completion = Completion(step, newest.reported_path, stopped, finite=finite)
 
     def show_results(self) -> None:
-        """Say how a training ended, and where its results are."""
+        """Show how a training ended, and the paths of its results."""
         completion, session = self.completion, self._session
         if completion is None or not session.is_rank_zero or getattr(self.trainer, "fast_dev_run", False):
             return
         ended, events = f"fit {completion}", None if session.event_log is None else session.event_log.path
         if completion.step == self._resumed_step:
-            ended = f"the fit had completed at step {completion.step} before; there was nothing to train"
+            ended = f"the fit had already completed at step {completion.step}; there was nothing to train"
         places = {"final checkpoint": completion.final_checkpoint, "checkpoints": session.checkpoints_dir}
         show_results(ended, {**places, "events": events})
 
@@ -355,37 +356,37 @@ class GenlightCLI(LightningCLI):
         return bool(self.config[str(self.subcommand)]["resume"] == "auto")
 
     def _start_from_checkpoint(self) -> bool:
-        """Make the subcommand start from the named checkpoint, or from the newest whole one; False if there is none.
+        """Make the subcommand start from the named or the newest complete checkpoint. Return False if there is none.
 
         Raises:
-            UsageError: There is no such checkpoint, it cannot be read, or nothing says which one is meant.
-            StartupContractError: There are checkpoints, and none is whole.
+            UsageError: There is no such checkpoint, it cannot be read, or the options contradict each other.
+            StartupContractError: There are checkpoints, and none is complete.
         """
         settings, directory = self.config[str(self.subcommand)], checkpoints_of(self.trainer)
-        given, doing = settings.get("ckpt_path"), "going on after" if self.subcommand == "fit" else "using"
-        if given is not None and settings["resume"] is not None:
-            raise UsageError("--ckpt_path and --resume contradict each other; leave one out")
+        path, doing = settings.get("ckpt_path"), "continuing after" if self.subcommand == "fit" else "using"
+        if path is not None and settings["resume"] is not None:
+            raise UsageError("--ckpt_path and --resume contradict each other; remove one of them")
         try:
-            if given is not None:
-                given = str(directory) if given == "last" and directory is not None else given
-                if given not in _WORDS_OF_LIGHTNING and "://" not in given:
-                    given = str(find_checkpoint(given))
-                self._say("%s the checkpoint %s", doing, given)
+            if path is not None:
+                path = str(directory) if path == "last" and directory is not None else path
+                if path not in _WORDS_OF_LIGHTNING and "://" not in path:
+                    path = str(find_checkpoint(path))
+                self._say("%s the checkpoint %s", doing, path)
             elif self._resumes and (newest := self._newest(directory)) is not None:
-                given, self._resumed_step = str(newest.path), newest.step
+                path, self._resumed_step = str(newest.path), newest.step
                 self._say("%s step %d, from %s", doing, newest.step, shown_path(newest.path))
         except FileNotFoundError as error:
             raise UsageError(str(error)) from error
         except OSError as error:
             raise UsageError(f"{_text_of_error(error)}; let this user read it, or move it away") from error
-        self.config_init[str(self.subcommand)]["ckpt_path"] = given
-        return given is not None
+        self.config_init[str(self.subcommand)]["ckpt_path"] = path
+        return path is not None
 
     def _newest(self, directory: Path | None) -> CheckpointRecord | None:
         if directory is None:
             raise UsageError("--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration")
         records = [each.record for each in list_checkpoints(directory) if each.record is not None]
-        if any(record.is_old and record.final for record in records):  # it tells no step to go on from
+        if any(record.is_old and record.final for record in records):  # it has no step to continue from
             raise UsageError(
                 f"{str(directory)!r} has the end of a run of an older runtime: there is nothing to train. Name a "
                 "checkpoint by --ckpt_path, or choose another `dirpath`."
@@ -404,10 +405,10 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
     """Run one of LightningCLI's subcommands and return genlight's exit code for it.
 
     Args:
-        arguments: Those of the command line.
-        signals: Heeded by a fit; they are handled already.
+        arguments: Arguments of the command line.
+        signals: Signals that stop a fit; their handlers are already installed.
     """
-    if os.getcwd() not in sys.path:  # a console script does not see the folder it is called in
+    if os.getcwd() not in sys.path:  # for a console script, Python does not add the working directory
         sys.path.insert(0, os.getcwd())
     session = (Session if is_rank_zero() else FollowerSession)(stop=StopSources(signals=signals))
     with session, redacted_logs(()):
@@ -417,13 +418,13 @@ def run_lightning_cli(arguments: Sequence[str], signals: StopSignals) -> int:
             cli.show_results()
             return code
         except (UsageError, MisconfigurationException) as error:
-            return session.fail(UsageError(str(error)))  # its message says all
-        except Exception as error:  # noqa: BLE001 - whatever ends it is reported
+            return session.fail(UsageError(str(error)))  # its message is enough, without a traceback
+        except Exception as error:  # noqa: BLE001 - the session reports every error
             return session.fail(error)
 
 
 def _text_of_error(error: Exception) -> str:
-    """The text of an error; of one about a path, without the error number."""
+    """Return the text of an error, without the error number if it is about a path."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error).strip()
@@ -433,5 +434,5 @@ def _as_text(dumper: yaml.SafeDumper, interval: Interval) -> yaml.ScalarNode:
     return dumper.represent_str(interval.value)
 
 
-# The default of an argument of Lightning's `Timer`, which LightningCLI could not write into the configuration it saves.
+# The default of an argument of Lightning's `Timer`. Without this, LightningCLI cannot save the configuration.
 yaml.SafeDumper.add_representer(Interval, _as_text)

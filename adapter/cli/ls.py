@@ -1,7 +1,7 @@
 """List runs: state, step, age, speed, loss, best score and size.
 
-A run whose process is gone without having said how it ended is called lost, also where another host ran it. BEST is the
-score that the job names in `checkpoints.monitor`.
+A run is lost if its process, on this host or another, has ended without reporting how. BEST is the score that the job
+names in `checkpoints.monitor`.
 
 Exit codes: 0 done, 2 usage.
 """
@@ -27,17 +27,17 @@ _WATCH_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument(
         "dir", metavar="DIR", nargs="?", default=".", type=folder_of_runs, help="folder with runs below it"
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print JSON, one object a line")
-    how.add_argument("--watch", action="store_true", help="update the list every two seconds, until Ctrl-C")
+    display = parser.add_mutually_exclusive_group()
+    display.add_argument("--json", action="store_true", help="print JSON, one object a line")
+    display.add_argument("--watch", action="store_true", help="update the list every two seconds, until Ctrl-C")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0."""
+    """Run the command and return its exit code: 0."""
     if args.watch:
         _watch(args.dir)
     runs = _runs(args.dir)
@@ -63,12 +63,12 @@ def _watch(folder: Path) -> NoReturn:
 
 
 def _runs(folder: Path) -> list[RunSummary]:
-    """The runs below `folder`, the most recently active first."""
+    """Return the runs below `folder`, the most recently active first."""
     return sorted(map(summary_of, find_runs(folder)), key=lambda each: -each.alive_at_ms)
 
 
 def _lines(runs: list[RunSummary], folder: Path) -> list[tuple[str, str]]:
-    """The lines of the table, each with its style."""
+    """Return the lines of the table, each with its style."""
     rows = [_HEADER]
     for each in runs:
         name = str(each.path.relative_to(folder) if each.path != folder else each.path)

@@ -1,4 +1,4 @@
-"""``python -m genlight``; installed as ``genlight/__main__.py``, since the namespace itself has no files of its own."""
+"""``python -m genlight``; installed as ``genlight/__main__.py``, since the namespace package has no files."""
 
 from __future__ import annotations
 

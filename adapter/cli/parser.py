@@ -1,4 +1,4 @@
-"""An argument parser whose errors suggest what was probably meant, and arguments that several commands share."""
+"""An argument parser whose errors suggest the nearest name, and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
     "add_overrides",
     "at_least",
     "folder_of_runs",
-    "offered_name",
     "refuse",
     "run_folder",
+    "suggest_name",
 ]
 
 Number = TypeVar("Number", int, float)
 
 LONGEST_USAGE = 10
-"""Lines. The usage of `genlight fit` has forty, and would hide the error."""
+"""Lines. The usage of `genlight fit` has forty lines and would hide the error."""
 
 _MEANT = {
     **dict.fromkeys(("train", "start", "resume", "launch", "execute"), "run"),
@@ -41,13 +41,13 @@ _MEANT = {
     **dict.fromkeys(("eval", "evaluate"), "validate"),
     **dict.fromkeys(("new", "create"), "init"),
 }
-"""Commands of other tools, and ours for the same."""
-_UNKNOWN = re.compile(r"unrecognized arguments: (?:.* )?(?P<given>--?\w[\w-]*)")
-_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)")
+"""Our commands by the names of similar commands in other tools."""
+_UNKNOWN = re.compile(r"unrecognized arguments: (?:.* )?(?P<word>--?\w[\w-]*)")
+_CHOICE = re.compile(r"invalid choice: '(?P<word>[^']*)' \(choose from (?P<choices>.*)\)")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults where there are any, and keeps paragraphs and the lines of a list."""
+    """Shows non-empty defaults, and keeps paragraphs and the lines of a list."""
 
     @override
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -64,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
     """Suggests the nearest name for a misspelled one."""
 
     see_also: str = ""
-    """The last line of the help. It is not wrapped, so that a path in it can be copied."""
+    """Last line of the help. It is not wrapped, so that a path in it can be copied."""
 
     def __init__(
         self,
@@ -80,38 +80,38 @@ class CommandParser(argparse.ArgumentParser):
 
     @override
     def format_help(self) -> str:
-        """The help, with `see_also` below it."""
+        """Return the help text, with `see_also` below it."""
         text = super().format_help()
         return f"{text}\n{self.see_also}\n" if self.see_also else text
 
     @override
     def error(self, message: str) -> NoReturn:
-        refuse(self, message, offered_name(self, message))
+        refuse(self, message, suggest_name(self, message))
 
 
-def refuse(parser: argparse.ArgumentParser, message: str, offer: str) -> NoReturn:
-    """Say what is wrong and what was probably meant, and end the process with 2, as argparse does."""
+def refuse(parser: argparse.ArgumentParser, message: str, suggestion: str) -> NoReturn:
+    """Print an error and a suggestion, and end the process with 2, as argparse does."""
     usage = parser.format_usage()
     program = parser.prog.replace(" [options]", "")
     sys.stderr.write(usage if usage.count("\n") <= LONGEST_USAGE else "")
     sys.stderr.write(f"tip: For details of accepted options run: {program} --help\n")
-    sys.stderr.write(f"error: {visible(message)}{offer}\n")
+    sys.stderr.write(f"error: {visible(message)}{suggestion}\n")
     sys.exit(2)
 
 
-def offered_name(parser: argparse.ArgumentParser, message: str) -> str:
-    """A sentence that suggests the known name nearest to a misspelled option or choice; empty if none is near."""
+def suggest_name(parser: argparse.ArgumentParser, message: str) -> str:
+    """Return a sentence with the name nearest to a misspelled option or choice; empty if none is near."""
     choice, unknown = _CHOICE.search(message), _UNKNOWN.search(message)
-    if choice is not None and (command := _MEANT.get(choice["given"].lower())) in re.findall(r"\w+", choice["choices"]):
-        offered = f" Did you mean `{command}`?"
+    if choice is not None and (command := _MEANT.get(choice["word"].lower())) in re.findall(r"\w+", choice["choices"]):
+        suggestion = f" Did you mean `{command}`?"
     elif choice is not None:
-        offered = nearest(choice["given"], re.findall(r"[\w-]+", choice["choices"]), alike=0.6)
+        suggestion = nearest(choice["word"], re.findall(r"[\w-]+", choice["choices"]), alike=0.6)
     elif unknown is not None:
         options = [option for action in parser._actions for option in action.option_strings]
-        offered = nearest(unknown["given"], options)
+        suggestion = nearest(unknown["word"], options)
     else:
         return ""
-    return f".{offered}" if offered else ""
+    return f".{suggestion}" if suggestion else ""
 
 
 def add_overrides(parser: argparse.ArgumentParser, examples: str = "max_steps=100 or hyperparams.lr=0.001") -> None:
@@ -126,7 +126,7 @@ def add_json(parser: argparse.ArgumentParser, help_text: str = "print JSON, one 
 
 
 def at_least(least: int, kind: type[Number] = int) -> Callable[[str], Number]:
-    """The type of an argument that is a finite number of at least `least`."""
+    """Return an argument type: finite numbers of at least `least`."""
 
     def convert(text: str) -> Number:
         with contextlib.suppress(ValueError):
@@ -138,17 +138,19 @@ def at_least(least: int, kind: type[Number] = int) -> Callable[[str], Number]:
 
 
 def run_folder(text: str) -> Path:
-    """The type of an argument that is the folder of a run."""
+    """Convert an argument to the folder of a run."""
     from ..view.summary import is_run
 
     folder = Path(text)
     if not folder.is_dir() or not is_run(folder):
-        raise argparse.ArgumentTypeError(f"{text} is no run's folder; `genlight ls` lists the runs below a folder")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not the folder of a run; `genlight ls` lists the runs below a folder"
+        )
     return folder
 
 
 def folder_of_runs(text: str) -> Path:
-    """The type of an argument that is a folder with runs below it."""
+    """Convert an argument to a folder with runs below it."""
     folder = Path(text)
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"

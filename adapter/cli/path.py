@@ -1,9 +1,9 @@
-"""Print the path of a checkpoint of a run: the newest whole one, or the best by its score.
+"""Print the path of a checkpoint of a run: the newest complete one, or the best by its score.
 
-It is the path of its record, which other commands and `--ckpt_path` take. A broken checkpoint is named and skipped, as
-by a resume.
+It prints the path of the record; other commands and `--ckpt_path` accept it. A broken checkpoint is reported and
+skipped, as in a resume.
 
-Exit codes: 0 done, 1 no checkpoint is whole, 2 usage.
+Exit codes: 0 done, 1 no checkpoint is complete, 2 usage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("run", metavar="RUN", help="folder of a run, or of its checkpoints")
     parser.add_argument(
         "--best", action="store_true", help="the best by `checkpoints.monitor` of the job instead of the newest"
@@ -28,20 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 1 where no checkpoint is whole.
+    """Run the command and return its exit code: 0, or 1 if no checkpoint is complete.
 
     Raises:
         UsageError: There is no run, or its job does not say which checkpoint is best.
     """
     folder = folder_of_checkpoints(args.run)
     if folder is None:
-        raise UsageError(f"{args.run} is no folder of a run; `genlight ls` lists the runs below a folder")
+        raise UsageError(f"{args.run} is not the folder of a run; `genlight ls` lists the runs below a folder")
     candidates = list_checkpoints(folder)[::-1]
     if args.best:
         records = [each.record for each in candidates if each.record is not None]
         monitor, mode = monitored(records)
         if monitor is None or mode is None:
-            raise UsageError(f"no job in {folder} says which score is best; set `checkpoints.monitor` in the job")
+            raise UsageError(f"no job in {folder} defines the best score; set `checkpoints.monitor` in the job")
         candidates = [Listed(record.path, record) for record in best_first(records, monitor, mode)]
     for each in candidates:
         facts = checkpoint_facts(each, proves=True)
@@ -49,4 +49,4 @@ def run(args: argparse.Namespace) -> int:
             say(os.path.abspath(each.path))
             return 0
         print_error("path", f"{facts['name']} is {facts['state']}; skipping it")
-    return print_error("path", f"no whole checkpoint in {folder}", 1)
+    return print_error("path", f"no complete checkpoint in {folder}", 1)

@@ -1,7 +1,7 @@
-"""Write what happened in one or several runs as one HTML file, which opens without a network.
+"""Write the history of one or several runs as one HTML file that opens without a network.
 
-It has curves, attempts and where their time went, checkpoints, samples, findings, events and the configuration. The
-curves of several runs lie over each other, and a table has what differs.
+It has curves, attempts and their use of time, checkpoints, samples, findings, events and the configuration. The curves
+of several runs share one plot, and a table lists the differences.
 
 Exit codes: 0 done, 2 usage.
 """
@@ -21,13 +21,13 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("run", metavar="RUN", nargs="+", type=run_folder, help="folder of a run")
     parser.add_argument("--to", metavar="FILE", default="report.html", help="the file to write")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0.
+    """Run the command and return its exit code: 0.
 
     Raises:
         UsageError: There are too many runs for one page.

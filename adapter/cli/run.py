@@ -14,7 +14,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument(
         "job",
         nargs="?",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code."""
+    """Run the command and return its exit code."""
     from ..run.run import RunOptions, run_job
 
     overrides = [*args.set, *([f"resume.keep={json.dumps(args.reset)}"] if args.reset else [])]

@@ -1,7 +1,7 @@
 """Show the runs below a folder live in a browser: curves, samples, checkpoints and findings.
 
-On the page a run can be stopped, and checkpoints and pictures downloaded. Only this machine can reach it, unless --host
-says otherwise; then it asks for the token in the address that is printed.
+On the page you can stop a run and download checkpoints and pictures. Only this machine can reach it, unless you name
+another address with --host. Then the page requires the token that is part of the printed address.
 
 Exit codes: 0 ended by Ctrl-C, 2 usage.
 """
@@ -22,12 +22,12 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument(
         "dir", metavar="DIR", nargs="?", default=".", type=folder_of_runs, help="folder with runs below it"
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; by default that of this machine alone"
+        "--host", default="127.0.0.1", help="address to listen at; only this machine can reach the default"
     )
     parser.add_argument("--port", type=int, default=8765, help="port to listen at; 0 takes a free one")
     parser.add_argument("--token", action="store_true", help="ask for a token in any case")
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, after Ctrl-C.
+    """Run the command and return its exit code: 0, after Ctrl-C.
 
     Raises:
         UsageError: The address cannot be used.

@@ -1,12 +1,13 @@
 """Run a job, or any function, on a Slurm cluster.
 
-`render` prints the sbatch script, `submit` hands it to sbatch and prints the id, and `wait` waits for the end of that
-id. A job that is preempted, or reaches its time limit, saves a checkpoint and is put back into the queue, where the
-same command continues it. `genlight ls` shows how far the run is. Each task of an array is a separate run.
+`render` prints the sbatch script, `submit` hands it to sbatch and prints the id, and `wait` waits for the end of the
+job with that id. A job that is preempted, or reaches its time limit, saves a checkpoint and returns to the queue; the
+next start continues it. `genlight ls` shows the progress of the run. Each task of an array is a separate run.
 
-For `module:function`, the script calls `python -m genlight.adapter.runner`, which writes the result into a new folder.
+For `module:function`, the script calls `python -m genlight.adapter.runner`. The runner writes the result into a new
+folder.
 
-Exit codes: 0 done, 1 Slurm refused or could not be reached, or the job that was waited for failed, 2 usage.
+Exit codes: 0 done, 1 Slurm refused or could not be reached, or `wait` found that the job failed, 2 usage.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
 _OPTION = re.compile(r"[a-z][a-z-]*(=[!-~]+)?")
 _FUNCTION = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<function>[^\W\d][\w.]*)")
 SRUN_WAIT_S = 600
-"""Seconds after the end of the first task until srun ends the others. Ranks that lose one end by themselves, and rank 0
-stays to report and to upload."""
+"""Seconds after the end of the first task until srun ends the others. After the loss of a rank the others end by
+themselves, and rank 0 stays to report and to upload."""
 _START = """\
 trap : TERM USR1  # the signals are for the tasks; this script waits for them
 {set_up}
@@ -66,7 +67,7 @@ run=({run})
 code=$?
 """
 _REQUEUE = """\
-[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq '"category":"({reasons})"' && again=yes  # stopped, and can go on
+[ $code -eq 75 ] && tail -n 1 "$events" | grep -Eq '"category":"({reasons})"' && again=yes  # stopped, and can continue
 [ $code -ge 128 ] && [ "$(saved)" -gt "$before" ] && again=yes  # a task was killed: its node died, say
 if [ $again = yes ]; then  # also if the controller does not answer just now
   for _ in {{1..60}}; do scontrol requeue "$job" && break; sleep 5; done
@@ -93,7 +94,7 @@ _ENDED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("action", choices=("render", "submit", "wait"))
     parser.add_argument(
         "path", metavar="JOB.json|module:function|ID", help="the job or function; wait: the id that submit printed"
@@ -101,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes")
     parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, with one task for each")
-    parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: one for each GPU, else 1")
+    parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: one for each GPU, otherwise 1")
     parser.add_argument("--cpus-per-task", type=int, metavar="N", help="CPU cores of each task")
     parser.add_argument(
         "--sbatch",
@@ -140,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 1 if Slurm refuses or the job failed.
+    """Run the command and return its exit code: 0, or 1 if Slurm refuses or the job failed.
 
     Raises:
         StartupContractError: The job cannot be used.
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse arguments that cannot stand in a directive, or that need another one. sbatch judges numbers.
+    """Refuse arguments that do not fit into a directive, or that need another argument. sbatch checks the numbers.
 
     Raises:
         UsageError: Lists every fault.
@@ -175,8 +176,8 @@ def _check(args: argparse.Namespace) -> None:
         if not _OPTION.fullmatch(text)
     ]
     if args.gpus_per_node is not None and not _GPUS.fullmatch(args.gpus_per_node):
-        given = args.gpus_per_node
-        faults.append(f"Invalid `--gpus-per-node`. Expected a number such as 8 or h100:8, but received {given!r}.")
+        received = repr(args.gpus_per_node)
+        faults.append(f"Invalid `--gpus-per-node`. Expected a number such as 8 or h100:8, but received {received}.")
     if args.mounts and args.container is None:
         faults.append("`--mount` has no effect without `--container`.")
     if faults:
@@ -184,11 +185,11 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
-    """The job, if a script can run it.
+    """Read the job, and refuse settings that a script cannot use.
 
     Raises:
         StartupContractError: The job cannot be used.
-        UsageError: A setting of the job does not go with a script.
+        UsageError: A setting of the job does not fit a script.
     """
     config = resolve_run_config(spec_path=args.path, overrides=args.set)
     if config.capability_token is not None and config.source_of("capability_token") == "--set":
@@ -207,18 +208,18 @@ def _config(args: argparse.Namespace) -> RunConfig:
 
 
 def _shared_by_tasks(config: RunConfig) -> str | None:
-    """Why the tasks of an array cannot be separate runs, each below its own `artifacts_dir`; None if they can."""
+    """Return why the tasks of an array cannot be runs with separate folders; None if they can."""
     names = ("checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
     shared = [name for name in names if config.artifacts_dir not in getattr(config, name).parents]
     if not shared:
         return None
-    return f"the tasks of an array would share {', '.join(shared)}, outside of artifacts_dir; set artifacts_dir alone"
+    return f"the tasks of an array would share {', '.join(shared)}, outside of artifacts_dir; set only artifacts_dir"
 
 
 def _script(args: argparse.Namespace, config: RunConfig) -> str:
-    """The sbatch script of a job: one srun, and a requeue if the run was stopped and can continue."""
-    has_own_limit = config.max_runtime_seconds > 0  # which a requeue would not keep
-    # This installation's own command. The nodes are assumed to share it if nothing prepares another one.
+    """Return the sbatch script of a job: one srun, and a requeue if the run was stopped and can continue."""
+    has_own_limit = config.max_runtime_seconds > 0  # a requeue would reset it
+    # Use the command of this installation, on the assumption that the nodes share it, unless the user prepares another.
     program = Path(sys.prefix) / "bin" / "genlight"
     is_shared = program.exists() and not args.container and not args.set_up
     words = [str(program) if is_shared else "genlight", "run", str(config.spec_path)]
@@ -244,7 +245,7 @@ def _script(args: argparse.Namespace, config: RunConfig) -> str:
 def _srun(args: argparse.Namespace) -> str:
     srun = ["srun", "--kill-on-bad-exit=0", f"--wait={SRUN_WAIT_S}"]
     if args.cpus_per_task is not None:
-        srun.append(f"--cpus-per-task={args.cpus_per_task}")  # which srun does not take from sbatch
+        srun.append(f"--cpus-per-task={args.cpus_per_task}")  # srun does not take it from sbatch
     if args.container is not None:
         srun.append(f"--container-image={args.container}")
         srun += [f"--container-mounts={','.join(args.mounts)}"] if args.mounts else []
@@ -294,7 +295,7 @@ def _function(args: argparse.Namespace, module: str, function: str) -> int:
 
 
 def _value(text: str) -> Any:
-    """An argument of a function: JSON if it is, otherwise the text."""
+    """Return an argument of a function: the value if `text` is JSON, otherwise `text`."""
     try:
         return json.loads(text)
     except ValueError:
@@ -315,10 +316,10 @@ def _directives(args: argparse.Namespace, name: str, folder: Path) -> list[str]:
         "open-mode": "append",
         "signal": f"TERM@{args.grace_s}",
     }
-    given = [f"#SBATCH --{option}={_directive(value)}" for option, value in options.items() if value is not None]
+    ours = [f"#SBATCH --{option}={_directive(value)}" for option, value in options.items() if value is not None]
     requeue = "#SBATCH --no-requeue" if args.no_requeue else "#SBATCH --requeue"
-    # The user's own come last, and win.
-    return ["#!/bin/bash", *given, requeue, *(f"#SBATCH --{option}" for option in args.extra)]
+    # The user's directives come last, and override ours.
+    return ["#!/bin/bash", *ours, requeue, *(f"#SBATCH --{option}" for option in args.extra)]
 
 
 def _directive(value: object) -> str:
@@ -333,7 +334,7 @@ def _submit(script: str, artifacts: Path) -> int:
     done = _slurm("sbatch", "--parsable", str(path))
     if done.returncode:
         return print_error("slurm", done.stderr.strip(), 1)
-    say(done.stdout.strip().partition(";")[0])  # of a federation the cluster follows
+    say(done.stdout.strip().partition(";")[0])  # in a federation, the cluster follows the id
     return 0
 
 
@@ -352,7 +353,7 @@ def _wait(job_id: str, callbacks_file: Path | None, output_file: Path | None) ->
         tasks = _tasks(job_id)
         if isinstance(tasks, str):
             if tasks != fault:
-                sys.stderr.write(visible(f"{tasks}; scontrol is asked again") + "\n")
+                sys.stderr.write(visible(f"{tasks}; trying scontrol again") + "\n")
                 fault = tasks
             if time.monotonic() - answered > UNREACHABLE_S:
                 return print_error("slurm", f"scontrol has failed for {UNREACHABLE_S:.0f} s: {tasks}", 1)
@@ -381,30 +382,30 @@ def _wait(job_id: str, callbacks_file: Path | None, output_file: Path | None) ->
 
 
 def _tasks(job_id: str) -> list[tuple[str, str, int]] | str:
-    """Id, state (such as RUNNING or TIMEOUT) and exit code of a job, or of each task of an array; a fault of scontrol.
+    """Return id, state (RUNNING, TIMEOUT, …) and exit code of a job or of each task of an array; or scontrol's error.
 
     Raises:
         UsageError: slurmctld does not know the job; it forgets one some minutes after its end (``MinJobAge``).
     """
     shown = _slurm("scontrol", "show", "job", "--oneliner", job_id)
-    found = [match for line in shown.stdout.splitlines() if (match := _STATE.search(line))]
-    if not found:
+    matches = [match for line in shown.stdout.splitlines() if (match := _STATE.search(line))]
+    if not matches:
         reason = shown.stderr.strip() or "scontrol shows no state"
         if _UNKNOWN_JOB in reason:
             raise UsageError(f"Slurm does not know job {job_id} (any more): {reason}. See `sacct --jobs {job_id}`")
         return reason
     return [
         (
-            job_id if len(found) == 1 else f"{each['array']}_{each['task']}" if each["array"] else each["id"],
+            job_id if len(matches) == 1 else f"{each['array']}_{each['task']}" if each["array"] else each["id"],
             each["state"],
             128 + int(each["signal"]) if int(each["signal"]) else int(each["code"]),
         )
-        for each in found
+        for each in matches
     ]
 
 
 def _failure(output_file: Path) -> FunctionFailedError | None:
-    """The failure that the runner wrote next to a result."""
+    """Return the failure that the runner wrote next to a result, if there is one."""
     try:
         read_result(output_file)
     except FunctionFailedError as error:

@@ -17,17 +17,17 @@ from .terminal import print_error, say
 
 __all__ = ["add_arguments", "run"]
 
-_LOOK_EVERY_S = 0.5
+_POLL_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("run", metavar="RUN", type=run_folder, help="folder of the run")
     parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="how long to wait")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0 ended, 1 still running."""
+    """Run the command and return its exit code: 0 ended, 1 still running."""
     folder, give_up_at = args.run, time.monotonic() + args.wait
     summary = summary_of(folder, sizes=False)
     if summary.state == "running":
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         if time.monotonic() >= give_up_at:
             text = f"{folder} still runs after {args.wait:g} s; it stops once its step, checkpoint and uploads are done"
             return print_error("stop", text, 1)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_S)
         summary = summary_of(folder, sizes=False)
     withdraw_stop(folder)
     say(f"{folder}:", *summary.words)

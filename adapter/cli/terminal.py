@@ -1,10 +1,10 @@
-"""Output of the command line: any character is made visible, and a reader may leave before the end.
+"""Output of the command line: control characters are escaped, and the reader may close the pipe early.
 
-`say` and `print_error` write every line that a command writes. Names, notes and errors come from files of others, so no
-character that could command a terminal (ESC, BEL, bidirectional controls, C1) passes them.
+`say` and `print_error` write every line of a command. Names, notes and errors come from other people's files, so these
+functions escape every character that could control a terminal (ESC, BEL, bidirectional controls, C1).
 
-A run must not end because its log is no longer read (a closed pipe, a full disk), and a listing must end quietly when
-its reader has seen enough.
+A run must not end because nobody can read its log any more (a closed pipe, a full disk). A listing must end quietly
+when its reader has seen enough.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault", "s
 
 
 def visible(text: object) -> str:
-    """`text` with every character escaped that could control the terminal; line breaks stay."""
+    """Return `text` with every character escaped that could control the terminal; line breaks stay."""
     return "\n".join(printable(line) for line in str(text).split("\n"))
 
 
 def styled(text: object, style: str) -> str:
-    """`text` as `visible`; on a terminal its first word, or with ``dim`` all of it, has a style of `STYLES`."""
+    """Return `visible` text; on a terminal, its first word (with ``dim``, all of it) gets a style of `STYLES`."""
     shown = visible(text)
     if style not in STYLES or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return shown
@@ -62,7 +62,7 @@ def styled(text: object, style: str) -> str:
 
 
 def say(*lines: object, style: str = "") -> None:
-    """Write lines to standard output, at once, each as `styled`."""
+    """Write lines to standard output, each as `styled`, and flush."""
     sys.stdout.write("".join(f"{styled(line, style)}\n" for line in lines))
     sys.stdout.flush()
 
@@ -74,20 +74,20 @@ def say_json(objects: Iterable[Any]) -> None:
 
 
 def brief(value: object, most: int = 100) -> str:
-    """A value in one line of at most `most` characters."""
+    """Return a value in one line of at most `most` characters."""
     text = printable(value if isinstance(value, str) else json.dumps(value, default=dict))
     return shortened(text, most)
 
 
 def aligned(rows: Iterable[Sequence[object]]) -> list[str]:
-    """Rows as lines with aligned columns."""
+    """Return rows as lines with aligned columns."""
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def say_finding(finding: Finding, *, width: int = 17, secrets: Sequence[str] = ()) -> None:
-    """Write the outcome of a check and the way out, without `secrets`; `width` is that of the names of checks."""
+    """Write the outcome of a check and the way out, without `secrets`; `width` is the width of the check's name."""
     mark = _MARKS[finding.level]
     text = redact(f"{mark:<7}  {finding.check:<{width}}  {finding.detail}", secrets)
     say(text, style=mark if mark in STYLES else "dim")
@@ -96,13 +96,13 @@ def say_finding(finding: Finding, *, width: int = 17, secrets: Sequence[str] = (
 
 
 def print_error(command: str, text: object, code: int = EXIT_STARTUP) -> int:
-    """Write what is wrong to standard error, and return `code`; an empty `command` stands for how it was called."""
+    """Write an error of `command` to standard error, and return `code`. An empty `command` means a usage error."""
     sys.stderr.write(f"{f'genlight {command}' if command else 'error'}: {visible(text)}\n")
     return code
 
 
 class VisibleFormatter(logging.Formatter):
-    """Messages with the name of their level, through `visible`: they too contain names and errors of others."""
+    """Formats messages with their level through `visible`: they too contain names and errors from other sources."""
 
     def __init__(self) -> None:
         super().__init__("%(levelname)s: %(message)s")
@@ -113,7 +113,7 @@ class VisibleFormatter(logging.Formatter):
 
 
 class _NeverFails(io.FileIO):
-    """A file whose writes always succeed; what cannot be written is dropped."""
+    """A file whose writes always succeed; it drops output that cannot be written."""
 
     @override
     def write(self, data: Buffer, /) -> int:
@@ -130,7 +130,7 @@ def fill_closed_descriptors() -> None:
     os.close(descriptor)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open until the process ends
 
 
 def escape_unencodable() -> None:
@@ -142,7 +142,7 @@ def escape_unencodable() -> None:
 
 @contextlib.contextmanager
 def ignoring_broken_pipe() -> Iterator[None]:
-    """Standard output and error drop what nobody reads, instead of raising `BrokenPipeError`."""
+    """Let standard output and error drop text that nobody reads, instead of raising `BrokenPipeError`."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lossy(sys.stdout, 1), _lossy(sys.stderr, 2)
     try:
@@ -155,7 +155,7 @@ def ignoring_broken_pipe() -> Iterator[None]:
 
 
 def _lossy(stream: TextIO, descriptor: int) -> TextIO:
-    """`stream` without failures, if it is the process's own."""
+    """Return a version of `stream` that never fails, if it is a standard stream of the process."""
     if not isinstance(stream, io.TextIOWrapper) or getattr(stream, "name", "") not in ("<stdout>", "<stderr>"):
         return stream
     stream.flush()
@@ -169,10 +169,10 @@ def _lossy(stream: TextIO, descriptor: int) -> TextIO:
 
 @contextlib.contextmanager
 def exit_on_broken_pipe() -> Iterator[None]:
-    """End quietly when the reader of the output has gone, as after ``| head``.
+    """End quietly when the reader closes the pipe, as ``| head`` does.
 
     Raises:
-        SystemExit: With 1: the output cannot be written for another reason.
+        SystemExit: The disk is full; the code is 1.
     """
     try:
         try:
@@ -183,7 +183,7 @@ def exit_on_broken_pipe() -> Iterator[None]:
         is_full = error.errno == errno.ENOSPC and error.filename is None
         if not is_full and not isinstance(error, BrokenPipeError):
             raise
-        # Else the interpreter would try to write what is left once more at exit, and complain.
+        # Otherwise the interpreter would try to write the rest again at exit, and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if is_full:
             sys.stderr.write(f"genlight: the output cannot be written: {error.strerror}\n")

@@ -1,8 +1,8 @@
-"""List or retry what a run could not upload. To give up on it, remove the folder `uploads` of the run.
+"""List or retry the pending uploads of a run. To give up on them, remove the folder `uploads` of the run.
 
-A retry sends to where `--job`, `--set` or the environment say, and never to where the folder of the run says.
+A retry takes its destinations from `--job`, `--set` or the environment, and never from the folder of the run.
 
-Exit codes: 0 nothing is left, or it was listed, 1 something could not be delivered, 2 usage.
+Exit codes: 0 listed, or nothing is left, 1 something could not be delivered, 2 usage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("action", choices=("list", "retry"))
     parser.add_argument("run", metavar="RUN", help="folder of a run")
     add_json(parser, "list: print JSON, one object a line")
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0, or 1 where something could not be delivered.
+    """Run the command and return its exit code: 0, or 1 if something could not be delivered.
 
     Raises:
         UsageError: There is no such run, or no destination.
@@ -96,12 +96,12 @@ def _retry(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> i
 
 
 def _config(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> UploadConfig:
-    """The settings of command line, environment and job, for the run whose `entries` these are.
+    """Return the settings of command line, environment and job for the run of `entries`.
 
-    Where to send what waits, the queue does not decide: it may have come with a folder from elsewhere.
+    The queue does not choose the destinations: its folder may have come from somebody else.
 
     Raises:
-        UsageError: A destination is missing, without which an entry would wait for ever.
+        UsageError: A destination is missing; an entry for it would wait forever.
     """
     settings = _settings(args)
     folders = ("checkpoints_dir", "samples_dir")
@@ -116,14 +116,14 @@ def _config(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> 
     }
     if missing:
         raise UsageError(
-            f"Destinations of what waits are missing. Set {', '.join(sorted(missing))}, or name the job by --job; a "
-            "target in a run's folder is not followed."
+            f"Destinations of waiting uploads are missing. Set {', '.join(sorted(missing))}, or name the job by --job; "
+            "a target in a run's folder is not used."
         )
     return config
 
 
 def _option(entry: Entry, destination: str) -> str:
-    """The variables or the setting that give a destination of `entry`."""
+    """Return the variables or the setting for a destination of `entry`."""
     if destination == FILE_STORE:
         return "TENSORHUB_URL and TRAINER_CAPABILITY_TOKEN"
     is_endpoint = destination == ENDPOINT

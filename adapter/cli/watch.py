@@ -1,9 +1,9 @@
 """Watch runs live in the terminal: progress, curves, checkpoints, samples, uploads, findings, machine.
 
-A run that has not started yet is shown once it has. Keys: n and p choose the metric, + and - smooth, t shows time
-instead of steps, tab chooses the run, the arrows scroll, s stops the run, q ends the view; the runs go on.
+A run that has not started yet appears when it starts. Keys: n and p choose the metric, + and - smooth, t shows time
+instead of steps, tab chooses the run, the arrows scroll, s stops the run, q closes the view; the runs continue.
 
-Exit codes: 0 ended by q, 2 usage. A terminal that closes ends the view by SIGHUP.
+Exit codes: 0 closed by q, 2 usage. Closing the terminal ends the view by SIGHUP.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("run", metavar="RUN", nargs="+", help="folder of a run, which may start later")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the command out and return its exit code: 0.
+    """Run the command and return its exit code: 0.
 
     Raises:
         UsageError: There is nothing to watch, or no terminal.
@@ -36,22 +36,22 @@ def run(args: argparse.Namespace) -> int:
     folders = list(dict.fromkeys(Path(each) for each in args.run))
     files = [folder for folder in folders if folder.exists() and not folder.is_dir()]
     if files:
-        raise UsageError(f"{files[0]} is not a folder; name that of a run")
+        raise UsageError(f"{files[0]} is not a folder; name the folder of a run")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("it needs a terminal; `genlight ls --json` and `genlight events RUN --follow` need none")
     from ..view.watching import WatchRuns
 
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, but nobody sees a view without a terminal
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP, but a view needs its terminal
     Thread(target=_end_with_terminal, name="genlight-terminal", daemon=True).start()
     WatchRuns(folders).run()
     return 0
 
 
 def _end_with_terminal() -> None:
-    """Wait for the terminal to close, and end the process like SIGHUP does.
+    """Wait for the terminal to close, then end the process by SIGHUP.
 
-    The signal itself comes only to processes whose controlling terminal it is. textual reads the end of the input over
-    and over, and waits for its output without end; there is nothing to restore and nothing to save.
+    The kernel sends SIGHUP only to processes with this controlling terminal. Without it, textual would read the end of
+    its input again and again, and wait forever for its output. There is nothing to restore or to save.
     """
     hang_up = select.poll()
     hang_up.register(sys.stdin, 0)

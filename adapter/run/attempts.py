@@ -1,4 +1,4 @@
-"""Earlier attempts of a run, as its event log has them."""
+"""Earlier attempts of a run, read from its event log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Attempt:
     """One attempt of a run."""
 
     resumed_from: int = 0
-    """The step of the checkpoint that it continued; 0 if there was none, or it ended before it was known."""
+    """Step of the checkpoint that it continued; 0 if there was none, or if it ended before it had chosen one."""
     end: Completed | Failed | None = None
     """Its terminal event; None while it runs, and if it was killed."""
 
@@ -28,7 +28,7 @@ class Attempt:
 
 
 def last_attempts(path: Path, run_id: str) -> tuple[Attempt, Attempt]:
-    """The attempt of a run before the last one, and the last one. Each is empty if there was none."""
+    """Return the last two attempts of a run, the older one first. An attempt that does not exist is empty."""
     before, last = Attempt(), Attempt()
     try:
         for event in typed_events(path, strict=False):
@@ -46,7 +46,7 @@ def last_attempts(path: Path, run_id: str) -> tuple[Attempt, Attempt]:
 
 
 def has_trained(path: Path) -> bool:
-    """Whether the log has a step that was trained, or a run that completed."""
+    """Return whether the log has a trained step or a completed run."""
     try:
         return any(
             isinstance(event, Completed) or (not isinstance(event, Started) and event.step > 0)

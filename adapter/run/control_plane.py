@@ -1,4 +1,4 @@
-"""A run as its orchestrator sees it: claimed, kept alive, cancelled, reported.
+"""The connection between a run and its orchestrator: claim, heartbeat, cancel, report.
 
 No setting of a job names a control plane: a caller hands a `JobLifecycleClient` to `run_job` in its `RunOptions`.
 """
@@ -26,25 +26,26 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 5.0
 """Seconds between heartbeats."""
 PATIENCE_S = 60.0
-"""How long the control plane may be away."""
-LOOK_EVERY_S = 0.1
-"""How often a stop is looked for while an answer is waited for."""
+"""Seconds for which the control plane may be unreachable."""
+POLL_S = 0.1
+"""Seconds between checks for a stop while a request waits for its answer."""
 
 
 class Lease:
     """The claim on one run, from its start to its end.
 
-    A thread renews it and asks for a cancel. A lease that was lost, that could not be renewed for `PATIENCE_S`, also
-    because a request does not return, or a wish to cancel is a `reason` to stop; an error in between is only logged.
+    A thread renews it and asks whether to cancel. The run has a `reason` to stop if the lease is lost, if nothing has
+    renewed it for `PATIENCE_S` (even because a request never returns), or if the control plane cancels the run. A
+    single error is only logged.
 
     Args:
         client: The control plane.
         run_id: The run to claim.
-        answer_s: How long an answer to the claim is waited for, whatever the client does.
-        raise_if_stopped: Called while the claim is waited for; what it raises ends the wait.
+        answer_s: Maximum wait for an answer to the claim, whatever the client does.
+        raise_if_stopped: Called while waiting for the claim; an exception from it ends the wait.
 
     Raises:
-        Exception: What ``client.claim`` raises.
+        Exception: ``client.claim`` raised it.
         InputError: The claim was not answered within `answer_s`.
     """
 
@@ -60,31 +61,31 @@ class Lease:
         started(self._thread)
 
     def close(self) -> None:
-        """Renew it no more."""
+        """Stop renewing it."""
         self._ended.set()
         self._thread.join(INTERVAL_S)
 
     def reason(self) -> str | None:
-        """``canceled`` once the run has to stop, else None; costs nothing."""
+        """Return ``canceled`` once the run has to stop, otherwise None. Sends nothing."""
         if self._reason is None and time.monotonic() - self._renewed_at >= PATIENCE_S:
             self._stop(f"the lease could not be renewed for {PATIENCE_S:.0f} s")
         return self._reason
 
     def completed(self, step: int, final_checkpoint: str | None, *, within_s: float) -> None:
-        """Report the end as planned; what the control plane does not take `within_s` is logged."""
+        """Report that the run completed. If the control plane does not accept it `within_s`, log that."""
         self._report(
             functools.partial(self._client.mark_completed, step=step, final_checkpoint=final_checkpoint), within_s
         )
 
     def failed(self, step: int, error: str, *, within_s: float) -> None:
-        """Report the end by an error or a stop; else as `completed`."""
+        """Report that an error or a stop ended the run; otherwise like `completed`."""
         self._report(functools.partial(self._client.mark_failed, step=step, error=error), within_s)
 
     def _report(self, mark: Callable[..., None], within_s: float) -> None:
         self._ended.set()
         try:
             _answer(functools.partial(mark, lease=self._lease), within_s)
-        except Exception as error:  # noqa: BLE001 - a client of the user's own may raise anything
+        except Exception as error:  # noqa: BLE001 - a user's client may raise anything
             log.error("the end of the run could not be reported to the control plane: %s", _text(error))  # noqa: TRY400
 
     def _beat(self) -> None:
@@ -100,15 +101,15 @@ class Lease:
                 log.warning("no heartbeat to the control plane: %s", _text(error))
 
     def _stop(self, why: str) -> None:
-        log.warning("run %s is to stop: %s", self._lease.run_id, why)
+        log.warning("run %s stops: %s", self._lease.run_id, why)
         self._reason = "canceled"
 
 
 def _answer(ask: Callable[[], T], within_s: float, raise_if_stopped: Callable[[], None] = lambda: None) -> T:
-    """The client's answer, from a thread of its own, which a wait that ends leaves behind."""
+    """Call the client in a separate thread and return its answer. After a timeout, the thread is abandoned."""
     future = DaemonThreads(1, "genlight-control-plane").submit(ask)
     end = time.monotonic() + within_s
-    while not wait([future], LOOK_EVERY_S).done:
+    while not wait([future], POLL_S).done:
         raise_if_stopped()
         if time.monotonic() >= end:
             raise InputError(f"the control plane did not answer for {within_s:.0f} s")
@@ -116,5 +117,5 @@ def _answer(ask: Callable[[], T], within_s: float, raise_if_stopped: Callable[[]
 
 
 def _text(error: Exception) -> str:
-    """Our own errors are safe to show; of others only the type is."""
+    """Return the message if it is an error of genlight, which hides secrets; otherwise only the type."""
     return str(error) if isinstance(error, GenlightError) else type(error).__name__

@@ -1,11 +1,11 @@
-"""The Lightning fit of a session: what takes part gets the session, loggers go on, and the other ranks are watched.
+"""Run the Lightning fit of a session: pass it to callbacks, continue the runs of loggers, and watch the other ranks.
 
-A strategy that makes the processes that train as copies of this one (``ddp_spawn``, ``ddp_fork``) leaves the session
-here. In the copies callbacks and loggers keep their own log and uploads, as in a Trainer of one's own.
+If a strategy trains in copies of this process (``ddp_spawn``, ``ddp_fork``), the session stays here. In the copies,
+callbacks and loggers keep their own log and uploads, as under a plain Trainer.
 
-On several nodes `NodeCheck` refuses, before anything is trained, a run whose nodes have another folder or other code.
+On several nodes, `NodeCheck` refuses a run whose nodes have different folders or code, before anything is trained.
 
-Imports Lightning, so that it is imported only once there is something to train.
+This module imports Lightning, so import it only once there is something to train.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from ..plumbing.redaction import safe_str, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, read_own
 from .ranks import (
     FOLDER,
-    LOOK_EVERY_S,
+    POLL_S,
     RankProcesses,
     RankZero,
     failed_ranks,
     kill_paused,
     paused_ranks,
     stopped_before_meeting,
-    told_to_wait,
+    warn_of_absent_ranks,
 )
-from .report import explained
+from .report import explain
 from .session import Session
 from .start import RUNS_FILE
 from .this_rank import host_name
@@ -68,15 +68,15 @@ log = logging.getLogger(__name__)
 LARGEST_BYTES = 1 << 20
 NODE_PACKAGES = ("genlight", "torch", "lightning", "numpy", "pyarrow", "safetensors")
 _stores: list[Any] = []
-"""The store of this process's ranks, which must live as long as its process group."""
+"""The store in which the ranks meet. It must live as long as the process group."""
 FOLDER_PATIENCE_S = 10.0
 """How long a network file system may take to show a new file on another node."""
 
 
 def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Hand the session to the callbacks and loggers of `trainer`, and have it follow the training of `module`.
+    """Hand the session to the callbacks and loggers of `trainer`, and let it follow the training of `module`.
 
-    Loggers get hyperparameters without secrets, whichever class `module` is.
+    Loggers get hyperparameters without secrets, whatever the class of `module`.
     """
     for logger in trainer.loggers:
         logger.log_hyperparams = functools.partial(_log_hyperparams, logger)  # type: ignore[method-assign]
@@ -94,13 +94,13 @@ def _log_hyperparams(logger: Logger, params: dict[str, Any] | Namespace, *args: 
 
 
 def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arguments: Any) -> None:
-    """Train `module`; what others can tell in better words than torch and Lightning is raised in those.
+    """Train `module`. Errors that we can explain better than torch or Lightning are re-raised with our message.
 
     Args:
-        session: Which the callbacks have joined.
-        trainer: Trains.
-        module: Is trained.
-        **arguments: Further ones of ``Trainer.fit``.
+        session: The session, which the callbacks have joined.
+        trainer: The Lightning trainer.
+        module: The module to train.
+        **arguments: Further arguments of ``Trainer.fit``.
 
     Raises:
         TrainingCanceled: The training was stopped.
@@ -115,11 +115,11 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
         with _watched_ranks(session, trainer):
             trainer.fit(module, **arguments)
     except (ValueError, RuntimeError, AssertionError, MisconfigurationException) as error:
-        if better := explained(error):
+        if better := explain(error):
             raise better from error
         raise
     except SystemExit as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes one of the other
+        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into SystemExit
             raise TrainingCanceled("canceled") from error.__context__
         raise
     finally:
@@ -128,22 +128,22 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
 
 @contextlib.contextmanager
 def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
-    """End the attempt when another rank fails, also while this one hangs in a collective."""
+    """End the attempt when another rank fails, even while this one hangs in a collective."""
     if trainer.world_size == 1 or trains_in_copies(trainer):
         yield
         return
     processes = session.processes = RankProcesses(trainer)
     session.stop.signals.before_exit = processes.kill
     files = session.rank_files if session.is_rank_zero else None
-    waits = told_to_wait(trainer.global_rank, trainer.world_size)
-    checks = [stopped_before_meeting(session.stop), failed_ranks(files, processes), waits]
+    absent = warn_of_absent_ranks(trainer.global_rank, trainer.world_size)
+    checks = [stopped_before_meeting(session.stop), failed_ranks(files, processes), absent]
     if files is not None:
         checks.append(paused_ranks(lambda: files.processes, session.stop))
         session.before_exit.append(lambda: kill_paused(files.processes))
     session.before_exit.append(processes.kill)
-    announced = RankZero.announced() if session.is_rank_zero else contextlib.nullcontext()
+    announcement = RankZero.announce() if session.is_rank_zero else contextlib.nullcontext()
     try:
-        with session.watch.looking(*checks), announced, _store_on_loopback(trainer):
+        with session.watch.looking(*checks), announcement, _store_on_loopback(trainer):
             yield
     finally:
         session.stop.signals.before_exit = lambda: None
@@ -151,10 +151,10 @@ def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _store_on_loopback(trainer: pl.Trainer) -> Iterator[None]:
-    """Have the ranks of one machine that Lightning starts meet in a store that no other machine reaches.
+    """Let the ranks that Lightning starts on one machine meet in a store that no other machine can reach.
 
-    The store that torch opens by itself listens at every address, and anybody may read and write it. An agent of
-    torchrun announces a store of its own by two variables. Rank zero does the same here, and its ranks inherit them.
+    The store that torch opens listens at every address, and anybody may read and write it. A torchrun agent announces
+    its own store by two variables. Rank zero sets the same variables here, and the other ranks inherit them.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     is_elsewhere = trainer.num_nodes > 1 or dist.is_initialized()
@@ -164,7 +164,7 @@ def _store_on_loopback(trainer: pl.Trainer) -> Iterator[None]:
     _stores.clear()
     try:
         listener = socket.create_server((environment.main_address, port := environment.main_port))
-    except OSError:  # torch will say so in its own words, which `explained` knows
+    except OSError:  # torch will raise the same error, and `explain` recognizes it
         yield
         return
     _stores.append(
@@ -182,30 +182,30 @@ def _store_on_loopback(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> None:
-    """Make or find the runs of the trainer's W&B and MLflow loggers; to be called on rank zero, before the fit.
+    """Create or find the runs of the trainer's W&B and MLflow loggers. Call it on rank zero, before the fit.
 
-    Where the training resumes, each logger goes on with the run that it had. Neither can take back the rows beyond the
-    step of the checkpoint: training makes the same ones again, and they are there twice.
+    If the training resumes, each logger continues its earlier run. Neither backend can delete the rows after the
+    checkpoint's step. Training logs the same rows again, so they appear twice.
 
     Args:
-        trainer: Its loggers are looked at; those of other classes are left alone.
-        directory: Where `RUNS_FILE` is kept, which says which run each logger has.
-        resumes: Whether loggers go on with the runs that they had, rather than with new ones.
+        trainer: The trainer; loggers of other classes are not touched.
+        directory: The folder of `RUNS_FILE`, which records the run of each logger.
+        resumes: Whether loggers continue their earlier runs instead of starting new ones.
     """
     tracked = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger | MLFlowLogger)]
     if not tracked:
         return
     make_directory(directory, shared=None)
     path = directory / RUNS_FILE
-    known, runs = _read(path) if resumes else {}, {}
+    earlier, runs = _read(path) if resumes else {}, {}
     for index, logger in enumerate(tracked):
         name = f"{type(logger).__name__}-{index}"
-        if name in known and set_run_of_logger(logger, known[name]):
+        if name in earlier and set_run_of_logger(logger, earlier[name]):
             try:
                 _run_of(logger)
-            except Exception as error:  # noqa: BLE001  # of the backend, whose classes only its package has
+            except Exception as error:  # noqa: BLE001  # the error classes live in the backend's package
                 log.warning(
-                    "%s begins a new run, since it cannot go on with %s: %s", name, known[name], safe_str(error)
+                    "%s begins a new run, since it cannot continue %s: %s", name, earlier[name], safe_str(error)
                 )
                 set_run_of_logger(logger, None)
         runs[name] = _run_of(logger)
@@ -223,15 +223,15 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _run_of(logger: Any) -> str:
-    """The identity of the logger's run, which is made or found on its server now."""
+    """Return the id of the logger's run. Accessing the run creates it or finds it on the server."""
     run = logger.experiment
     return str(logger.run_id if isinstance(logger, MLFlowLogger) else run.id)
 
 
 class NodeCheck(pl.Callback):
-    """Refuses a run on several nodes that do not share its folder, or have other versions of what trains.
+    """Refuses a run on several nodes that do not share its folder, or whose packages or code differ.
 
-    Without a shared folder each node would write a part of each checkpoint where no other finds it.
+    Without a shared folder each node would write its part of a checkpoint into a folder that the others cannot see.
 
     Args:
         folder: The run's folder.
@@ -244,10 +244,10 @@ class NodeCheck(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Look, on all ranks at the same time.
+        """Compare the nodes, on all ranks at the same time.
 
         Raises:
-            StartupContractError: On every rank: what differs, with the names of the hosts.
+            StartupContractError: Nodes differ. Raised on every rank; the message lists differences and hosts.
         """
         if stage != "fit" or trainer.num_nodes == 1:
             return
@@ -256,7 +256,7 @@ class NodeCheck(pl.Callback):
         if channel.rank == 0:
             make_directory(self.folder)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE))
-        channel.share(None)  # by now it is there
+        channel.share(None)  # now the file exists
         folder = "shared" if _appears(path) else f"another one ({self.folder.parent})"
         facts = channel.gather_everywhere((host_name(), {"the run's folder": folder, **_installed(self.plugin)}))
         if channel.rank == 0:
@@ -267,7 +267,7 @@ class NodeCheck(pl.Callback):
 
 
 def node_faults(facts: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """The facts in which nodes differ from the first one; `facts` are the host and the facts of each rank, in order."""
+    """Return one sentence for each fact that differs from the first node's. `facts` has host and facts of each rank."""
     first, here = facts[0]
     faults = [
         f"{name} is {there.get(name)} on {host}, and {here.get(name)} on {first}"
@@ -275,7 +275,7 @@ def node_faults(facts: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
         for name in {**here, **there}
         if there.get(name) != here.get(name)
     ]
-    return list(dict.fromkeys(faults))  # the ranks of a node have the same
+    return list(dict.fromkeys(faults))  # all ranks of a node report the same
 
 
 def _appears(path: Path) -> bool:
@@ -283,7 +283,7 @@ def _appears(path: Path) -> bool:
     while not path.exists():
         if time.monotonic() >= end:
             return False
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: made, proved writable and ours, and held by one live run, before anything is trained."""
+"""Create a run's folder, prove that it is writable and safe, and lock it for one live run before training."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ STOP_NAME = ".stop"
 IN_USE, INVALID = "startup.artifacts_in_use", "startup.invalid_artifact_paths"
 WAY_OUT = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
 SHARING = "If everyone who can write to it is trusted, as in a team's folder, set `TRAINER_SHARED_ARTIFACTS=1`."
-HOLD_OUR_FILES_ALONE = ("checkpoints_dir", "samples_dir")
-"""Directories whose files are taken for ours by their names, so that not even a new one may come from others."""
+PRIVATE_FOLDERS = ("checkpoints_dir", "samples_dir")
+"""Directories in which a file's name makes it ours, so nobody else may even add a file."""
 TRIES = 5
 LARGEST_NOTE_BYTES = 4096
 
 
-# its directories
+# Directories
 
 
 def prepare_artifact_dirs(config: RunConfig) -> None:
     """Make the directories of `config` and write a probe into each.
 
     Raises:
-        StartupContractError: ``startup.invalid_artifact_paths`` with every directory that cannot be used, or that
-            others may write.
+        StartupContractError: ``startup.invalid_artifact_paths``. The message lists every directory that is unusable or
+            writable by others.
     """
     faults = artifact_dir_faults(config, create=True)
     if faults:
@@ -59,17 +59,17 @@ def prepare_artifact_dirs(config: RunConfig) -> None:
 
 
 def artifact_dir_faults(config: RunConfig, *, create: bool) -> list[str]:
-    """The reasons why the artifact directories cannot be used, a sentence each.
+    """Return one sentence for each reason why an artifact directory cannot be used.
 
     Args:
         config: The run.
-        create: Make those that are missing; otherwise the nearest existing folder above them is probed.
+        create: Make missing directories; otherwise probe the nearest existing folder above them.
     """
 
     def unwritable(name: str, path: Path) -> str | None:
         return directory_fault(name, path, WAY_OUT, create=create, shared=config.shared_artifacts)
 
-    # Who may change them is asked before anything is made in them, and again: a neighbour may have been quicker.
+    # Check permissions before making anything, and again afterwards: another user may have been quicker.
     faults = untrusted_dirs(config) or _faults(config, unwritable) or untrusted_dirs(config)
     if os.path.isdir(config.events_path):
         faults.append(f"`events_path` is {str(config.events_path)!r}, which is a directory. Name a file.")
@@ -77,12 +77,12 @@ def artifact_dir_faults(config: RunConfig, *, create: bool) -> list[str]:
 
 
 def untrusted_dirs(config: RunConfig) -> list[str]:
-    """Which of the artifact directories that exist another user could change, a sentence each."""
+    """Return one sentence for each existing artifact directory that another user could change."""
 
     def fault_of(name: str, path: Path) -> str | None:
         try:
-            reason = distrust(path, may_be_sticky=name not in HOLD_OUR_FILES_ALONE) if path.is_dir() else None
-        except OSError:  # which `directory_fault` names
+            reason = distrust(path, may_be_sticky=name not in PRIVATE_FOLDERS) if path.is_dir() else None
+        except OSError:  # `directory_fault` reports it
             return None
         return reason and f"`{name}` {str(path)!r} is not safe to use: {reason}. {WAY_OUT} {SHARING}"
 
@@ -90,20 +90,20 @@ def untrusted_dirs(config: RunConfig) -> list[str]:
 
 
 def _faults(config: RunConfig, fault_of: Callable[[str, Path], str | None]) -> list[str]:
-    """The faults of directories, by `fault_of`; what lies below a faulty one has its fault, and no line of its own."""
+    """Return the faults of directories, by `fault_of`. A folder below a faulty one gets no separate line."""
     names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir")
     directories = {**{name: getattr(config, name) for name in names}, "events_path": config.events_path.parent}
-    found: dict[Path, str] = {}
+    faults: dict[Path, str] = {}
     for name, path in directories.items():
-        if not any(path.is_relative_to(faulty) for faulty in found) and (fault := fault_of(name, path)):
-            found[path] = fault
-    return list(found.values())
+        if not any(path.is_relative_to(faulty) for faulty in faults) and (fault := fault_of(name, path)):
+            faults[path] = fault
+    return list(faults.values())
 
 
 def directory_fault(
     name: str, path: Path, way_out: str, *, create: bool = True, shared: bool | None = None
 ) -> str | None:
-    """Why nothing can be written into the directory `path`, which is the setting `name`; None where it can."""
+    """Return why `path`, the value of the setting `name`, cannot be written; None if it can be written."""
     try:
         if create:
             make_directory(path, shared=shared)
@@ -125,7 +125,7 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _probe(directory: Path) -> None:
-    """Write and remove a file; permission bits alone say nothing about read-only mounts, quotas or a full disk."""
+    """Write and remove a file: permission bits do not show read-only mounts, quotas or a full disk."""
     probe = directory / temporary_name("probe")
     descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -135,12 +135,12 @@ def _probe(directory: Path) -> None:
         os.close(descriptor)
 
 
-# the run that holds it
+# Locks
 
 
 @contextlib.contextmanager
 def lock_artifacts(config: RunConfig) -> Iterator[None]:
-    """Hold the artifact directories of `config`, which must exist, for this process; raises as `lock_directory`."""
+    """Lock the existing artifact directories of `config` for this process. Raises the errors of `lock_directory`."""
     root = config.artifacts_dir.resolve()
     others = {d.resolve() for d in (config.checkpoints_dir, config.samples_dir, config.metrics_dir)}
     with contextlib.ExitStack() as stack:
@@ -152,7 +152,7 @@ def lock_artifacts(config: RunConfig) -> Iterator[None]:
 
 
 def lock_directory(directory: Path, run_id: str) -> FileLock:
-    """Hold a directory, which must exist, for this process, under the name `run_id`.
+    """Lock an existing directory for this process under the name `run_id`.
 
     Raises:
         StartupContractError: ``startup.artifacts_in_use``: another live process holds it, or its file system has no
@@ -176,14 +176,14 @@ def lock_directory(directory: Path, run_id: str) -> FileLock:
         ) from None
     except OSError as error:
         has_locks = not isinstance(error, NoLocksError)
-        refused = "opened" if has_locks else "locked, since that takes a file system with locks"
-        text = f"{str(path)!r} cannot be {refused}: {error.strerror}. {WAY_OUT}"
+        action = "opened" if has_locks else "locked, which needs a file system with locks"
+        text = f"{str(path)!r} cannot be {action}: {error.strerror}. {WAY_OUT}"
         raise StartupContractError(INVALID if has_locks else IN_USE, text) from error
     return lock
 
 
 def lock_holder(directory: Path) -> str | None:
-    """Who holds an artifacts directory, in words; None when no process does. Neither makes nor keeps a lock."""
+    """Describe the process that holds an artifacts directory; None if none does. Neither creates nor keeps a lock."""
     return _holder(directory) if is_held(directory / LOCK_NAME) else None
 
 
@@ -196,7 +196,7 @@ def _holder(directory: Path) -> str:
 
 
 def last_holder(directory: Path) -> dict[str, Any]:
-    """Who took the lock of a directory last: ``pid``, ``host``, ``run_id``; empty where that is not known."""
+    """Return ``pid``, ``host`` and ``run_id`` of the last process that locked a directory; empty if unknown."""
     try:
         holder = json.loads(read_own(directory / LOCK_NAME, limit=LARGEST_NOTE_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -204,11 +204,11 @@ def last_holder(directory: Path) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-# the request to stop it
+# Stop requests
 
 
 def request_stop(directory: Path) -> None:
-    """Ask the run that holds a directory to stop, on whatever host it is.
+    """Ask the run that holds a directory to stop, on whatever host it runs.
 
     Raises:
         OSError: The directory cannot be written.
@@ -217,6 +217,6 @@ def request_stop(directory: Path) -> None:
 
 
 def withdraw_stop(directory: Path) -> None:
-    """Take such a request back, which was meant for an attempt that has ended."""
+    """Remove a stop request that was meant for an attempt that has ended."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         (directory / STOP_NAME).unlink()

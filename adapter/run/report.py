@@ -1,7 +1,7 @@
-"""Words at the end of a run or a fit: where its results are, or what failed.
+"""Messages at the end of a run or a fit: the paths of its results, or the failure.
 
-A failure is told in better words than torch's and Lightning's, and with the frames of the user's code; the whole
-traceback of an error there goes to a file.
+Some errors of torch and Lightning get a clearer message. An error in the user's code is logged with the user's frames
+only; its complete traceback goes to a file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..plumbing.reference_page import reference
 from .this_rank import host_name, this_rank
 
 __all__ = [
-    "explained",
+    "explain",
     "is_input_error",
     "log_failure",
     "show_results",
@@ -44,12 +44,12 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 FAILURES_DIRECTORY: Final = "failures"
-"""Where a run keeps whole tracebacks, in its artifacts directory."""
+"""Folder for complete tracebacks, in the run's artifacts directory."""
 _OURS: Final = tuple(Path(__file__).resolve().parents[2] / name for name in ("adapter", "callbacks", "reporters"))
 _INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
 
 _READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "functools"})
-"""Packages that look at a configuration and know no code of a user's."""
+"""Packages that read a configuration and contain no user code."""
 _MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
 _LISTENS = re.compile(r"server socket has failed to listen.*\bport: (?P<port>\d+)\b.*\bEADDRINUSE\b", re.DOTALL)
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
@@ -57,40 +57,40 @@ _NO_DEVICE = re.compile(
     r"not compiled with (CUDA|XPU) enabled|no NVIDIA driver|No CUDA GPUs are available|from the 'MPS' backend|"
     r"on a CUDA device but torch.cuda.is_available\(\)|[Cc]annot get CUDA generator|invalid device ordinal"
 )
-"""In what torch says when code asks for a device that this process does not have."""
+"""Matches torch's messages about a device that this process does not have."""
 _OTHER_WEIGHTS = "Error(s) in loading state_dict for"
-_MOST_OF_THEM = 600
-"""Characters; a model of another architecture differs in every name."""
+_LONGEST_LIST = 600
+"""Characters of the list of differing weights; a model of another architecture differs in every name."""
 
 
 def is_input_error(error: Exception, *, by: tuple[str, ...] = ("genlight.", "lightning.")) -> bool:
-    """Whether genlight or Lightning refused something before any other code was called; its message then says all.
+    """Return whether genlight or Lightning refused an input before any other code ran, so the message is enough.
 
     Args:
-        error: What was raised.
-        by: Which of the two packages, or parts of them, may have raised it.
+        error: The error that was raised.
+        by: The packages or modules that may have raised it.
     """
-    named = [name for name in modules_of(error) if name != "__main__"]
-    return bool(named) and named[-1].startswith(by) and {name.partition(".")[0] for name in named} <= _READERS
+    modules = [name for name in modules_of(error) if name != "__main__"]
+    return bool(modules) and modules[-1].startswith(by) and {name.partition(".")[0] for name in modules} <= _READERS
 
 
-def explained(error: Exception) -> GenlightError | None:
-    """An error that says what a fit's `error` means and the way out; None for any other.
+def explain(error: Exception) -> GenlightError | None:
+    """Return an error with the meaning of a fit's `error` and a way out; None if we have no better message.
 
-    Torch and Lightning raise a bare RuntimeError for the most part, so their words have to be looked at. Told apart are
-    weights of a checkpoint that are not those of the model that was built, the monitor of Lightning's own
-    ``EarlyStopping`` or ``ModelCheckpoint``, a port at which the ranks were to meet and something else listens, a data
-    worker that died, and a device that the user's code names and that is not there.
+    Torch and Lightning often raise a bare RuntimeError, so only the message can distinguish these cases: the weights
+    of a checkpoint do not fit the model; the monitor of Lightning's ``EarlyStopping`` or ``ModelCheckpoint`` is wrong;
+    another process uses the port at which the ranks meet; a data worker died; the user's code asks for a device that
+    does not exist.
     """
     text = safe_str(error)
     if "".join(modules_of(error)[-1:]) in _MONITORS:
         return MonitorError(text)
     if text.startswith(_OTHER_WEIGHTS):
         differences = " ".join(text.partition("\n")[2].split()).rstrip(". ")
-        shown = differences if len(differences) <= _MOST_OF_THEM else f"{differences[:_MOST_OF_THEM]}…"
+        shown = differences if len(differences) <= _LONGEST_LIST else f"{differences[:_LONGEST_LIST]}…"
         return CheckpointError(
-            f"The weights of the checkpoint are not those of the model that was built: {shown}. Build the model as it "
-            "was, or start at step 0 with `genlight run --fresh`, of a fit `--resume never`."
+            f"The weights of the checkpoint do not fit the model that was built: {shown}. Build the model as it was, "
+            "or start at step 0 with `genlight run --fresh`, or `genlight fit --resume never`."
         )
     if listens := _LISTENS.search(text):
         return StartupContractError(
@@ -104,13 +104,13 @@ def explained(error: Exception) -> GenlightError | None:
         return ContractError(
             f"{users[-1].filename}:{users[-1].lineno} asks for a device that this process does not have: "
             f'`{users[-1].line}`. Use `ctx.device` instead of a literal such as "cuda" (`.to(ctx.device)`, '
-            "`torch.load(path, map_location=ctx.device)`); which device that is follows from `lightning.accelerator` "
-            f"of the job. torch says: {text.partition(chr(10))[0]}"
+            "`torch.load(path, map_location=ctx.device)`); `lightning.accelerator` of the job chooses that device. "
+            f"torch says: {text.partition(chr(10))[0]}"
         )
     if _WORKER_DIED.search(text):
         return GenlightError(
-            f"{text.strip()} Often the memory was full: use fewer `workers`, or smaller batches. With `workers` 0 an "
-            "error of `collate` or of a dataset shows itself in the training process."
+            f"{text.strip()} Often the memory was full: use fewer `workers`, or smaller batches. With `workers` 0, an "
+            "error in `collate` or in a dataset appears in the training process."
         )
     return None
 
@@ -123,25 +123,26 @@ def log_failure(
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> None:
-    """Say what failed, with a traceback where the message alone does not tell.
+    """Log a failure, with a traceback if the message is not enough.
 
     Args:
-        error: What ended the run.
-        failure: How it is reported.
+        error: The error that ended the run.
+        failure: The failure as it is reported.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
-        folder: The run's folder, where the whole traceback of an error of the user's code goes, of which the log then
-            shows the user's frames; None logs it whole.
+        folder: The run's folder. The complete traceback of an error in the user's code goes to a file there, and the
+            log shows only the user's frames; None logs the complete traceback.
     """
-    # Ours say all, and a traceback would bury it; but of a write from a wrong thread, where that was.
+    # Our own errors are complete; a traceback would bury them. Exception: for a write from the wrong thread, the
+    # traceback shows the place.
     if isinstance(error, GenlightError) and not isinstance(error, ReplayWriterError):
         text = hide_secrets(safe_str(error), secrets=secrets, environ=environ)
     else:
         text = hide_secrets(traceback_of(error), secrets=secrets, environ=environ)
         users = None if folder is None else _users_part(error)
         if users is not None and folder is not None:
-            place = _written(text, folder / FAILURES_DIRECTORY)
-            text = f"{hide_secrets(users, secrets=secrets, environ=environ)}\n  the whole traceback {place}"
+            place = _write_traceback(text, folder / FAILURES_DIRECTORY)
+            text = f"{hide_secrets(users, secrets=secrets, environ=environ)}\n  the complete traceback {place}"
     log.error("%s failure: %s", failure.category, text)
     code = error.code if isinstance(error, StartupContractError) else ""
     if code == "startup.invalid_job_spec":
@@ -151,27 +152,27 @@ def log_failure(
 
 
 def _users_part(error: BaseException) -> str | None:
-    """The traceback of an exception with the frames of the user's code alone; None where there are none."""
-    whole = traceback.TracebackException.from_exception(error, compact=True)
-    each: traceback.TracebackException | None = whole
+    """Return the traceback of an exception with only the frames of the user's code; None if there are none."""
+    complete = traceback.TracebackException.from_exception(error, compact=True)
+    each: traceback.TracebackException | None = complete
     has_frames = False
     while each is not None:
         each.stack = traceback.StackSummary.from_list([frame for frame in each.stack if _is_users(frame.filename)])
         has_frames = has_frames or bool(each.stack) or _is_users(str(getattr(each, "filename", None) or "<>"))
         each = each.__cause__ or each.__context__
-    return traceback_of(whole) if has_frames else None
+    return traceback_of(complete) if has_frames else None
 
 
 def _is_users(filename: str) -> bool:
-    """Whether a file is neither genlight's, nor installed, nor part of Python."""
+    """Return whether a file is neither genlight's, nor installed, nor part of Python."""
     path = Path(filename)
     if filename.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
         return False
     return not any(path.resolve().is_relative_to(folder) for folder in (*_OURS, *_INSTALLED))
 
 
-def _written(traceback_text: str, directory: Path) -> str:
-    """Write a traceback into `directory`; where it is now."""
+def _write_traceback(traceback_text: str, directory: Path) -> str:
+    """Write a traceback into `directory`, and return the predicate of a sentence about the file."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     path = directory / f"{stamp}-rank-{this_rank()}-{os.getpid()}.txt"
     try:
@@ -183,23 +184,25 @@ def _written(traceback_text: str, directory: Path) -> str:
 
 
 def show_results(ended: str, places: Mapping[str, Path | None]) -> None:
-    """Say on standard error how a run ended, and where its results are: of `places` what is there, and not empty."""
-    there = {name: path for name, path in places.items() if path is not None and path.exists()}
+    """Write to standard error how a run ended, and each of `places` that exists and is not empty."""
+    existing = {name: path for name, path in places.items() if path is not None and path.exists()}
     lines = [
-        f"  {name:<17} {shown_path(path)}" for name, path in there.items() if not path.is_dir() or any(path.iterdir())
+        f"  {name:<17} {shown_path(path)}"
+        for name, path in existing.items()
+        if not path.is_dir() or any(path.iterdir())
     ]
-    with contextlib.suppress(OSError):  # it has completed, also where nobody reads that
+    with contextlib.suppress(OSError):  # the run has completed, even if standard error is closed
         sys.stderr.write("\n".join([ended, *lines]) + "\n")
 
 
 def shown_path(path: Path) -> str:
-    """A path as the user would type it from the working directory."""
+    """Return a path as the user would type it from the working directory."""
     here = working_directory()
     return str(path.relative_to(here)) if here is not None and path.is_relative_to(here) else str(path)
 
 
 def working_directory() -> Path | None:
-    """The working directory; None where it was deleted."""
+    """Return the working directory; None if it was deleted."""
     try:
         return Path.cwd()
     except FileNotFoundError:

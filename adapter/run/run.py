@@ -1,6 +1,6 @@
-"""One attempt of a job, from its settings to its exit code.
+"""Run one attempt of a job, from its settings to its exit code.
 
-From the moment the event log is open every way out leaves exactly one terminal event.
+Once the event log is open, every way out leaves exactly one terminal event.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 CANCEL_VARIABLE = "TRAINER_CANCELLED"
 STARTUP_DEADLINE_S = 10.0
-"""How long a run that cannot start tries to say so."""
+"""Seconds for which a run that cannot start tries to report that."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class RunOptions:
     fresh: bool = False
     """Move artifacts of earlier runs aside and start at step 0."""
     allow_changed: bool = False
-    """Resume although the job is not that of the checkpoint."""
+    """Resume although the job differs from the checkpoint's."""
     began_with_process: bool = False
-    """Whether a time limit counts from the start of the process, as of the command line; else from the call."""
+    """Whether a time limit counts from the start of the process (as for the command line) or from the call."""
     lifecycle: JobLifecycleClient | None = None
-    """The control plane that hands out runs: it is claimed there, kept alive, and reported. No setting makes one."""
+    """Control plane that hands out runs and gets claim, heartbeats and outcome. No setting of a job creates one."""
 
 
 def run_training_runtime_from_env() -> int:
     """Run the job that the environment describes, and return the exit code.
 
-    The function of this name that `gen_worker.trainer` gives raises what ended the run instead.
+    The function of this name in `gen_worker.trainer` raises the error that ended the run instead.
     """
     return run_job(RunOptions())
 
@@ -79,7 +79,7 @@ def run_job(options: RunOptions) -> int:
 
 
 def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
-    """Run a job and report how it ended; the exit code, and the error that was reported where it did not complete."""
+    """Run a job and report how it ended. Return the exit code, and the reported error if it did not complete."""
     with contextlib.ExitStack() as held:
         handling = StopSignals.handling() if options.began_with_process else None
         signals = handling or held.enter_context(StopSignals().installed())
@@ -89,7 +89,7 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
         )
         held.enter_context(redacted_logs(config.secrets, options.environ))
         session = held.enter_context(_session(config, options, signals))
-        try:  # whatever ends the run, its log ends with a terminal event
+        try:  # the log gets its terminal event, whatever ends the run
             if (faulty := errors.exception(secrets=config.secrets)) is not None:
                 raise faulty
             for warning in config.warnings:
@@ -109,7 +109,7 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
 
 
 def _session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Session:
-    """The session of this rank, with nothing opened yet."""
+    """Create the session of this rank, with nothing opened yet."""
     stop = StopSources(
         config.cancel_file_path,
         max_runtime_s=config.max_runtime_seconds or None,
@@ -119,25 +119,25 @@ def _session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Se
     )
     stop.add_check(agent_check())
     environ = os.environ if options.environ is None else options.environ
-    if config.source_of("canceled") != "--set":  # the trainer may set it, in this process, while it runs
+    if config.source_of("canceled") != "--set":  # the trainer may set the variable while it runs
         stop.add_check(lambda: "canceled" if is_true(environ.get(CANCEL_VARIABLE, "")) else None)
     return (Session if is_rank_zero() else FollowerSession)(
         stop=stop,
         secrets=config.secrets,
         environ=options.environ,
         deadline_s=config.upload_deadline_seconds,
-        resume_hint=_way_on(config, options, environ),
+        resume_hint=_resume_hint(config, options, environ),
         preparing="startup",
     )
 
 
 def _open(session: Session, config: RunConfig, options: RunOptions) -> None:
-    """Open what the attempt needs: on rank zero the run's folder, which it holds, log, control plane and uploads.
+    """Lock the run's folder and open its log, control plane and uploads, on rank zero; other ranks note the folder.
 
     Raises:
         StartupContractError: The folder cannot be used, or another run holds it.
-        UploadError: A file of the queue of uploads is damaged.
-        Exception: What the control plane raised.
+        UploadError: A file of the upload queue is damaged.
+        Exception: The control plane raised it.
     """
     if session.is_rank_zero:
         prepare_artifact_dirs(config)
@@ -163,20 +163,20 @@ def _open(session: Session, config: RunConfig, options: RunOptions) -> None:
 
 
 def _open_uploader(config: RunConfig) -> Uploader | None:
-    """The uploader of a run, which still has to be started; None where nothing is to be sent."""
-    wanted = config.upload_config()
-    lacking = wanted.lacks_for_files()
-    if lacking and bool(wanted.owner) != bool(wanted.token):  # else the store is there for `cozy:` references
+    """Create the uploader of a run without starting it; None if there is nothing to send."""
+    uploads = config.upload_config()
+    lacking = uploads.lacks_for_files()
+    if lacking and bool(uploads.owner) != bool(uploads.token):  # otherwise the store only serves `cozy:` references
         log.warning("%s", lacking)
-    if any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
+    if any(uploads.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
         try:
-            return Uploader(wanted)
+            return Uploader(uploads)
         except ValueError as error:
             raise StartupContractError("startup.invalid_job_spec", f"{error} Correct `uploads.targets`.") from error
-    try:  # a start without destinations delivers nothing, and would look as if all had arrived
-        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_entries(Path(wanted.queue_dir)))
+    try:  # without destinations nothing is delivered; silence would look as if everything had arrived
+        waiting = sum(entry.kind in ("checkpoint", "sample") for entry in read_entries(Path(uploads.queue_dir)))
     except (UploadError, OSError) as error:
-        log.warning("what is waiting for upload cannot be determined: %s", error)
+        log.warning("waiting uploads cannot be counted: %s", error)
     else:
         if waiting:
             text = "uploads of earlier starts are waiting (%d), but no destination is set: set the URLs, or see %s"
@@ -185,9 +185,9 @@ def _open_uploader(config: RunConfig) -> Uploader | None:
 
 
 def _only_prints(session: Session, config: RunConfig, options: RunOptions, error: BaseException) -> bool:
-    """Whether `error` is a mistake in the command or the job of a run that has trained, which its log must not get.
+    """Return whether `error` is a mistake in the command or the job of a run that has trained; it stays out of the log.
 
-    An orchestrator, which starts runs from the environment, still gets it: nobody may read what it prints.
+    An orchestrator starts runs from the environment, and nobody may read their output. It still gets the error.
     """
     log = session.event_log
     if options.spec_path is None or config.orchestrated or (log is not None and log.phase != "new"):
@@ -198,56 +198,56 @@ def _only_prints(session: Session, config: RunConfig, options: RunOptions, error
 
 
 def _open_for_failed_start(session: Session, config: RunConfig, options: RunOptions, error: BaseException) -> None:
-    """Open what reports a run that could not start, wherever its settings still name a place for that.
+    """Open the log and the uploader that report a run that could not start, if its settings still name them.
 
-    Every sound setting counts, whatever is wrong with the others. What cannot be opened is only logged.
+    Every valid setting counts, whatever is wrong with the others. If one cannot be opened, that is only logged.
     """
     session.deadline_s = STARTUP_DEADLINE_S
     run_id, path = config.run_id or UNKNOWN_RUN_ID, log_of_failed_start(config, options.spec_path is not None)
     in_use = isinstance(error, StartupContractError) and error.code == "startup.artifacts_in_use"
     if session.event_log is None and path is not None and not in_use:
-        with _logged_failure("in the event log"):
+        with _log_if_unreported("in the event log"):
             session.event_log = EventLog(path, run_id=run_id)
     if config.uploads.terminal_url is not None:
-        with _logged_failure("to `uploads.terminal_url`"):
+        with _log_if_unreported("to `uploads.terminal_url`"):
             queue = session.holds.enter_context(tempfile.TemporaryDirectory())
             target = config.upload_config(run_id=run_id, queue_dir=Path(queue), targets=(), file_store_url=None)
-            session.uploader = Uploader(target)  # which needs no thread for this message
+            session.uploader = Uploader(target)  # this message needs no thread
 
 
 @contextlib.contextmanager
-def _logged_failure(where: str) -> Iterator[None]:
-    """One place where a failed start cannot be reported keeps it from no other."""
+def _log_if_unreported(where: str) -> Iterator[None]:
+    """Log an error in reporting a failed start to one place, so that the other places still get the report."""
     try:
         yield
     except (GenlightError, OSError, ValueError) as problem:
-        log.error("that the run could not start is not reported %s: %s", where, problem)  # noqa: TRY400
+        log.error("the failed start could not be reported %s: %s", where, problem)  # noqa: TRY400
 
 
 def log_of_failed_start(config: RunConfig, is_from_file: bool) -> Path | None:
-    """The event log of a run that could not start; None where its folder is not known, or others may write there.
+    """Return the event log of a run that could not start; None if its folder is unknown or writable by others.
 
     Args:
-        config: What is known of the run.
-        is_from_file: Whether the caller named a job file, beside which artifacts go by default.
+        config: The settings of the run that could be read.
+        is_from_file: Whether the caller named a job file; artifacts go next to it by default.
     """
-    is_given = any(config.source_of(name) != "default" for name in ("artifacts_dir", "metrics_dir", "events_path"))
-    is_known = is_given or bool(config.run_id) or not is_from_file  # beside a file the folder has the run's name
+    is_set = any(config.source_of(name) != "default" for name in ("artifacts_dir", "metrics_dir", "events_path"))
+    is_known = is_set or bool(config.run_id) or not is_from_file  # next to a file, the folder has the run's name
     return config.events_path if is_known and not untrusted_dirs(config) else None
 
 
-def _way_on(config: RunConfig, options: RunOptions, environ: Mapping[str, str]) -> str:
-    """The way to continue a run, with the command where a file names it."""
+def _resume_hint(config: RunConfig, options: RunOptions, environ: Mapping[str, str]) -> str:
+    """Return how to continue a run, with the command if the job is a file."""
     spec = options.spec_path or environ.get(JOB_VARIABLE)
     if spec is None or os.fspath(spec) == "-":
-        return "Start the run again with resume_from_latest to go on."
+        return "To continue, start the run again with resume_from_latest."
     overrides = [*options.overrides, *([] if config.resume_from_latest else ["resume_from_latest=true"])]
     settings = [word for override in overrides for word in ("--set", override)]
-    return f"To go on:\n  {shlex.join(['genlight', 'run', os.fspath(spec), *settings])}"
+    return f"To continue:\n  {shlex.join(['genlight', 'run', os.fspath(spec), *settings])}"
 
 
 def _show_results(config: RunConfig, completion: Completion) -> None:
-    """Say how the run ended, and where everything is."""
+    """Show how the run ended, and the paths of its results."""
     places = {"checkpoints": config.checkpoints_dir, "samples": config.samples_dir, "events": config.events_path}
     ended = f"run {config.run_id} {completion}"
     show_results(ended, {"final checkpoint": completion.final_checkpoint, **places})

@@ -1,8 +1,8 @@
-"""A session: what one attempt to train has, and how it is reported to end.
+"""A session: the resources of one attempt to train, and the report of its end.
 
-``genlight run`` and ``genlight fit`` each open one. It holds what can stop the attempt, its event log, its uploads, the
-watch over the other ranks and how far the attempt came. The callbacks and loggers of the fit get it once, by
-``join_run``. However the attempt ends, `Session.complete`, `Session.fail` or `Session.end_now` reports it, once.
+``genlight run`` and ``genlight fit`` each open one. It holds the stop sources of the attempt, its event log, its
+uploads, the watch over the other ranks and the progress. The callbacks and loggers of the fit get it once, by
+``join_run``. However the attempt ends, `Session.complete`, `Session.fail` or `Session.end_now` reports it once.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ __all__ = ["Completion", "FollowerSession", "Session"]
 log = logging.getLogger(__name__)
 
 LAST_TRY_S = 5.0
-"""How long a message is tried where the uploads before it took all the time."""
+"""Seconds for one try of the terminal message if the uploads before it used up the deadline."""
 REPORTED_WITHIN_S = 60.0
-"""How much longer than its uploads may take rank zero's end is waited for, where it cannot be seen."""
+"""Seconds beyond the upload deadline for which another rank waits for rank zero's exit code."""
 STOPPED_AGAIN = (
     "The attempt before was stopped before its first step too, and another one would be: allow the run more time, or "
-    "remove what stops it."
+    "remove the cause of the stop."
 )
 FAILS_AGAIN = " The same start would fail there again: correct its cause first."
 ACKNOWLEDGED_WITHIN_S = 15.0
-"""How long a rank that failed stays for rank zero to read why: a launcher ends the rest when one leaves."""
+"""How long a failed rank waits for rank zero to read the cause: when one rank exits, a launcher ends the others."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """How a run that completed ended."""
+    """The outcome of a run that completed."""
 
     step: int
     final_checkpoint: Path | None
     stopped: str | None = None
     finite: bool = True
-    """Whether no weight of the final checkpoint is known to be nan or infinite."""
+    """False if a weight of the final checkpoint is known to be nan or infinite."""
     was_reported: bool = False
-    """Whether an older runtime ended the run, and sent the terminal message."""
+    """Whether an older runtime ended the run and has sent the terminal message."""
 
     def __str__(self) -> str:
         stopped = f" ({self.stopped})" if self.stopped else ""
@@ -85,72 +85,72 @@ class Completion:
 
 @dataclass(kw_only=True, eq=False)
 class Session:
-    """The session of rank zero, which leaves the one terminal event of the attempt, its last line.
+    """The session of rank zero. It writes the one terminal event of the attempt, the last line of the log.
 
-    Required uploads settle, the terminal message is acknowledged, then the event says how it ended. The training
-    thread ends an attempt by `complete` or `fail`; a thread that watches over it by `end_now`, where the training
-    thread may hang for ever.
+    First the required uploads settle, then the terminal message is acknowledged, then the event records the outcome.
+    The training thread ends an attempt by `complete` or `fail`. A watching thread uses `end_now`, because the training
+    thread may hang forever.
 
-    All of it shares one deadline. A stop ends the wait for uploads where a run was about to complete. The terminal
-    message is waited for until the deadline all the same: it may have arrived, and must then stay the only one, so an
-    event that says otherwise would be false. Who takes machines away sooner sets a shorter deadline, or signals again.
+    All of this shares one deadline. A stop ends the wait for uploads of a run that was about to complete. The wait for
+    the terminal message continues until the deadline: the message may have arrived, and an event with another outcome
+    would contradict it. To free a machine sooner, set a shorter deadline, or send a second signal.
 
-    A failure of a run that is being stopped is reported as the stop if the checkpoint of the stop is durable, or if the
-    signal itself caused it; else it is reported as what it is.
+    If a run fails while it is being stopped, the report is the stop if the checkpoint of the stop is durable or the
+    signal itself caused the failure. Otherwise the report is the failure.
 
-    A context: leaving it closes uploads and log, then what it `holds`, the last first.
+    The session is a context manager: on exit it closes uploads and log, then the contexts in `holds`, the last first.
     """
 
     stop: StopSources
-    """What can ask the attempt to stop."""
+    """The sources of stop requests."""
     secrets: Sequence[str | None] = ()
     """Texts that no report may show."""
     environ: Mapping[str, str] | None = None
     """Environment whose values no report may show; None takes the process's own."""
     deadline_s: float = 60.0
-    """How long the end waits for uploads and messages."""
-    resume_hint: str = "Start it again to go on."
-    """What a user does to go on after a stop or a failure."""
+    """Seconds for which the end of the attempt waits for uploads and messages."""
+    resume_hint: str = "Start it again to continue."
+    """How a user continues after a stop or a failure."""
     requires_uploads: bool = True
-    """Whether an attempt that completes, but for an upload that did not arrive, fails."""
+    """Whether an attempt fails if it completes but a required upload did not arrive."""
     preparing: FailureCategory = "model-load"
-    """The part that was being prepared last."""
+    """The part of the start that is being prepared, or was prepared last."""
     folder: Path | None = None
-    """Its own folder: for tracebacks, and for what ranks leave for each other. None where it has none."""
+    """Folder of the attempt for tracebacks and for the files of the ranks; None if it has none."""
     checkpoints_dir: Path | None = None
-    """Where it saves; None where it saves nothing that a later one can go on from."""
+    """Folder of its checkpoints; None if it saves nothing from which a later attempt can continue."""
     rank_files: RankFiles | None = None
     """The files by which ranks inform each other."""
     event_log: EventLog | None = None
-    """The log of this attempt, open; None on the other ranks, and of a fit without an `EventLogger`."""
+    """The open log of this attempt; None on other ranks, and for a fit without an `EventLogger`."""
     uploader: Uploader | None = None
     lease: Lease | None = None
-    """The claim on the run, of a control plane."""
+    """The claim on the run at a control plane."""
     record: RecordMeta | None = None
     """Metadata of the run for every checkpoint record; None leaves it to the `Checkpoint` callback."""
     count_steps: Callable[[], int] = lambda: 0
-    """Gives the step that is being executed, else the completed ones."""
+    """Returns the step in progress if there is one, otherwise the number of completed steps."""
     has_other_checkpoint: Callable[[], bool] = lambda: False
-    """Whether a restart finds a checkpoint elsewhere than in `checkpoints_dir`."""
+    """Returns whether a restart finds a checkpoint outside of `checkpoints_dir`."""
     processes: RankProcesses | None = None
-    """Those of other ranks that this one started, which end with it; None where there are no other ranks."""
+    """Processes of other ranks that this rank started and that end with it; None without other ranks."""
     before_report: list[Callable[[], None]] = field(default_factory=list)
-    """Called before `end_now` reports: what the training thread would have reported first."""
+    """Called before `end_now` reports: the reports that the training thread would have made first."""
     before_exit: list[Callable[[], None]] = field(default_factory=list)
     """Called before `end_now` ends the process."""
     cause: BaseException | None = None
-    """The error that ended the attempt, as it was reported; None where it completed."""
+    """The reported error that ended the attempt; None if it completed."""
     holds: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """The contexts that are left with the session."""
+    """Contexts that are left when the session is left."""
 
     only_prints: bool = False
-    """Whether its end goes to standard error only, and neither into the log nor to an orchestrator."""
+    """Whether the end is reported only on standard error: not in the log and not to an orchestrator."""
 
     is_rank_zero = True
 
     def __post_init__(self) -> None:
         self.watch = RankWatch(self.end_now)
-        self._reporting = threading.RLock()  # taken once, by the thread that reports
+        self._reporting = threading.RLock()  # the reporting thread takes it once and keeps it
         self._end_by: float | None = None
         self._completes = self._is_idle = self._ends_again = False
 
@@ -166,50 +166,50 @@ class Session:
                 if self.event_log is not None:
                     self.event_log.close()
             except EventLogError as error:
-                log.error("the event log may not be durable: %s", error)  # noqa: TRY400 - its message says all
+                log.error("the event log may not be durable: %s", error)  # noqa: TRY400 - its message is complete
 
     def place(self, folder: Path | None, checkpoints_dir: Path | None) -> None:
-        """Say where the attempt has its files: its `folder` and its `checkpoints_dir`."""
+        """Set `folder` and `checkpoints_dir` of the attempt."""
         self.folder, self.checkpoints_dir = folder, checkpoints_dir
         if folder is None:
             return
         self.rank_files = RankFiles(folder)
         if self.is_rank_zero:
-            withdraw_stop(folder)  # It was meant for an earlier attempt.
+            withdraw_stop(folder)  # A request in it was meant for an earlier attempt.
             self.stop.cancel_files.append(folder / STOP_NAME)
             self.stop.add_check(self.rank_files.stop_reason)
 
     @property
     def step(self) -> int:
-        """The step at which a failure happened; 0 before the first."""
+        """Step at which a failure happened; 0 before the first."""
         return self.count_steps()
 
     @property
     def stage(self) -> FailureCategory:
-        """The current stage, for a failure whose type does not give its category."""
+        """Current stage: the category of a failure whose type does not imply one."""
         has_started = self.step > 0 if self.event_log is None else self.event_log.phase != "new"
         return "train-step" if has_started else self.preparing
 
-    # the end
+    # The end
 
     def complete(self, completion: Completion | None = None) -> int:
-        """Report that the attempt ended as planned; returns the exit code.
+        """Report that the attempt completed, and return the exit code.
 
         Args:
-            completion: How it ended; None where nothing was trained.
+            completion: The outcome; None if nothing was trained.
 
         Raises:
-            UploadError: Something required did not arrive by the deadline, and nothing was reported.
-            EventLogError: The log was removed while the attempt ran, and nothing was reported.
-            TrainingCanceled: A stop was asked for first, and nothing was reported.
+            UploadError: A required upload did not arrive by the deadline; nothing was reported.
+            EventLogError: The log was removed while the attempt ran; nothing was reported.
+            TrainingCanceled: A stop was requested first; nothing was reported.
         """
         self._reporting.acquire()
         if completion is not None:
             self._completes = True
             if self.event_log is not None and not self.event_log.is_in_place:
                 raise EventLogError(
-                    f"{shown_path(self.event_log.path)} was removed or replaced while the run wrote it, so that nobody "
-                    "can read how it went. If its checkpoints are still there, start it again with resume_from_latest"
+                    f"{shown_path(self.event_log.path)} was removed or replaced while the run wrote it, so its history "
+                    "is lost. If its checkpoints still exist, start it again with resume_from_latest"
                 )
             final = None if completion.final_checkpoint is None else str(completion.final_checkpoint)
             send = functools.partial(self._send_end, "completed", completion.step, final)
@@ -233,17 +233,17 @@ class Session:
                 except EventLogError as error:
                     self.cause = error
                     log.error("the completed run could not be recorded: %s", error)  # noqa: TRY400
-                    return self._ended(EXIT_FAILED)
+                    return self._fix_exit_code(EXIT_FAILED)
         self._inform_ranks(EXIT_COMPLETED)
-        return self._ended(EXIT_COMPLETED)
+        return self._fix_exit_code(EXIT_COMPLETED)
 
-    def _ended(self, exit_code: int) -> int:
-        """Keep the reported exit code whatever signals come from here on; returns it."""
+    def _fix_exit_code(self, exit_code: int) -> int:
+        """Make sure that later signals do not change the reported exit code, and return it."""
         self.stop.signals.exit_code = exit_code
         return exit_code
 
     def fail(self, error: BaseException) -> int:
-        """Report what ended the attempt; returns the exit code, whatever goes wrong here."""
+        """Report the error that ended the attempt, and return the exit code. Raises nothing."""
         self._reporting.acquire()
         try:
             error = self.cause = self._stop_that_caused(error) or error
@@ -251,8 +251,8 @@ class Session:
             first = self._first_cause(own)
             if first != own:
                 error = self.cause = FailedElsewhere(first)
-            return self._ended(self._report(error, first))
-        except BaseException as problem:  # noqa: BLE001 - no other code may report this attempt
+            return self._fix_exit_code(self._report(error, first))
+        except BaseException as problem:  # noqa: BLE001 - no other code reports this attempt
             self.cause = problem
             log.error("the end of the run could not be reported: %s", traceback_of(problem))  # noqa: TRY400
             if self.event_log is not None and self.event_log.phase != "ended" and not self.only_prints:
@@ -261,42 +261,45 @@ class Session:
             return EXIT_FAILED
 
     def end_now(self, error: BaseException) -> NoReturn:
-        """Report what ended the attempt and end this process, whatever the training thread does.
+        """Report the error that ended the attempt and end this process, whatever the training thread does.
 
-        Never returns: where another thread is reporting already, that one ends the process, and a caller that went on
-        to end it would take the report away.
+        Never returns. If another thread is already reporting, this call blocks and that thread ends the process;
+        otherwise the caller could end it in the middle of the report.
         """
         self._reporting.acquire()
         code = EXIT_FAILED
         try:
             for report in self.before_report:
-                _attempted(report)
+                _try(report)
             code = self.fail(error)
             for act in self.before_exit:
-                _attempted(act)
+                _try(act)
             logging.shutdown()
         finally:
             os._exit(code)
 
     def _stop_that_caused(self, error: BaseException) -> TrainingCanceled | None:
-        """The stop as which a failure is reported that would not have been without it, or came after its checkpoint."""
+        """Return the stop to report instead of `error`; None if the report is the error.
+
+        That is the case if the stop caused the failure, or if its checkpoint was already saved.
+        """
         causes, reason = list(causes_of(error)), self.stop.signals.reason
         stop = next((cause for cause in causes if isinstance(cause, TrainingCanceled)), None)
         if stop is not None and stop is not error and self._has_checkpoint_of(self.step):
             log.error("after the run had stopped: %s", self._describe(error).text)
             return stop
-        # Torch says in words alone that its loader lost a worker.
+        # Only torch's message shows that its loader lost a worker.
         lost_worker = any("DataLoader worker (pid" in safe_str(cause) for cause in causes)
         if stop is not None or reason is None or not lost_worker:
             return None
-        log.warning("the stop signal ended a data worker first, so no checkpoint of this step was saved")
+        log.warning("the stop signal ended a data worker too early, so no checkpoint of this step was saved")
         return TrainingCanceled(reason)
 
     def _has_checkpoint_of(self, step: int) -> bool:
         return self.checkpoints_dir is not None and (self.checkpoints_dir / f"{step_name(step)}.json").exists()
 
     def _first_cause(self, own: Failure) -> Failure:
-        """The failure to report: `own`, or an earlier one of another rank that caused it."""
+        """Return the failure to report: `own`, or an earlier failure of another rank that caused it."""
         if self.processes is None or self.rank_files is None or own.exit_code == EXIT_STOPPED:
             return own
         return first_cause(own, time.time(), self.rank_files, self.processes)
@@ -314,9 +317,9 @@ class Session:
         return replace(error.failure, resumable=own.resumable) if isinstance(error, FailedElsewhere) else own
 
     def _without_false_hope(self, failure: Failure) -> Failure:
-        """`failure`, not resumable if the attempt before ended in the same way: so would the next one.
+        """Return `failure`, not resumable if the attempt before ended in the same way: so would the next one.
 
-        A stop before the first step also loses its exit code, since a scheduler would start such a run for ever.
+        A stop before the first step also gets another exit code: a scheduler would restart such a run forever.
         """
         log, before, last = self.event_log, Attempt(), Attempt()
         if log is not None and failure.exit_code in (EXIT_STOPPED, EXIT_FAILED):
@@ -338,7 +341,7 @@ class Session:
             return failure.exit_code
         send = functools.partial(self._send_end, "failed", step, None, failure.text)
         for undelivered in self._deliver(send, log.info):
-            log.error("of the failed run: %s", undelivered)
+            log.error("for the failed run: %s", undelivered)
         if self.lease is not None:
             self.lease.failed(step, failure.text, within_s=self._left_s())
         if self.event_log is not None:
@@ -347,31 +350,29 @@ class Session:
         return failure.exit_code
 
     def _log_end(self, error: BaseException, failure: Failure) -> None:
-        """Log how the attempt ended, and as the last line what continues it."""
+        """Log how the attempt ended, with the way to continue it as the last line."""
         if isinstance(error, TrainingCanceled):
-            # Else every further start stops at once, and nothing says why.
-            still_there = [
-                path for path in self.stop.cancel_files if path.name != STOP_NAME and cancel_file_is_set(path)
-            ]
-            first = "".join(f" Remove the cancel file {path} first." for path in still_there)
+            # Otherwise every later start would stop at once without saying why.
+            remaining = [path for path in self.stop.cancel_files if path.name != STOP_NAME and cancel_file_is_set(path)]
+            first = "".join(f" Remove the cancel file {path} first." for path in remaining)
             idle = " No step was trained." if self._is_idle else ""
             if self._ends_again:
                 log.error("stopped: %s.%s %s%s", error.reason, idle, STOPPED_AGAIN, first)
             else:
-                log.warning("stopped: %s.%s%s%s %s", error.reason, idle, self._goes_on_from(), first, self.resume_hint)
+                log.warning("stopped: %s.%s%s%s %s", error.reason, idle, self._next_start(), first, self.resume_hint)
             return
         log_failure(error, failure, secrets=self.secrets, environ=self.environ, folder=self.folder)
         if self.is_rank_zero and failure.category == "train-step" and self.step:
-            hint = FAILS_AGAIN if self._ends_again else f"{self._goes_on_from()} {self.resume_hint}"
+            hint = FAILS_AGAIN if self._ends_again else f"{self._next_start()} {self.resume_hint}"
             log.error("it failed in step %d.%s", self.step, hint)
 
-    def _goes_on_from(self) -> str:
-        """A sentence that names the checkpoint that the next start takes; empty if there is none."""
+    def _next_start(self) -> str:
+        """Return a sentence with the checkpoint from which the next start continues; empty if there is none."""
         newest = None if self.checkpoints_dir is None else newest_complete(self.checkpoints_dir)
-        return "" if newest is None else f" It goes on from {shown_path(newest.path)}."
+        return "" if newest is None else f" The next start continues from {shown_path(newest.path)}."
 
     def _inform_ranks(self, exit_code: int) -> None:
-        """Let the other ranks end, with this exit code; also removes what a rank of a killed attempt has left."""
+        """Let the other ranks end with this exit code, and remove all rank files, even from killed attempts."""
         files = self.rank_files
         if files is not None:
             if self.processes is not None or files.folder.exists():
@@ -379,9 +380,9 @@ class Session:
             files.clear()
 
     def _left_s(self) -> float:
-        """Seconds until the deadline, which is counted from the first wait; some for a try if none are left.
+        """Return the seconds until the deadline, counted from the first wait; at least `LAST_TRY_S` for one try.
 
-        After a stop signal a launcher that kills its ranks sets an earlier one.
+        After a stop signal, the time at which a launcher kills its ranks is an earlier deadline.
         """
         now = time.monotonic()
         if self._end_by is None:
@@ -394,10 +395,10 @@ class Session:
     def _deliver(
         self, send: Callable[[], UploadError | None] | None, show: Callable[[str], None]
     ) -> Iterator[UploadError]:
-        """Wait for the required uploads, then `send` the terminal message; yields what did not arrive."""
+        """Wait for the required uploads, then `send` the terminal message. Yield an error for each that failed."""
         if self.uploader is None:
             return
-        is_first_wait = self._end_by is None  # else the run was about to complete, and has waited for them
+        is_first_wait = self._end_by is None  # otherwise the run was about to complete, and has waited for them
         if is_first_wait and (error := self.uploader.settle(deadline_s=self._left_s(), progress=show)):
             yield error
         if send is not None and (error := send()):
@@ -406,7 +407,7 @@ class Session:
     def _send_end(
         self, status: Literal["completed", "failed"], step: int, final: str | None, failure: str = ""
     ) -> UploadError | None:
-        """Send the terminal message; the error where it was not acknowledged."""
+        """Send the terminal message, and return the error if it was not acknowledged."""
         assert self.uploader is not None
         return self.uploader.deliver_terminal(status, step, final, failure, deadline_s=self._left_s())
 
@@ -416,7 +417,7 @@ class Session:
 
 
 class FollowerSession(Session):
-    """The session of another rank: it trains along, leaves every report to rank zero, and ends as that does."""
+    """The session of another rank: it leaves every report to rank zero, and ends with rank zero's exit code."""
 
     is_rank_zero = False
 
@@ -433,12 +434,12 @@ class FollowerSession(Session):
     @override
     def complete(self, completion: Completion | None = None) -> int:
         self.watch.close()
-        if self.stop.run_state is None:  # there was nothing to train
+        if self.stop.run_state is None:  # nothing was trained
             return EXIT_COMPLETED
         code = self._exit_code_of_rank_zero()
         if code is None:  # If rank zero was killed after this rank had trained, the run may not be complete.
             code = EXIT_FAILED if self._rank_zero is not None and self._rank_zero.is_gone() else EXIT_COMPLETED
-        return self._ended(code)
+        return self._fix_exit_code(code)
 
     @override
     def fail(self, error: BaseException) -> int:
@@ -447,36 +448,36 @@ class FollowerSession(Session):
             self.cause = error
         elif self.stop.is_agreed:
             code = self._exit_code_of_rank_zero()
-            return self._ended(EXIT_STOPPED if code is None else code)
-        return self._ended(self._report(error, self._describe(error)))  # rank zero may not be there at all
+            return self._fix_exit_code(EXIT_STOPPED if code is None else code)
+        return self._fix_exit_code(self._report(error, self._describe(error)))  # rank zero may not exist at all
 
     @override
     def _report(self, error: BaseException, failure: Failure) -> int:
-        """Leave a record of what ended this rank, and stay until it was read."""
+        """Leave a record of the failure of this rank, and wait until rank zero has read it."""
         rank_zero = self._rank_zero
         if rank_zero is not None and rank_zero.is_gone() and isinstance(error, RankFailedError):
             log.error("%s", error)
             code = rank_zero.files.exit_code()
             return EXIT_FAILED if code is None else code
         self._log_end(error, failure)
-        if rank_zero is not None and not rank_zero.is_gone():  # else the next attempt would take it for one of its own
-            rank_zero.files.leave(this_rank(), failure)
+        if rank_zero is not None and not rank_zero.is_gone():  # otherwise the next attempt would read the record
+            rank_zero.files.record(this_rank(), failure)
             code = rank_zero.wait_for_end(within_s=ACKNOWLEDGED_WITHIN_S, is_bounded=True)
             if code is not None and failure.exit_code == EXIT_STOPPED:  # rank zero knows whether a restart would help
                 return code
         return failure.exit_code
 
     def _exit_code_of_rank_zero(self) -> int | None:
-        """The exit code of rank zero, which still settles and reports; None where it left none."""
-        exit_on_signal(EXIT_STOPPED)  # this rank is done, and the next start finds what rank zero has left
+        """Return the exit code of rank zero, after it has settled and reported; None if it left none."""
+        exit_on_signal(EXIT_STOPPED)  # this rank is done, and the next start continues from rank zero's files
         within_s = self.deadline_s + REPORTED_WITHIN_S
         code = None if self._rank_zero is None else self._rank_zero.wait_for_end(within_s=within_s)
         exit_on_signal(EXIT_STOPPED if code is None else code)
         return code
 
 
-def _attempted(act: Callable[[], None]) -> None:
-    """One part of the end keeps the others from nothing."""
+def _try(act: Callable[[], None]) -> None:
+    """Call one part of the end. Log its error, so that the other parts still run."""
     try:
         act()
     except Exception:

@@ -1,6 +1,6 @@
-"""The start of a run or a fit: from nothing, a checkpoint, or its own end.
+"""Decide how a run or a fit starts: at step 0, from a checkpoint, or not at all because it has completed.
 
-The module imports neither torch nor Lightning, so that a finished run is recognised without them.
+The module imports neither torch nor Lightning, so that a completed run is recognized without them.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ log = logging.getLogger(__name__)
 
 IN_USE = "startup.artifacts_in_use"
 RUNS_FILE = "tracking.jsonl"
-"""Which run of W&B or MLflow each logger has: one line, in the folder of a job's metrics or of a fit's checkpoints.
+"""File with the W&B or MLflow run of each logger, next to a job's event log or a fit's checkpoints.
 
-Not ``.json``, which would be looked at as the record of a checkpoint.
+Not ``.json``, since such a file would be taken for the record of a checkpoint.
 """
 _SAMPLE_NAME = re.compile(r"step-\d{8,}(-\d{2,})?(\.json|\.txt)?")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins."""
+    """How a run starts."""
 
     record: CheckpointRecord | None = None
-    """The checkpoint to go on from; None starts at step 0."""
+    """The checkpoint to continue from; None starts at step 0."""
     finished_step: int | None = None
-    """The step at which this very run has ended with `record`, so that nothing is left to train; what the job asks for
-    where an older runtime's record does not tell."""
+    """Step at which this run has completed with `record`, so nothing is left to train; None if it has not. If an
+    older runtime's record has no step, this is the job's `max_steps`."""
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ExitHints:
-    """What a user does where checkpoints are in the way of a start, in the words of the command."""
+    """Ways out, in words, for a user whose start is blocked by existing checkpoints."""
 
-    go_on: str = "go on from them with `--set resume_from_latest=true`"
-    anew: str = "move them aside and start at step 0 with `genlight run --fresh`"
-    elsewhere: str = "choose another directory with `TRAINER_ARTIFACTS_DIR`"
+    resume: str = "continue from them with `--set resume_from_latest=true`"
+    start_over: str = "move them aside and start at step 0 with `genlight run --fresh`"
+    other_folder: str = "choose another directory with `TRAINER_ARTIFACTS_DIR`"
 
 
 def decide_start(
@@ -75,69 +75,70 @@ def decide_start(
     may_have_completed: bool = False,
     import_types: Callable[[], object] | None = None,
 ) -> Start:
-    """Decide what the run of `config` starts from.
+    """Decide how the run of `config` starts.
 
     Args:
         config: The run.
-        resume_checkpoint: A record that the inputs brought here; asks for a resume from just this one.
-        allow_changed: Resume although trainer, hyperparameters, data or inputs are not those of the checkpoint.
-        may_have_completed: Recognize a completed run also without `resume_from_latest`, as an orchestrator may deliver
-            a job again.
+        resume_checkpoint: A record that the inputs downloaded; the run resumes from this one and no other.
+        allow_changed: Resume although trainer, hyperparameters, data or inputs differ from the checkpoint's.
+        may_have_completed: Recognize a completed run even without `resume_from_latest`, since an orchestrator may
+            deliver a job twice.
         import_types: Imports the trainer, whose types a checkpoint may hold; called once there is something to train.
-            One with a type that is not known is passed over then. One that was named is not: loading says what is
-            wrong with it.
+            From then on a checkpoint with an unknown type is skipped. A checkpoint that the job names is not skipped:
+            loading it reports the error.
 
     Raises:
-        StartupContractError: ``startup.artifacts_in_use``: the directory holds checkpoints that this run must not
-            touch, or of another spec, or none that is whole.
-        InputError: The named checkpoint is missing or broken, or one cannot be read.
+        StartupContractError: ``startup.artifacts_in_use``: the directory holds checkpoints of another run, or none of
+            its checkpoints is complete, or the run does not resume; ``startup.job_changed``: they are from a different
+            job.
+        InputError: The named checkpoint is missing or broken, or a checkpoint cannot be read.
     """
-    named = resume_checkpoint or config.resume_checkpoint_path
+    path = resume_checkpoint or config.resume_checkpoint_path
     try:
-        if named is not None:
-            return _going_on(Start(_named(named)), config)
+        if path is not None:
+            return _warn_of_changes(Start(_verify_named(path)), config)
         if not config.resume_from_latest:
-            if may_have_completed and (finished := _finished_unchanged(config)) is not None:
-                return finished
+            if may_have_completed and (completed := _find_unchanged_end(config)) is not None:
+                return completed
             refuse_to_overwrite(config.checkpoints_dir, ExitHints())
             return Start()
-        finished = _finished(config, allow_changed)
-        if finished is not None:
-            return finished
+        completed = _find_end(config, allow_changed)
+        if completed is not None:
+            return completed
         if import_types is not None:
             import_types()
         start = newest_start(config.checkpoints_dir, ExitHints(), knows_types=import_types is not None)
         if start.record is not None:
             _check_is_ours(start.record, config, allow_changed)
-        return _going_on(start, config)
+        return _warn_of_changes(start, config)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; let this user read it, or move it away") from error
 
 
-def _finished(config: RunConfig, allow_changed: bool) -> Start | None:
-    """The end of this very run, where it has come to it."""
+def _find_end(config: RunConfig, allow_changed: bool) -> Start | None:
+    """Return the end of this run if it has completed."""
     try:
         final = find_final(config.checkpoints_dir)
     except BrokenCheckpointError:
-        return None  # `newest_valid` looks at it too, and says why it is passed over.
+        return None  # `newest_valid` reads it too and warns why it is skipped.
     if final is None:
         return None
     _check_is_ours(final, config, allow_changed)
-    if final.is_old:  # It tells neither where it ended nor what it was to reach: it is the end all the same.
+    if final.is_old:  # It may lack the step and the target, but it is a final checkpoint.
         return Start(final, finished_step=final.step or config.max_steps)
     target = final.max_steps if final.max_steps is not None else final.step
     return Start(final, finished_step=final.step) if config.max_steps <= max(target, final.step) else None
 
 
-def _finished_unchanged(config: RunConfig) -> Start | None:
+def _find_unchanged_end(config: RunConfig) -> Start | None:
     try:
-        return _finished(config, allow_changed=False)
-    except StartupContractError:  # another run's, or of another job: the folder is in use
+        return _find_end(config, allow_changed=False)
+    except StartupContractError:  # it belongs to another run or another job: the folder is in use
         return None
 
 
 def newest_start(directory: Path, ways: ExitHints, *, knows_types: bool) -> Start:
-    """The start from the newest whole checkpoint of `directory`, from nothing where there is none.
+    """Return the start from the newest complete checkpoint of `directory`, or at step 0 if there is no checkpoint.
 
     Args:
         directory: The folder of checkpoints.
@@ -145,7 +146,7 @@ def newest_start(directory: Path, ways: ExitHints, *, knows_types: bool) -> Star
         knows_types: As for `newest_valid`.
 
     Raises:
-        StartupContractError: ``startup.artifacts_in_use``: there are checkpoints, and none is whole.
+        StartupContractError: ``startup.artifacts_in_use``: there are checkpoints, and none is complete.
         OSError: A checkpoint cannot be read.
     """
     record, warnings = newest_valid(directory, knows_types=knows_types)
@@ -153,13 +154,13 @@ def newest_start(directory: Path, ways: ExitHints, *, knows_types: bool) -> Star
         broken = "; ".join(warning.removesuffix(FALLS_BACK) for warning in warnings)
         raise StartupContractError(
             IN_USE,
-            f"no checkpoint in {str(directory)!r} can be resumed from: {broken}. Restore one, or {ways.anew}.",
+            f"no checkpoint in {str(directory)!r} can be resumed from: {broken}. Restore one, or {ways.start_over}.",
         )
     return Start(record, warnings=tuple(warnings))
 
 
 def refuse_to_overwrite(directory: Path, ways: ExitHints) -> None:
-    """Refuse a start from nothing where it would overwrite checkpoints, or files of their names.
+    """Refuse to start at step 0 if that would overwrite checkpoints or files with their names.
 
     Args:
         directory: The folder of checkpoints.
@@ -171,26 +172,26 @@ def refuse_to_overwrite(directory: Path, ways: ExitHints) -> None:
     if checkpoint_files(directory):
         raise StartupContractError(
             IN_USE,
-            f"{str(directory)!r} holds checkpoints already: {ways.go_on}, {ways.elsewhere}, or {ways.anew}.",
+            f"{str(directory)!r} holds checkpoints already: {ways.resume}, {ways.other_folder}, or {ways.start_over}.",
         )
     for path in filter(is_record_of_callback, sorted(directory.iterdir()) if directory.is_dir() else ()):
         raise StartupContractError(
             IN_USE,
             f"{str(path)!r} is not a checkpoint, but has the name of one that this run may save. Move it away, or "
-            f"{ways.elsewhere}.",
+            f"{ways.other_folder}.",
         )
 
 
-def _going_on(start: Start, config: RunConfig) -> Start:
-    """`start`, which says what the job has otherwise."""
+def _warn_of_changes(start: Start, config: RunConfig) -> Start:
+    """Return `start` with a warning if the job has changed since its checkpoint."""
     record = start.record
     if record is None or record.run_id != config.run_id or record.spec_digest in (None, config.spec_digest):
         return start
-    said = f"The job has changed since {record.name}, from which the run goes on: {_changes(config, record)}"
-    return dataclasses.replace(start, warnings=(*start.warnings, said))
+    warning = f"The run continues from {record.name}, but its job has changed since: {_changes(config, record)}"
+    return dataclasses.replace(start, warnings=(*start.warnings, warning))
 
 
-def _named(path: Path) -> CheckpointRecord:
+def _verify_named(path: Path) -> CheckpointRecord:
     try:
         return verify(find_checkpoint(path))
     except FileNotFoundError as error:
@@ -212,13 +213,13 @@ def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: b
         raise StartupContractError(
             "startup.job_changed",
             f"run {config.run_id!r} was started with another job. Changed since {record.name}: "
-            f"{_changes(config, record)}. Change it back, choose another run_id or directory, or resume all the same "
-            "with `genlight run --allow-changed`.",
+            f"{_changes(config, record)}. Change it back, choose another run_id or directory, or resume anyway with "
+            "`genlight run --allow-changed`.",
         )
 
 
 def _changes(config: RunConfig, record: CheckpointRecord) -> str:
-    """The fields in which a job differs from the one that wrote `record`, as the folder of that run still has it."""
+    """List the fields in which the job differs from the job that wrote `record`, if that job is still in its folder."""
     is_own = record.path.parent == config.checkpoints_dir
     folder = config.artifacts_dir if is_own else record.path.parent.parent
     names: list[str] = []
@@ -226,17 +227,15 @@ def _changes(config: RunConfig, record: CheckpointRecord) -> str:
         before, _ = read_run_config(spec_path=folder / JOB_NAME, environ={})
         differing = differing_fields(config.spec_fields, before.spec_fields)
         names = [name for name in differing if HIDDEN not in str(before.spec_fields.get(name))]
-    # It is the job of the newest start, which need not have saved anything.
-    return f"{', '.join(names)} ({folder / JOB_NAME} has the job as it was)" if names else "unknown fields"
+    # The file has the job of the newest start, even if that start saved no checkpoint.
+    return f"{', '.join(names)} ({folder / JOB_NAME} has the earlier job)" if names else "unknown fields"
 
 
 def move_old_artifacts_aside(config: RunConfig) -> Path | None:
-    """Move checkpoints, samples, the event log and the identity of logger runs of earlier attempts into a folder.
+    """Move checkpoints, samples, the event log and the ids of logger runs of earlier attempts into a folder.
 
-    Their job is copied into it.
-
-    Everything else in their directories stays where it is, and so does an event log outside of the run's own directory,
-    which others may read.
+    Their job is copied into it. All other files stay in place. So does an event log outside of the run's own
+    directory, since others may read it.
 
     Returns:
         The folder, or None if there was nothing to move.
@@ -252,7 +251,7 @@ def move_old_artifacts_aside(config: RunConfig) -> Path | None:
 
 
 def move_checkpoints_aside(directory: Path) -> Path | None:
-    """Move the checkpoints of `directory` into a folder in it; everything else stays where it is.
+    """Move the checkpoints of `directory` into a folder in it; all other files stay in place.
 
     Returns:
         The folder, or None if there was nothing to move.
@@ -261,32 +260,32 @@ def move_checkpoints_aside(directory: Path) -> Path | None:
 
 
 def _move_aside(records: Sequence[Path], others: Sequence[Path], root: Path) -> Path | None:
-    """Move checkpoints and others; a kill in between leaves each checkpoint whole, here or there."""
-    # Folders first: a data folder without its record would be taken for what a killed run left.
+    """Move checkpoints and other files. A kill in between leaves each checkpoint complete, in one of the two places."""
+    # Records last: a data folder without its record would be taken for the remains of a killed run.
     olds = [*folders_of_checkpoints(records), *records, *others]
     if not olds:
         return None
     try:
-        return _moved_aside(olds, set(records), root)
+        return _move_files_aside(olds, set(records), root)
     except OSError as error:
-        text = f"what earlier attempts left cannot be moved aside: {error.filename or root}: {error.strerror}"
+        text = f"files of earlier attempts cannot be moved aside: {error.filename or root}: {error.strerror}"
         way_out = "Let this user write there, or choose another folder"
         raise StartupContractError("startup.invalid_artifact_paths", f"{text}. {way_out}.") from error
 
 
-def _moved_aside(olds: Sequence[Path], records: Collection[Path], root: Path) -> Path:
+def _move_files_aside(olds: Sequence[Path], records: Collection[Path], root: Path) -> Path:
     aside = root / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
     targets = [(path, aside / path.parent.name / path.name) for path in olds]
     for path, target in targets:
         make_directory(target.parent, shared=None)
         if path in records and path.suffix == ".json" and os.access(path, os.R_OK):
             content = read_regular(path, limit=LARGEST_RECORD_BYTES)
-            write_bytes_durably(target, content)  # so that its folder has it there at once
+            write_bytes_durably(target, content)  # so that the moved data folder has a record at once
     for path, target in targets:
         path.rename(target)
     for directory in dict.fromkeys([*(target.parent for _, target in targets), *(path.parent for path, _ in targets)]):
         fsync_directory(directory)
-    log.info("moved what earlier attempts left to %s", aside)
+    log.info("moved files of earlier attempts to %s", aside)
     return aside
 
 

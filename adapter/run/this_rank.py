@@ -1,4 +1,4 @@
-"""This process among the ranks, before there is a process group to ask."""
+"""Rank and host of this process, before a process group exists."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["host_name", "is_rank_zero", "this_rank"]
 
 
 def this_rank() -> int:
-    """The rank of this process, as far as the launcher's environment tells; 0 where there is no launcher."""
-    # Where nothing tells the rank among all, that of the node does: its first process is not rank 0.
+    """Return the rank of this process from the launcher's environment; 0 without a launcher."""
+    # Without RANK, compute it from the node's rank: the first process of a later node is not rank 0.
     node, here = os.environ.get("NODE_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if "RANK" not in os.environ and node.isdigit() and here.isdigit():
         local = os.environ.get("LOCAL_RANK", "0")
         return int(node) * int(here) + (int(local) if local.isdigit() else 0)
     for name in ("RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"):
         if name == "SLURM_PROCID" and not in_srun_task():
-            continue  # that of the batch script, which this process or its parent was started from
+            continue  # SLURM_PROCID belongs to the batch script that started this process or its parent
         number = os.environ.get(name, "")
         if number.isdigit() and (int(number) or name not in ("NODE_RANK", "GROUP_RANK")):
             return int(number)
@@ -27,10 +27,10 @@ def this_rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process reports for the run."""
+    """Return whether this process reports for the run."""
     return this_rank() == 0
 
 
 def host_name() -> str:
-    """The name of this node, as its scheduler calls it."""
+    """Return the scheduler's name for this node, or its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -1,4 +1,4 @@
-"""The training of a run: where it starts, its inputs, its trainer class, and the Lightning fit, on every rank.
+"""Train a run: choose the start, load inputs and trainer class, and run the Lightning fit, on every rank.
 
 Modules that load torch are imported only once there is something to train.
 """
@@ -46,12 +46,12 @@ log = logging.getLogger(__name__)
 def train(
     config: RunConfig, session: Session, *, allow_changed: bool = False, may_have_completed: bool = False
 ) -> Completion:
-    """Train from what the run's folder holds to the end of the job.
+    """Train until the end of the job, from the checkpoint in the run's folder if there is one.
 
     Args:
         config: The run.
         session: Its session.
-        allow_changed: Resume although the job is not that of the checkpoint.
+        allow_changed: Resume although the job differs from the checkpoint's.
         may_have_completed: As for `decide_start`.
 
     Raises:
@@ -62,9 +62,9 @@ def train(
     here = [path for path in (config.spec_dir, working_directory()) if path is not None]
     from_ref = config.inputs.resume_checkpoint_ref is not None
     decide = functools.partial(decide_start, config, allow_changed=allow_changed, may_have_completed=may_have_completed)
-    start = Start() if from_ref else decide(import_types=lambda: _imported(config, here))
+    start = Start() if from_ref else decide(import_types=lambda: _import_seeded(config, here))
     if start.record is not None and start.finished_step is not None:
-        return _already_finished(config, session, start.record, start.finished_step)
+        return _report_finished(config, session, start.record, start.finished_step)
     session.stop.raise_if_stopped()
     inputs = materialize_inputs(config, raise_if_stopped=session.stop.raise_if_stopped)
     if from_ref:
@@ -73,29 +73,29 @@ def train(
         log.warning(warning)
     if start.record is not None and session.is_rank_zero:
         place = shown_path(start.record.path)
-        log.info("going on after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
+        log.info("continuing after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
     session.preparing = "model-load"
-    target = _imported(config, here)
+    target = _import_seeded(config, here)
     if config.seed is not None:
-        seed_everything(config.seed)  # whether it was imported just now or before
+        seed_everything(config.seed)  # the same state, whether the trainer was imported just now or before
     with on_sys_path(here):
         return _fit(config, session, make_trainer(target), inputs, start.record)
 
 
-def _imported(config: RunConfig, here: Sequence[Path]) -> Any:
-    """The trainer that the job names, imported with the seed set; it has to be set anew before the trainer is made."""
+def _import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
+    """Set the seed and import the job's trainer. Set the seed again before constructing the trainer."""
     if config.seed is not None:
         seed_everything(config.seed)
     with on_sys_path(here):
         return imported_trainer(config)
 
 
-def _already_finished(config: RunConfig, session: Session, record: CheckpointRecord, step: int) -> Completion:
+def _report_finished(config: RunConfig, session: Session, record: CheckpointRecord, step: int) -> Completion:
     if session.event_log is not None:
         sweep(config.checkpoints_dir)  # A kill may have come after the last commit.
         session.event_log.started(metadata=_metadata(config))
         if session.uploader is not None:
-            # Which a kill may have kept from the queue; what has arrived is known by its content.
+            # A kill may have prevented these from being queued; the queue recognizes what it already holds by content.
             for each in (*never_queued(session.uploader, record), record):
                 enqueue(session.uploader, each)
     log.info("run %s has completed before; nothing to train", config.run_id)
@@ -133,8 +133,8 @@ def _fit(
     if session.is_rank_zero:
         if not write_job(config, session.environ):
             own = config.artifacts_dir / JOB_NAME
-            log.warning("%s is a file of yours, so that the job of this run is not written there", own)
-        # MLflow does not change hyperparameters, so another job begins a new run.
+            log.warning("%s is your own file, so the job of this run is not written there", own)
+        # MLflow cannot change hyperparameters, so a changed job begins a new run.
         is_same = record is not None and record.spec_digest in (None, config.spec_digest)
         resumes = config.resume_from_latest if record is None else is_same
         continue_runs(trainer, config.events_path.parent, resumes=resumes)
@@ -149,7 +149,7 @@ def _fit(
 
 
 def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plugin: TrainerPlugin) -> None:
-    """Add the callbacks that stand on what lives in this process; the others were made from the configuration."""
+    """Add the callbacks that need objects of this process; the others were made from the configuration."""
     from ...callbacks.hook.events import callbacks_of, run_state_of
     from ...callbacks.upload_artifacts import UploadArtifacts
     from ...reporters.events.event_logger import RecordEvents
@@ -175,28 +175,28 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
 
 
 def _metadata(config: RunConfig, plugin: object = None) -> dict[str, Any]:
-    """How this attempt came to be."""
+    """Return the metadata of this attempt: machine, code, job and seed."""
     secrets, tags, notes = config.secrets, config.tags, config.notes
-    found = run_metadata(plugin, project=config.spec_dir, secrets=secrets, tags=tags, notes=notes)
-    found["job"] = logged_settings(config)
-    return found if config.seed is None else {**found, "seed": config.seed}
+    metadata = run_metadata(plugin, project=config.spec_dir, secrets=secrets, tags=tags, notes=notes)
+    metadata["job"] = logged_settings(config)
+    return metadata if config.seed is None else {**metadata, "seed": config.seed}
 
 
 def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Completion:
-    """How the run ended, with what stands for its final checkpoint: what the trainer's hook named, else the record."""
+    """Return the outcome, with the path of the final checkpoint: from the trainer's hook, otherwise the record's."""
     path = config.checkpoints_dir / f"{FINAL_NAME}.json"
     try:
         record = read_record(path)
     except FileNotFoundError:
         return Completion(step, None, stopped)
-    except BrokenCheckpointError:  # of an earlier run, where this one saves none
+    except BrokenCheckpointError:  # an earlier run left it, and this one saves none
         return Completion(step, path, stopped)
     finite = record.finite_weights is not False
     return Completion(step, record.reported_path, stopped, finite=finite, was_reported=record.is_old)
 
 
 def imported_trainer(config: RunConfig) -> Any:
-    """The trainer that the job names, imported and not constructed.
+    """Import the job's trainer without constructing it.
 
     Raises:
         StartupContractError: ``startup.invalid_trainer``: it cannot be imported or does not conform.
@@ -213,20 +213,20 @@ def imported_trainer(config: RunConfig) -> Any:
 def prepare_training(
     config: RunConfig, plugin: Any, *, parquet_paths: Sequence[str] = (), brings_data: bool = False
 ) -> tuple[pl.Trainer, pl.LightningDataModule | None]:
-    """The Lightning trainer and the data module of a job, whose trainer class and settings can be trained with.
+    """Check a job and create its Lightning trainer and its data module.
 
     Args:
         config: The job.
         plugin: Its trainer class, or an instance of it.
-        parquet_paths: Data files that its inputs brought to this machine.
-        brings_data: Whether its inputs will bring such files.
+        parquet_paths: Data files that its inputs downloaded.
+        brings_data: Whether its inputs will download such files.
 
     Returns:
-        The trainer, and None for the data where the trainer class collects its own.
+        The trainer and the data module, which is None if the trainer class collects its own data.
 
     Raises:
-        StartupContractError: Hooks cannot be called, the job needs a hook that is not there, or its ``lightning``
-            block has arguments that cannot be used here or with a trainer class, or does not fit the tasks of srun.
+        StartupContractError: Hooks cannot be called, the job needs a missing hook, or its ``lightning`` block has
+            arguments that cannot be used here or with a trainer class, or does not fit the tasks of srun.
     """
     from ..cluster.placement import placement_fault
     from ..job.lightning_objects import instantiate
@@ -249,7 +249,7 @@ def prepare_training(
 
 
 def check_plugin(config: RunConfig, plugin: Any) -> None:
-    """Refuse a trainer class whose hooks cannot do what the job asks of them; needs neither torch nor Lightning.
+    """Refuse a trainer class whose hooks do not fit the job; needs neither torch nor Lightning.
 
     Raises:
         StartupContractError: ``startup.invalid_trainer``: hooks do not take their arguments;
@@ -264,5 +264,5 @@ def check_plugin(config: RunConfig, plugin: Any) -> None:
         name = getattr(plugin, "__name__", type(plugin).__name__)
         raise StartupContractError(
             "startup.invalid_job_spec",
-            f"{name} has no `evaluate(state, ctx)`. Add one, or leave `validate` out of the job.",
+            f"{name} has no `evaluate(state, ctx)`. Add one, or remove `validate` from the job.",
         )

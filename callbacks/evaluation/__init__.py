@@ -1,4 +1,4 @@
-"""Evaluation while training: the trainer's own, that of a loader and a function, and that of a command.
+"""Evaluation while training: by the trainer class, or by a command that scores checkpoints.
 
-May import the rest of `callbacks`, and what that may import.
+May import the rest of `callbacks`, and everything that `callbacks` may import.
 """

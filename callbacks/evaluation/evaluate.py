@@ -1,4 +1,4 @@
-"""Scores of a hosted trainer's own evaluation at a cadence, the same on all ranks, and what becomes of failures."""
+"""Call a hosted trainer's evaluation at a cadence, with the same scores and failures on all ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Evaluate(Hook):
     """Calls the trainer's ``evaluate(state, ctx)`` at a cadence and fires ``on_scores`` with the result.
 
     The latest scores are also ``eval_scores`` of the run state, and `LogMetrics` reports them at the same step. Random
-    numbers drawn by the evaluation do not affect training. Every rank evaluates, and all report the same scores: those
-    of rank 0, or the mean. If the evaluation fails on one rank, it counts as failed on all.
+    numbers drawn by the evaluation do not affect training. Every rank evaluates, and all report the same scores: rank
+    0's, or the mean. If the evaluation fails on one rank, it counts as failed on all.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
         critical: Whether a failing evaluation ends the run.
-        average: Whether scores are averaged over the ranks; otherwise they are those of rank 0.
+        average: Whether scores are averaged over the ranks; otherwise rank 0's scores count.
 
     Raises:
         ValueError: `every_n_steps` is negative.
@@ -42,7 +42,7 @@ class Evaluate(Hook):
     ranks: Literal["zero", "all"] = "all"
     writes = ("eval_scores",)
     _not_events = Hook._not_events | {"on_fit_start"}
-    # A trainer that cannot be evaluated at all is refused, also where a failing evaluation would be forgiven.
+    # Refuse a trainer without `evaluate`, even if a failing evaluation would be tolerated.
 
     def __init__(self, every_n_steps: int, *, critical: bool = False, average: bool = False) -> None:
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
@@ -70,9 +70,9 @@ class Evaluate(Hook):
 
 
 def scores_of(pl_module: pl.LightningModule) -> dict[str, float]:
-    """Call the hosted trainer's ``evaluate`` and return its scores by name; leaves the random numbers as they are.
+    """Call the hosted trainer's ``evaluate`` and return its scores by name.
 
-    Modules get the modes back that they had before.
+    Afterwards random states and the modes of modules are as before.
 
     Raises:
         ContractError: There is no ``evaluate``, or it returned no mapping of numbers.
@@ -98,17 +98,17 @@ def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:
     evaluate = getattr(plugin, "evaluate", None)
     if not callable(evaluate):
         raise ContractError(
-            f"{type(plugin or pl_module).__name__} has no evaluate(state, ctx); leave `validate` out of the job"
+            f"{type(plugin or pl_module).__name__} has no evaluate(state, ctx); remove `validate` from the job"
         )
     return evaluate  # type: ignore[no-any-return]
 
 
 def _scores_of_all_ranks(trainer: pl.Trainer, pl_module: pl.LightningModule, *, average: bool) -> dict[str, float]:
-    """The scores of the trainer's evaluation, the same on all ranks: the mean over ranks, or rank zero's. Collective.
+    """Evaluate on all ranks and return the same scores on each: the mean over ranks, or rank zero's. Collective.
 
     Raises:
         EvaluationError: It failed on another rank, or scores to average have different names on different ranks.
-        Exception: What it raised on this rank, after all ranks know of it.
+        Exception: The evaluation raised it on this rank. It is re-raised after all ranks know of it.
     """
     if trainer.world_size == 1:
         return scores_of(pl_module)

@@ -1,4 +1,4 @@
-"""Scores of durable checkpoints by a command that runs while training goes on."""
+"""Score durable checkpoints with a command that runs during training."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ..stop.stop_requests import StopRequests
 __all__ = ["EvaluateCommand"]
 
 LONGEST_OUTPUT = 1 << 20
-"""Bytes of standard output, or of standard error, after which a command is killed."""
+"""Maximum bytes of standard output, and of standard error, before a command is killed."""
 POLL_S = 0.05
-"""About how often a running command is polled, in seconds; between two steps."""
+"""Approximate seconds between two polls of a running command; polls happen between steps."""
 QUOTED = 500
-"""Characters of a command's output that an error quotes, from its end."""
+"""Characters at the end of a command's output that an error quotes."""
 
 _OF_A_RANK = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -41,32 +41,32 @@ _OF_A_RANK = (
     *("SLURM_STEP_", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     *("PMI_", "PMIX_", "OMPI_"),
 )
-"""What the names of variables begin with that make a process a rank."""
+"""Prefixes of the variables that make a process a rank."""
 
 
 class EvaluateCommand(Hook):
-    """Has a command score the newest durable checkpoint while training goes on, and fires ``on_scores`` for its step.
+    """Scores the newest durable checkpoint with a command during training, and fires ``on_scores`` for its step.
 
-    The command gets the path of the checkpoint's record, which says its step, as its last argument. It answers with a
-    JSON object of numbers as the last line of its standard output.
-    One command runs at a time. While it runs, only the newest checkpoint is queued, which is not removed before it is
-    scored. Scores are reported for their checkpoint's step, once the current step has finished. The end of a fit waits
-    for them, unless a stop was asked for; a stop or a failure ends the command.
+    The last argument of the command is the path of the checkpoint's record, which contains the step. The command
+    prints its scores as a JSON object of numbers in the last line of its standard output. One command runs at a time.
+    While it runs, only the newest checkpoint is queued; it is not removed before it is scored. Scores are reported for
+    their checkpoint's step, after the current step has finished. The end of a fit waits for them, unless there is a
+    stop request; a stop or a failure ends the command.
 
     It runs on rank zero's machine, in a separate process group. It does not get the variables that make a process a
-    rank, nor those that hold secrets, such as ``HF_TOKEN``: name in `secrets` the ones that it needs.
+    rank, or variables with secrets, such as ``HF_TOKEN``: list in `secrets` the ones that it needs.
 
     Args:
         command: Program and arguments, as a list or as one string that is split as a shell splits it. No shell runs it.
-        every_n_steps: Score the first checkpoint after every so many steps, and the final one; 1 scores each, 0 none.
-        time_limit_s: After how many seconds a command is killed, between two steps.
+        every_n_steps: Score the first checkpoint after every N steps, and the final one; 1 scores each, 0 none.
+        time_limit_s: Seconds after which a command is killed, between two steps.
         critical: Whether a failure ends the run.
-        secrets: Names of variables that hold secrets and that the command gets nevertheless.
+        secrets: Names of variables with secrets that the command still gets.
 
     Raises:
-        ValueError: An argument makes no sense.
-        EvaluationError: At the start: no `Checkpoint` callback writes what it could score. While training: the command
-            cannot be started, fails, takes too long, or prints no scores.
+        ValueError: An argument is invalid.
+        EvaluationError: At the start: no `Checkpoint` callback saves checkpoints. While training: the command cannot be
+            started, fails, takes too long, or prints no scores.
     """
 
     writes = ("eval_scores",)
@@ -74,7 +74,7 @@ class EvaluateCommand(Hook):
     _running: ScoreCommand | None = None
     _waiting: CheckpointRecord | None = None
     _not_events = Hook._not_events | {"on_fit_start"}
-    # A run in which nothing could ever be scored is refused, also where a failing evaluation would be forgiven.
+    # Refuse a run without checkpoints to score, even if a failing evaluation would be tolerated.
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class EvaluateCommand(Hook):
         savers = savers_of(trainer)
         if not any(saver.saves_anything for saver in savers):
             raise EvaluationError(
-                "EvaluateCommand scores checkpoints, and nothing saves one. Add a `Checkpoint` callback that does, "
+                "EvaluateCommand scores checkpoints, but no callback saves any. Add a `Checkpoint` callback that does, "
                 "or use `Evaluate`"
             )
         for saver in savers:
@@ -120,7 +120,7 @@ class EvaluateCommand(Hook):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_train_start(trainer, pl_module)  # scores of undone steps would be taken for those of steps that come
+        self.on_train_start(trainer, pl_module)  # drop scores of undone steps: their numbers will come again
 
     @override
     def on_checkpoint_durable(
@@ -148,7 +148,7 @@ class EvaluateCommand(Hook):
             while self._running is not None and all(stop.requested() is None for stop in stops):
                 try:
                     self._report(trainer)
-                except EvaluationError as error:  # others may wait
+                except EvaluationError as error:  # another checkpoint may be queued
                     judge(self, "on_fit_end", error)
                 time.sleep(POLL_S)
         finally:
@@ -173,30 +173,30 @@ class EvaluateCommand(Hook):
         try:
             publish_scores(trainer, command.scores(), command.record.step)
         finally:
-            self._running = None  # retention leaves the checkpoint until its score is known
+            self._running = None  # only now, since retention keeps the checkpoint until its score is known
             self._begin_next()
 
     def _end(self) -> None:
-        """End what runs, and forget what waits; returns once no process is left."""
+        """End the running command and drop the queued checkpoint. Returns once no process is left."""
         running, self._running, self._waiting = self._running, None, None
         if running is not None:
             running.end()
 
     def _files_in_use(self) -> Collection[Path]:
-        """The files that retention must keep; asked in the thread that writes."""
+        """Return the files that retention must keep; called in the writing thread."""
         waiting, running = self._waiting, self._running
         return [record.path for record in (waiting, running.record if running else None) if record is not None]
 
 
 class ScoreCommand:
-    """A command that prints scores, in a process group of its own, which is killed when it ends or is ended.
+    """A command that prints scores, in a separate process group. The whole group is killed at its end.
 
-    It gets no standard input, and only the variables that `_environment` leaves.
+    It gets no standard input, and only the variables of `_environment`.
 
     Args:
         command: Program and arguments; no shell reads them.
-        record: The checkpoint to score, whose path is the last argument.
-        time_limit_s: After how many seconds it is over.
+        record: The checkpoint to score; its path becomes the last argument.
+        time_limit_s: Seconds after which it is over.
         secrets: Names of variables with secrets that it gets.
 
     Raises:
@@ -225,49 +225,49 @@ class ScoreCommand:
             raise EvaluationError(f"{self._what} cannot be started: {error}") from error
 
     def is_over(self) -> bool:
-        """Whether it has ended, or took too long or printed too much; else it is to be asked again."""
+        """Return whether it has ended, has taken too long or has printed too much."""
         return self._has_ended() or time.monotonic() >= self._ends_at or self._printed() > LONGEST_OUTPUT
 
     def scores(self) -> dict[str, float]:
-        """The scores of a command that is over: the JSON object of numbers in its last line.
+        """Return the scores of a command that is over: the JSON object of numbers in its last line.
 
         Raises:
-            EvaluationError: It failed, was over before it ended, or printed no scores.
+            EvaluationError: It failed, did not end in time, printed too much, or printed no scores.
         """
         has_ended, printed = self._has_ended(), self._printed()
         self._kill()
-        said = hide_secrets(_end_of(self._errors)).strip()[-QUOTED:]
+        errors = hide_secrets(_end_of(self._errors)).strip()[-QUOTED:]
         output = _end_of(self._output).strip()
         self._close()
         if printed > LONGEST_OUTPUT:
             raise EvaluationError(f"{self._what} printed more than {LONGEST_OUTPUT:,} bytes")
         if not has_ended:
-            raise EvaluationError(f"{self._what} did not end within {self._time_limit_s:g} s and was killed: {said}")
+            raise EvaluationError(f"{self._what} did not end within {self._time_limit_s:g} s and was killed: {errors}")
         if self._process.returncode:
-            raise EvaluationError(f"{self._what} ended with exit code {self._process.returncode}: {said}")
+            raise EvaluationError(f"{self._what} ended with exit code {self._process.returncode}: {errors}")
         try:
             return msgspec.json.decode(output.rpartition("\n")[2], type=dict[str, float])
         except (msgspec.DecodeError, RecursionError) as error:
-            what = f"{hide_secrets(output)[-QUOTED:]!r} ({str(error)[:QUOTED]})" if output else "nothing"
+            quoted = f"{hide_secrets(output)[-QUOTED:]!r} ({str(error)[:QUOTED]})" if output else "nothing"
             raise EvaluationError(
-                f"{self._what} printed {what}; its last line must be a JSON object of finite numbers, such as "
+                f"{self._what} printed {quoted}; its last line must be a JSON object of finite numbers, such as "
                 '{"val/loss": 0.25}'
             ) from error
 
     def end(self) -> None:
-        """End it; returns once no process of it is left."""
+        """Kill it. Returns once no process of it is left."""
         self._kill()
         self._close()
 
     def _has_ended(self) -> bool:
-        """Whether it has, without reaping it: as long as it is not, no other process group can get its number."""
+        """Return whether it has ended, without reaping it, so that no other process group can get its number."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _printed(self) -> int:
         return max(os.fstat(file.fileno()).st_size for file in (self._output, self._errors))
 
     def _kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # also what the command left behind
+        os.killpg(self._process.pid, signal.SIGKILL)  # including children of the command that outlived it
         self._process.wait()
 
     def _close(self) -> None:
@@ -276,11 +276,11 @@ class ScoreCommand:
 
 
 def _environment(allowed: Sequence[str]) -> dict[str, str]:
-    """The environment without what makes a process a rank, and without secrets but for those of the `allowed` names."""
+    """Return the environment without variables of a rank, and without secrets except for the `allowed` names."""
     secrets = secrets_of_environment()
 
     def is_withheld(name: str, value: str) -> bool:
-        holds_url = name.startswith(("TRAINER_", "TENSORHUB_"))  # whose credentials are a part of the value
+        holds_url = name.startswith(("TRAINER_", "TENSORHUB_"))  # credentials are only a part of a URL
         return any(value == secret or (holds_url and secret in value) for secret in secrets)
 
     return {

@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop, as a flag that is polled between steps."""
+"""Signals that ask a process to stop, turned into a flag that is polled between steps."""
 
 from __future__ import annotations
 
@@ -29,60 +29,60 @@ __all__ = [
 _REASONS: dict[str, StopReason] = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
 
 REASON_OF_SIGNAL = {signal.Signals[name]: why for name, why in _REASONS.items() if hasattr(signal, name)}
-"""Signals that ask for a stop. Windows, where some commands work, lacks SIGUSR1."""
+"""Signals that ask for a stop. Some commands also work on Windows, which lacks SIGUSR1."""
 
 SIGNAL_MAY_BE_EARLY_S = 60.0
-"""Slurm looks at ``--signal`` about once a minute, and rather sends it early."""
+"""Slurm checks ``--signal`` about once a minute, and may send it early by this time."""
 WITHOUT_WARNING_S = 30.0
-"""How long after the limit itself Slurm waits, as it is delivered (``KillWait``), where no signal was asked for."""
+"""Default of Slurm's ``KillWait``: seconds from SIGTERM at the limit to SIGKILL, if the job requests no signal."""
 LEFT_AFTER_S = 1.0
-"""How long a thread that reads arrivals is waited for when it is to end."""
+"""Timeout for the end of the thread that reads arrivals."""
 REPEATS_WITHIN_S = 3.0
-"""For so long the same signal again is no second one: schedulers signal every process, and agents forward theirs."""
+"""Time in which the same signal again is not a second one: schedulers signal every process, and agents forward it."""
 TORCHRUN_GRACE_S = 30
-"""Default time that torchrun leaves its ranks between a stop signal and SIGKILL."""
+"""torchrun's default time between a stop signal and SIGKILL for its ranks."""
 
 
 class StopSignals:
     """Notes the first stop signal. A second one ends the process at once, with exit code 128 + its number.
 
     Schedulers signal every process of a job, and an agent such as torchrun forwards the signal once more to its ranks.
-    The same signal within `REPEATS_WITHIN_S` of the first therefore counts once. Another signal, or the same one later,
-    is deliberate.
+    Therefore the same signal within `REPEATS_WITHIN_S` of the first does not count. Another signal, or the same one
+    later, is deliberate.
 
-    Nothing else happens inside the handler: saving there could meet a half-made step or a held lock. A second signal
-    also ends a process whose main thread does not return to Python, as in a collective that hangs: a separate thread
-    reads what the interpreter writes to its wakeup file, at the time when it arrives. If the program has set such a
-    file itself, it keeps it. A signal then counts when the main thread returns to Python.
+    The handler does nothing else: saving in it could find a half-made step or a held lock. A second signal also ends a
+    process whose main thread does not return to Python, for example in a hanging collective: a separate thread reads
+    the interpreter's wakeup file, so it sees each signal on arrival. If the program has set its own wakeup file, that
+    one stays, and a signal counts when the main thread returns to Python.
 
-    A handler of the program's own is called too, for every signal. If it raises something, that is printed, and the
-    stop takes its course.
+    The program's earlier handlers are called too, for every signal. If one raises an exception, that is printed, and
+    the stop continues.
 
-    A SIGTERM or SIGUSR1 is a preemption, unless Slurm's end time says that the job's time is over.
+    A SIGTERM or SIGUSR1 is a preemption, unless Slurm's end time shows that the job's time is over.
 
-    A process that is forked meanwhile, such as a loader worker, ends on SIGTERM as usual. It leaves to its parent what
-    a terminal or a scheduler sends to the whole group (SIGINT, SIGUSR1).
+    A process that is forked while the handlers are installed, such as a loader worker, ends on SIGTERM as usual. It
+    ignores SIGINT and SIGUSR1, because a terminal or scheduler also sends these to the parent.
     """
 
     def __init__(self) -> None:
         self.reason: StopReason | None = None
         self.on_stop: Callable[[], None] = _do_nothing
-        """Called once `reason` is set, in a signal handler or another thread: it may do no more than set a flag."""
+        """Called once `reason` is set, in a signal handler or another thread, so it may only set a flag."""
         self.before_exit: Callable[[], None] = _do_nothing
-        """Called before a second signal ends the process, as `on_stop` is: ends processes that would stay behind."""
+        """Called in the same way before a second signal ends the process: ends processes that would be orphaned."""
         self.what_next = ""
-        """The consequence of a first signal now, printed to standard error when it comes; empty prints nothing."""
+        """Consequence of a first signal at this time, printed to standard error if one comes; empty prints nothing."""
         self.exit_code: int | None = None
-        """The reported exit code once the run has ended: a signal no longer changes it."""
+        """The reported exit code once the run has ended; later signals do not change it."""
         self._unsaid = threading.Lock()
         self._received: list[tuple[int, float]] = []
-        """The stop signals so far, each with the time (``time.monotonic``) at which it was read."""
+        """Stop signals so far, each with the time (``time.monotonic``) at which it was read."""
         self._own_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._wakeup_fd: int | None = None
         self._watch: threading.Thread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Signals come to a process, and a copy handles none until it is installed.
+        # Signals belong to a process; a copy in another process handles none until it is installed there.
         return {**vars(StopSignals()), "reason": self.reason, "_unsaid": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class StopSignals:
 
     @staticmethod
     def handling() -> StopSignals | None:
-        """The object that handles SIGTERM in this process now; None if there is none."""
+        """Return the object that handles SIGTERM in this process now; None if there is none."""
         owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         return owner if isinstance(owner, StopSignals) else None
 
@@ -102,23 +102,23 @@ class StopSignals:
 
     @property
     def killed_at(self) -> float | None:
-        """Time at which the launcher kills this process, on that clock; None before a signal, or if it never does."""
+        """Time at which the launcher kills this process, on the same clock; None before a signal, or if it does not."""
         grace_s = launcher_grace_s()
         return None if self.received_at is None or grace_s is None else self.received_at + grace_s
 
     def say(self, what_next: str) -> None:
-        """Set `what_next`, and answer a signal that came before there was anything to say."""
+        """Set `what_next`, and print it now if a signal came before it was set."""
         self.what_next = what_next
         if self._received:
             self._answer(self._received[0][0])
 
     @property
     def are_handled(self) -> bool:
-        """Whether a signal that comes now is noted here."""
+        """Whether this object handles the signals now."""
         return all(signal.getsignal(number) == self._handle for number in REASON_OF_SIGNAL)
 
     def install(self) -> None:
-        """Handle the signals of `REASON_OF_SIGNAL`; a thread that is not the main one cannot, and leaves them alone."""
+        """Handle the signals of `REASON_OF_SIGNAL`. Only the main thread may do that; in any other, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in REASON_OF_SIGNAL:
@@ -131,7 +131,7 @@ class StopSignals:
 
     @contextmanager
     def installed(self) -> Iterator[StopSignals]:
-        """Handle the signals for the length of a block, and as before it afterwards."""
+        """Handle the signals during a block; restore the earlier handlers afterwards."""
         before = {number: signal.getsignal(number) for number in REASON_OF_SIGNAL}
         self.install()
         try:
@@ -139,7 +139,7 @@ class StopSignals:
         finally:
             if threading.current_thread() is threading.main_thread():
                 for number, handler in before.items():
-                    # None: it was not installed from Python, and cannot be put back from there.
+                    # None: the handler was not installed from Python, so Python cannot restore it.
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
                 self._own_handlers.clear()
                 self.end_watch()
@@ -151,8 +151,8 @@ class StopSignals:
         self._received, self.exit_code = [], None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # This runs once the main thread returns to Python, which may be long after the signal. The thread that reads
-        # arrivals knows better whether a signal was a second one.
+        # This runs when the main thread returns to Python, perhaps long after the signal. Only the thread that reads
+        # arrivals knows when a signal came, and so whether it was a second one.
         if self._hears_arrivals():
             self._note(number)
         else:
@@ -161,11 +161,11 @@ class StopSignals:
         if (own := self._own_handlers.get(number)) is not None:
             try:
                 own(number, frame)
-            except BaseException as error:  # noqa: BLE001 - raised here it would break a step before its checkpoint
-                _print(f"{signal.Signals(number).name}: the program's own handler raised {error!r}; the stop goes on")
+            except BaseException as error:  # noqa: BLE001 - raising it here would break a step before its checkpoint
+                _print(f"{signal.Signals(number).name}: the program's own handler raised {error!r}; the stop continues")
 
     def _hears_arrivals(self) -> bool:
-        """Whether the thread still reads the interpreter's wakeup file; asyncio, for one, takes it and lets it go."""
+        """Return whether the thread still reads the wakeup file. asyncio, for example, replaces and then clears it."""
         if self._watch is None or self._wakeup_fd is None:
             return False
         current = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
@@ -178,14 +178,14 @@ class StopSignals:
 
         Args:
             number: The signal.
-            is_late: Whether the time in which the first one may be repeated is known to be over.
+            is_late: Whether the time in which the first signal may be repeated is certainly over.
         """
-        # Appended first, in one step: the next signal may interrupt a handler anywhere.
+        # Append first, in one operation: the next signal may interrupt a handler anywhere.
         self._received.append((number, time.monotonic()))
         if len(self._received) == 1:
             self._note(number)
         elif is_late or number != self._received[0][0]:
-            # Not by the default action of the signal: the kernel spares the first process of a container its own.
+            # Do not rely on the signal's default action: the kernel does not apply it to a container's first process.
             try:
                 self.before_exit()
             finally:
@@ -199,14 +199,14 @@ class StopSignals:
         self.on_stop()
 
     def _answer(self, number: int) -> None:
-        # The handler and the thread that reads arrivals both come here; neither may wait for the other.
+        # Both the handler and the thread that reads arrivals call this; neither may wait for the other.
         if self.what_next and self._unsaid.acquire(blocking=False):
             again = f"a second signal after {REPEATS_WITHIN_S:g} s ends it now"
             _print(f"{signal.Signals(number).name}: {self.what_next}; {again}")
 
     def _watch_arrivals(self) -> None:
-        # The kernel may give a signal to any thread. Where that is not the main one, a main thread that sleeps or waits
-        # is not woken, and its handler runs only when it returns to Python.
+        # The kernel may give a signal to any thread. If it is not the main thread, a main thread that sleeps or waits
+        # does not wake up, and the handler runs only when it returns to Python.
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
         other = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -217,10 +217,10 @@ class StopSignals:
             return
         self._wakeup_fd = writable
         watch = threading.Thread(target=self._read_arrivals, args=(readable,), name="stop-signals", daemon=True)
-        self._watch = watch  # before it looks whether it still is the one
+        self._watch = watch  # set before the start: the thread checks whether it is still the current one
         try:
             started(watch)
-        except ThreadLimitError:  # the handlers are enough where the main thread returns to Python
+        except ThreadLimitError:  # the handlers are enough while the main thread returns to Python
             self._watch = None
             os.close(readable)
             self.end_watch()
@@ -228,7 +228,7 @@ class StopSignals:
     def _read_arrivals(self, readable: int) -> None:
         poll = select.poll()
         poll.register(readable, select.POLLIN)
-        quiet_at = 0.0  # when there was nothing left to read; this thread may have waited long for the interpreter
+        quiet_at = 0.0  # last time with nothing left to read; this thread may wait long for the interpreter lock
         with open(readable, "rb", buffering=0) as arrivals:
             while True:
                 repeats_until = 0.0 if self.received_at is None else self.received_at + REPEATS_WITHIN_S
@@ -239,13 +239,13 @@ class StopSignals:
                 if not (numbers := arrivals.read(64)):
                     return
                 for number in numbers:
-                    # Others may have put a handler of their own in its place, as a Trainer does when it has ended.
+                    # Another handler may have replaced ours: a Trainer, for example, sets handlers at its end.
                     is_ours = number in REASON_OF_SIGNAL and signal.getsignal(number) == self._handle
                     if is_ours and self._watch is threading.current_thread():
                         self._receive(number, is_late=0.0 < repeats_until <= quiet_at)
 
     def end_watch(self) -> None:
-        """Give the interpreter's wakeup file back once other handlers are installed; `install` takes it again."""
+        """Release the interpreter's wakeup file after other handlers are installed; `install` sets it again."""
         if self._wakeup_fd is None:
             return
         current = signal.set_wakeup_fd(-1)
@@ -254,23 +254,23 @@ class StopSignals:
         os.close(self._wakeup_fd)
         watch, self._wakeup_fd, self._watch = self._watch, None, None
         if watch is not None:
-            # What it has not read yet belongs to what has ended, not to the next fit. A process that was
-            # forked off in C may keep the other end of its pipe open: then it stays.
+            # Signals still unread belong to the fit that just ended; drop them. A process that was forked in C may
+            # keep the other end of the pipe open; then the thread stays.
             watch.join(LEFT_AFTER_S)
 
 
 def job_end_time_s() -> float | None:
-    """When Slurm ends this job, in seconds since 1970; None outside of one, or where it does not say.
+    """Return the time at which Slurm ends this job, in seconds since 1970; None outside of a job or if unknown.
 
-    Slurm sets ``SLURM_JOB_END_TIME`` from release 23 on; the script of ``genlight slurm render`` does under older ones.
+    Slurm sets ``SLURM_JOB_END_TIME`` from release 23 on. For older releases the script of ``genlight slurm`` sets it.
     """
     return _seconds("SLURM_JOB_END_TIME")
 
 
 def launcher_grace_s() -> float | None:
-    """Seconds between a stop signal and SIGKILL under the launcher that started this process; None if unknown.
+    """Return the seconds between a stop signal and SIGKILL by this process's launcher; None if unknown.
 
-    torchrun's ``--shutdown-timeout`` does not show in a rank; its environment variable and its default do.
+    A rank cannot see torchrun's ``--shutdown-timeout``, only the environment variable; otherwise assume the default.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -278,9 +278,9 @@ def launcher_grace_s() -> float | None:
 
 
 def announces_time_limit(now_s: float) -> bool:
-    """Whether a stop signal that comes at `now_s` says that the job's time is over; else others want the machine.
+    """Return whether a stop signal at `now_s` means that the job's time is over; otherwise it is a preemption.
 
-    ``TRAINER_STOP_GRACE_SECONDS`` is how long before the end the scheduler sends it; without that it sends none before.
+    ``TRAINER_STOP_GRACE_SECONDS`` is the scheduler's warning time before the end; without it there is no warning.
 
     Args:
         now_s: Seconds since 1970.
@@ -296,11 +296,11 @@ def _seconds(name: str) -> float | None:
 
 
 def exit_on_signal(exit_code: int) -> None:
-    """From here on let a stop signal end this process at once, with `exit_code`; from the main thread only."""
+    """Let every later stop signal end this process at once, with `exit_code`. Works only in the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in REASON_OF_SIGNAL:
             signal.signal(number, lambda *_: os._exit(exit_code))
-        # Python gives up its handlers before the process has ended; an ignored signal stays ignored.
+        # Python removes its handlers before the process has ended; an ignored signal stays ignored.
         atexit.register(_ignore_signals)
 
 
@@ -310,7 +310,7 @@ def _ignore_signals() -> None:
 
 
 def _print(line: str) -> None:
-    """One line on standard error, written past Python's streams: a signal may have come while one of them is locked."""
+    """Write one line to standard error, bypassing Python's streams: one may be locked when the signal comes."""
     begin = "\n" if os.isatty(2) else ""  # below a progress bar, and the ^C that a terminal shows
     with contextlib.suppress(OSError):  # nobody reads it
         os.write(2, f"{begin}{line}\n".encode())

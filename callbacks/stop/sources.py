@@ -1,4 +1,4 @@
-"""Where a request to stop can come from, without torch: a flag, a file, a limit, signals."""
+"""Sources of stop requests: a flag, a file, a time limit, signals. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Deadline", "StopSources", "cancel_file_is_set", "process_age_s"]
 
 _NO = frozenset({b"0", b"false", b"f", b"no", b"n", b"off"})
 _LONGEST_WORD = 64
-"""Bytes, blanks included, that a cancel file with a word of `_NO` may have."""
+"""Maximum bytes, blanks included, of a cancel file with a word of `_NO`."""
 
 SAVE_MARGIN = 1.5
-"""How much longer than the longest one so far the last save may take."""
+"""Factor from the longest save so far to the time reserved for the last one."""
 UNMEASURED_SHARE, UNMEASURED_MOST_S = 0.05, 30.0
-"""The assumed duration of the first save: a share of the whole time, and a bound on it."""
-_FORGETTING = 0.99
-"""How much of the longest time stays at each check: one slow step at the start must not cost hours at the end."""
+"""Assumed duration of the first save: a share of the total time, and an upper bound."""
+_DECAY = 0.99
+"""Factor on the longest gap at each check: one slow step at the start must not cost hours at the end."""
 
 
 class Deadline:
-    """When a run must have ended, and how long before that it has to stop for its last checkpoint.
+    """The time at which a run must have ended, and the time that its last checkpoint needs before that.
 
     Args:
         max_runtime_s: Limit in seconds since the run began; None means no limit.
@@ -41,18 +41,18 @@ class Deadline:
         ends = [now - (process_age_s() if age_s is None else age_s) + max_runtime_s] if max_runtime_s else []
         ends += [now + ends_at_s - time.time()] if ends_at_s is not None else []
         self.at = min(ends, default=None)
-        """On the clock of ``time.monotonic``; None means no limit."""
+        """End time on the clock of ``time.monotonic``; None means no limit."""
         self.saves = False
-        """Whether a stop saves a checkpoint, for which time must be left."""
+        """Whether a stop saves a checkpoint, so that time must be reserved for it."""
         self.save_s: float | None = None
-        """The longest save so far; None while there was none."""
+        """Duration of the longest save so far; None before the first."""
         self._unmeasured_s = 0.0 if self.at is None else min(UNMEASURED_SHARE * (self.at - now), UNMEASURED_MOST_S)
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
         self._gap_s = 0.0
 
     @property
     def margin_s(self) -> float:
-        """How long before the end to stop: a save, the time to the next look, and as much until the ranks agree."""
+        """Seconds before the end at which to stop: time for a save, for the next check, and for the ranks to agree."""
         if not self.saves:
             return 0.0
         save_s = self._unmeasured_s if self.save_s is None else SAVE_MARGIN * self.save_s
@@ -60,25 +60,25 @@ class Deadline:
 
     @property
     def stop_s(self) -> float:
-        """How long a stop takes from the signal until its checkpoint is saved, by the longest of both so far."""
+        """Seconds from a stop signal until its checkpoint is saved, from the longest step and save so far."""
         return self._gap_s + (self.save_s or 0.0)
 
     def is_over(self, now: float) -> bool:
-        """Whether to stop at `now`, on the clock of ``time.monotonic``."""
+        """Return whether to stop at `now`, on the clock of ``time.monotonic``."""
         return self.at is not None and now + self.margin_s >= self.at
 
     def begin_training(self, *, saves: bool) -> None:
-        """From now on `note_look` is called about once a step, and a stop saves a checkpoint or does not."""
-        self.saves, self._looked_at = saves, None
+        """Start to measure the gaps between checks. `saves` tells whether a stop saves a checkpoint."""
+        self.saves, self._checked_at = saves, None
 
-    def note_look(self, now: float) -> None:
-        """A stop that is due would be noticed at `now`, and not again before the next call."""
-        if self._looked_at is not None:
-            self._gap_s = max(now - self._looked_at, _FORGETTING * self._gap_s)
-        self._looked_at = now
+    def note_check(self, now: float) -> None:
+        """Record a check at `now`. Until the next call, nobody notices that a stop is due."""
+        if self._checked_at is not None:
+            self._gap_s = max(now - self._checked_at, _DECAY * self._gap_s)
+        self._checked_at = now
 
     def include(self, other: Deadline) -> None:
-        """End as soon as either of the two; the same limit counts as this one does, which knows when the run began."""
+        """End at the earlier of the two times. If both have the same limit, keep this one: it knows the run's start."""
         if other._limit_s and other._limit_s == self._limit_s:
             return
         if self.at is None or (other.at is not None and other.at < self.at):
@@ -86,13 +86,13 @@ class Deadline:
 
 
 class StopSources:
-    """Everything that can ask one run to stop, shared by all that look: its preparation, its callback, its command.
+    """All sources of stop requests for one run, shared by its preparation, its callback and its command.
 
     Args:
-        cancel_file: A file that asks for a stop as soon as it is there; see `cancel_file_is_set`.
+        cancel_file: A file that asks for a stop as soon as it exists; see `cancel_file_is_set`.
         max_runtime_s: Limit in seconds since the run began; None means no limit.
-        age_s: How long ago that was; None takes the start of the process.
-        canceled: Whether the run is cancelled before it starts.
+        age_s: Seconds since the run began; None counts from the start of the process.
+        canceled: Whether the run is canceled before it starts.
         signals: Stop signals of this process; None makes an object that handles none yet.
     """
 
@@ -110,7 +110,7 @@ class StopSources:
         self.cancel_files = [] if cancel_file is None else [Path(cancel_file)]
         self.deadline = Deadline(max_runtime_s, age_s=age_s)
         self.run_state: RunState | None = None
-        """Where the ranks agree on a stop, once they train."""
+        """State in which the ranks record the stop that they agreed on; None before training."""
         self._checks: list[Callable[[], str | None]] = []
 
     def add_check(self, check: Callable[[], str | None]) -> None:
@@ -118,7 +118,7 @@ class StopSources:
         self._checks.append(check)
 
     def include(self, other: StopSources) -> None:
-        """Stop for what `other` says as well; signals are those of this object."""
+        """Also stop for the sources of `other`, except for its signals."""
         self.canceled = self.canceled or other.canceled
         self.cancel_files += [path for path in other.cancel_files if path not in self.cancel_files]
         self.deadline.include(other.deadline)
@@ -126,11 +126,11 @@ class StopSources:
 
     @property
     def requested(self) -> StopReason | None:
-        """Why to stop, by the flag and the signals of this process; looks at no file and no clock."""
+        """Reason to stop from the flag and the signals of this process; checks no file and no clock."""
         return "canceled" if self.canceled else self.signals.reason
 
     def reason(self) -> StopReason | None:
-        """Why to stop, by all sources; None where none asks for it."""
+        """Return the reason to stop from all sources; None if there is none."""
         if self.requested is not None:
             return self.requested
         if self.deadline.is_over(time.monotonic()):
@@ -138,18 +138,18 @@ class StopSources:
         if any(cancel_file_is_set(path) for path in self.cancel_files):
             return "canceled"
         for check in self._checks:
-            found = check()
-            if found is not None:
-                return cast("StopReason", found) if found in get_args(StopReason) else "canceled"
+            reason = check()
+            if reason is not None:
+                return cast("StopReason", reason) if reason in get_args(StopReason) else "canceled"
         return None
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks stop together, so that none needs a notice."""
+        """Whether the ranks have agreed to stop, so that none needs a record of it."""
         return self.run_state is not None and self.run_state.stop_reason is not None
 
     def is_stopping(self) -> bool:
-        """Whether this rank or another one was asked to stop."""
+        """Return whether there is a stop request to this rank or another."""
         return self.is_agreed or self.reason() is not None
 
     def raise_if_signalled(self) -> None:
@@ -165,9 +165,9 @@ class StopSources:
 
 
 def cancel_file_is_set(path: Path) -> bool:
-    """Whether `path` asks for a stop: it exists, unless its text is a word that means no (0, false, f, no, n, off).
+    """Return whether `path` asks for a stop: it exists, and is not a word for no (0, false, f, no, n, off).
 
-    A file that cannot be read counts too, and so does anything but a regular file, such as a pipe.
+    An unreadable file also asks for a stop, and so does any file that is not regular, such as a pipe.
     """
     try:
         with open(open_regular(path), "rb") as file:
@@ -180,9 +180,9 @@ def cancel_file_is_set(path: Path) -> bool:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, imports included."""
+    """Return the seconds since this process started, imports included."""
     with open("/proc/self/stat") as stat:
         # The second field is the command in parentheses and may hold blanks; starttime is the 22nd.
         started_ticks = int(stat.read().rpartition(")")[2].split()[19])
-    # Not /proc/uptime: in some containers that counts from the container's start, starttime from the machine's.
+    # Not /proc/uptime: in some containers it counts from the container's start, but starttime from the machine's.
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

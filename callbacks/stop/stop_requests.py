@@ -1,4 +1,4 @@
-"""Stops a run that was asked to stop: at the same step on every rank, after a checkpoint."""
+"""Stop a run on request: at the same step on every rank, after a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ __all__ = ["Agreement", "StopRequests"]
 log = logging.getLogger(__name__)
 
 ROUND_S = 0.05
-"""About how far apart rounds are: one costs some 0.3 ms, as much as a step of a small model."""
+"""Target time between rounds: a round costs some 0.3 ms, as much as a step of a small model."""
 GRACE = (
-    "torchrun kills every rank %s s after a stop signal: the current step, its checkpoint and what is left to upload "
+    "torchrun kills every rank %s s after a stop signal: the current step, its checkpoint and the remaining uploads "
     "have to fit into that. Set another time with its `--shutdown-timeout`, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 )
 WAIT_PATIENCE_S = 15.0
 """How long a wait for a batch may last after a stop request if no checkpoint can be saved at that moment."""
 MOST_STEPS = 32
-"""How many steps apart they are at most, for a run whose steps become slow from one to the next."""
+"""Maximum steps between rounds, for a run whose steps suddenly become slow."""
 
 
 class Agreement:
-    """The largest of the numbers that ranks say, asked for after every so many steps.
+    """Maximum over all ranks of a number, exchanged every N steps.
 
-    A round is an asynchronous all-reduce that begins at the end of one step and is read at the end of the next, by when
-    the other ranks have usually come as far. With its number each rank says after how many steps it would begin the
-    next round, by its own clock, and the smallest counts. So all begin it after the same step, whatever their clocks
-    and speeds are. The first round comes after the first step; from one to the next their distance at most doubles.
+    A round is an asynchronous all-reduce. It begins at the end of one step and is read at the end of the next; by then
+    the other ranks have usually begun it too. Together with its number, each rank sends after how many steps it would
+    begin the next round, by its own clock, and the smallest value counts. So all ranks begin it after the same step,
+    whatever their clocks and speeds. The first round comes after the first step. The distance between rounds at most
+    doubles from one to the next.
 
     Args:
-        group: Where a round takes place; None makes a group of all ranks, which all must do at the same time.
-        clock: Seconds since any moment.
+        group: Process group for the rounds; None makes a group of all ranks, and all must do that at the same time.
+        clock: Returns seconds since any fixed moment.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        # Of gloo and of its own: numbers stay in host memory and no device is waited for.
+        # A separate gloo group: the numbers stay in host memory, and no rank waits for a device.
         self._group = host_group() if group is None else group
         self._clock = clock
         self._numbers = torch.zeros(3, dtype=torch.int64, device="cpu")
@@ -66,25 +67,25 @@ class Agreement:
         self._is_over = False
         self._distance = 1
         self.due_step = 0
-        """The step at whose end a round begins, or is read."""
+        """Step at whose end a round begins or is read."""
         self._began_at = clock()
 
     def now(self, number: int) -> int:
-        """Agree on the numbers of this moment; waits for all ranks."""
+        """Exchange numbers at once and return the result; waits for all ranks."""
         self._begin(number, trains=True)
         agreed = self._read()
         self._distance = 1  # ranks do not start at the same time
         return agreed
 
-    def after_step(self, step: int, say: Callable[[], int]) -> int:
-        """At the end of `step`, the same on all ranks: what was agreed on, where a round is read here; else 0.
+    def after_step(self, step: int, read_number: Callable[[], int]) -> int:
+        """Return the result of a round if one is read at the end of `step`, otherwise 0; the same on all ranks.
 
-        Nothing happens before `due_step`, so that it need not be called.
+        Nothing happens before `due_step`, so callers may skip the call until then.
 
         Args:
             step: The completed steps.
-            say: Gives the number of this rank; called where a round begins. Once another number than 0 was agreed on,
-                none does any longer.
+            read_number: Returns the number of this rank; called when a round begins. After a result other than 0, no
+                further round begins.
         """
         if step < self.due_step:
             return 0
@@ -93,16 +94,16 @@ class Agreement:
             agreed = self._read()
             self.due_step = step + self._distance - 1
         if step >= self.due_step and not self._is_over:
-            self._begin(say(), trains=True)
+            self._begin(read_number(), trains=True)
             self.due_step = step + 1
         return agreed
 
     def rewind(self, step: int) -> None:
-        """All ranks go back to `step`."""
+        """Return to `step`; all ranks must do that."""
         self.due_step = min(self.due_step, step + 1)
 
     def leave(self) -> None:
-        """Take part in rounds until no rank trains any longer; those that still do would wait for this one."""
+        """Take part in rounds until no rank trains any longer; otherwise ranks that still train would wait forever."""
         while not self._is_over:
             if self._work is None:
                 self._begin(0, trains=False)
@@ -110,9 +111,9 @@ class Agreement:
 
     def _begin(self, number: int, *, trains: bool) -> None:
         before, self._began_at = self._began_at, self._clock()
-        # How many steps fit between two rounds, at the speed since the last one.
-        wanted = steps_within(ROUND_S, steps=self._distance, took_s=self._began_at - before, most=MOST_STEPS)
-        self._numbers = torch.tensor([number, -wanted, trains], device="cpu")
+        # The number of steps that fit between two rounds, at the speed since the last one.
+        distance = steps_within(ROUND_S, steps=self._distance, took_s=self._began_at - before, most=MOST_STEPS)
+        self._numbers = torch.tensor([number, -distance, trains], device="cpu")
         self._work = self._group.allreduce([self._numbers], dist.ReduceOp.MAX)
 
     def _read(self) -> int:
@@ -126,7 +127,7 @@ class Agreement:
 
 
 _REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
-"""By code; the largest wins where ranks were asked for different reasons."""
+"""Reasons, indexed by their code. If ranks have different reasons, the largest code wins."""
 
 
 class StopRequests(Hook):
@@ -146,10 +147,10 @@ class StopRequests(Hook):
     that blocks in the training process cannot be interrupted safely: `WatchHangs` or a second signal ends such a run.
 
     Args:
-        cancel_file: A file that requests a stop once it exists, whatever it holds, except for a word that means no (0,
-            false, f, no, n, off). A file that cannot be read also counts as a request.
+        cancel_file: A file that requests a stop once it exists, whatever its content, except for a word that means no
+            (0, false, f, no, n, off). A file that cannot be read also counts as a request.
         max_runtime_s: Time limit in seconds since the process started; None means no limit. Slurm's end time is a limit
-            too. The run stops early enough to save, going by the longest save so far.
+            too. The run stops early enough to save, judging by the longest save so far.
         canceled: Whether the run is canceled before it starts.
         signals: Signal handlers that the caller has already installed; None installs them while training.
 
@@ -163,9 +164,9 @@ class StopRequests(Hook):
     _of_this_process = frozenset({"_agreement", "_undo"})
     _agreement: Agreement | None = None
     _undo = ExitStack()
-    """What `teardown` undoes; of an object once that is set up."""
+    """Undone by `teardown`. `setup` gives each object its own stack."""
     poll_s = 0.05
-    """How often files are looked at; a look costs more than the rest of a step's checks."""
+    """Seconds between checks of files; these cost more than all other checks of a step."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class StopRequests(Hook):
 
     @override
     def join_run(self, run: RunContext) -> None:
-        """Look at the sources of `run` from now on, which include this callback's own."""
+        """Use the sources of `run` from now on, after adding the sources of this callback to them."""
         run.stop.include(self.sources)
         self.sources = run.stop
 
@@ -195,35 +196,35 @@ class StopRequests(Hook):
         self.sources.add_check(check)
 
     def requested(self) -> StopReason | None:
-        """The reason for which this rank was asked to stop, or None; looks at files at most every 50 ms."""
+        """Return the reason of a stop request to this rank, or None. Checks files at most every 50 ms."""
         if self._requested is None:
             self._requested = self.sources.requested
         if self._requested is None:
             now = time.monotonic()
             if now >= self._next_poll:
                 self._next_poll = now + self.poll_s
-                self.sources.deadline.note_look(now)
+                self.sources.deadline.note_check(now)
                 self._requested = self.sources.reason()
         if self._requested is not None:
             self._wake()
         return self._requested
 
-    def _stops(self) -> bool:  # a method, which copies can hold
+    def _stops(self) -> bool:  # a method, because a copy of this object can hold it, unlike a lambda
         return self.requested() is not None
 
     def _wake(self) -> None:
-        """Have the loop call this hook after the step that runs."""
+        """Make the loop call this hook after the current step."""
         self.next_due_step = 0
 
     def _code(self) -> int:
-        """The number that stands for what this rank was asked."""
+        """Return the code of this rank's stop reason."""
         return _REASONS.index(self.requested())
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._undo = ExitStack()
         if stage == "fit":
-            if self._has_fitted:  # a stop ends with the fit that it ended, unless its source says otherwise
+            if self._has_fitted:  # a stop request applies to one fit, unless its source still requests it
                 self._requested, self._noticed_s, self.sources.canceled = None, None, False
                 if not self.sources.signals.are_handled:
                     self.sources.signals.forget()
@@ -260,7 +261,7 @@ class StopRequests(Hook):
             reason: str | None = _REASONS[self._agreement.after_step(step, self._code)]
             self.next_due_step = self._agreement.due_step
         else:
-            self.next_due_step = self._pace.next_look(step)  # first: a signal that comes after it wakes this hook again
+            self.next_due_step = self._pace.next_look(step)  # before the check: a signal in between wakes the hook
             reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason
@@ -319,10 +320,10 @@ class StopRequests(Hook):
         self._undo.close()
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
-        """Handle signals from now on, unless another part of the program does for this callback.
+        """Handle signals from now on, unless another part of the program already does that for this callback.
 
-        Lightning's handlers stay out: those talk to other ranks from inside the signal, which hangs where these do
-        something else at the moment.
+        Lightning's handlers are not installed: they communicate with other ranks inside the signal handler, and hang
+        if the other ranks are doing something else.
         """
         connector = signal_connector(trainer)
         connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]

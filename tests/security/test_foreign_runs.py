@@ -108,7 +108,7 @@ def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uplo
     monkeypatch.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", NOWHERE)
     code, _, err = genlight_uploads("retry", run, *SOON)
     assert code == 2
-    assert "a target in a run's folder is not followed" in err
+    assert "a target in a run's folder is not used" in err
     assert not loot.exists()
     genlight_uploads("retry", run, *SOON, "--set", f'uploads.targets=["file://{loot}"]')
     assert loot.exists()  # the command line names it

@@ -403,13 +403,13 @@ def test_a_note_that_no_rank_can_have_written_is_ignored_with_a_warning(tmp_path
     assert ranks.failures() == []
     (warning,) = caplog.messages
     assert "rank-1.json is ignored" in warning
-    ranks.leave(2, Failure("input", "input:x", resumable=False, exit_code=1))
+    ranks.record(2, Failure("input", "input:x", resumable=False, exit_code=1))
     assert [note.failure.text for note in ranks.failures()] == ["input:x (rank 2)"]
 
 
 def test_a_note_of_another_user_is_ignored(tmp_path, stranger):
     ranks = RankFiles(tmp_path)
-    ranks.leave(1, Failure("input", "input:x", resumable=False, exit_code=1))
+    ranks.record(1, Failure("input", "input:x", resumable=False, exit_code=1))
     os.chown(ranks.folder / "rank-1.json", stranger, -1)
     assert ranks.failures() == []
 

@@ -199,14 +199,14 @@ def test_a_job_whose_node_is_set_down_or_dies_comes_back_and_the_cause_is_named(
     slurm.kill_node("n10")
     os.kill(pids[1], signal.SIGKILL)
     (jobs.folder / "go").touch()
-    slurm.until(lambda: "ended without a word" in str(jobs.events("dying")), "rank 0 has noticed")
+    slurm.until(lambda: "ended without a report" in str(jobs.events("dying")), "rank 0 has noticed")
     slurm.start_node("n10")
     assert slurm.wait(job) == ("COMPLETED", 0)
     events = [event["event"] for event in jobs.events("dying")]
     assert events.count("started") == 3
     assert events[-1] == "completed"
     failed = [event["error"] for event in jobs.events("dying") if event["event"] == "failed"]
-    assert "RankFailedError: rank 1 on n10 ended without a word" in failed[-1]
+    assert "RankFailedError: rank 1 on n10 ended without a report" in failed[-1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

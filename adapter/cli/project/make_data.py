@@ -1,4 +1,4 @@
-"""Writes rows.parquet: 1,000 points (a, b) and y = sin(3a) * b, to be replaced by data of your own."""
+"""Write rows.parquet: 1,000 points (a, b) and y = sin(3a) * b. Replace it with your own data."""
 
 import math
 import random

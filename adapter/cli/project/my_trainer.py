@@ -40,8 +40,8 @@ class MyTrainer:
 
     def train_step(self, batch: tuple[Tensor, Tensor], state: State, ctx: StepContext) -> StepResult:
         """Called every step: forward, backward, update. Return metrics as tensors; do not call `.item()` here."""
-        inputs, wanted = batch
-        loss = nn.functional.mse_loss(state.model(inputs), wanted)
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(state.model(inputs), targets)
         state.optimizer.zero_grad()
         loss.backward()
         state.optimizer.step()

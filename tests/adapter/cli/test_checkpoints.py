@@ -54,7 +54,7 @@ def test_ls_notices_a_file_of_the_wrong_size_and_takes_a_runs_folder(checkpoints
     assert rows[1]["state"].startswith("broken: step-00000020/model.safetensors has 3 bytes")
 
 
-def test_verify_proves_every_checkpoint_of_a_folder(checkpoints, capsys):
+def test_verify_checks_every_checkpoint_of_a_folder(checkpoints, capsys):
     assert call("verify", checkpoints) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["STATE", "loss=0.1", "loss=0.05"]
     with open(checkpoints / "step-00000010" / "model.safetensors", "r+b") as file:
@@ -74,7 +74,7 @@ def test_verify_takes_one_checkpoint_by_name_or_record(checkpoints, capsys, name
     assert "finite_weights" in told
 
 
-def test_show_tells_files_tensors_and_state(checkpoints, capsys):
+def test_show_lists_files_tensors_and_state(checkpoints, capsys):
     assert call("show", checkpoints / "step-00000010") == 0
     text = capsys.readouterr().out
     assert "  step-00000010/model.safetensors: [" in text
@@ -115,7 +115,7 @@ def test_a_broken_checkpoint_is_not_exported(checkpoints, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments", [("show", "nowhere"), ("verify", "."), ("export", "nowhere"), ("export", ".", "--to", "x.ckpt")]
 )
-def test_what_cannot_be_done_is_said_and_is_exit_code_2(tmp_path, monkeypatch, capsys, arguments):
+def test_an_impossible_request_is_reported_with_exit_code_2(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)
     assert call(*arguments) == 2
     assert capsys.readouterr().err.startswith("genlight checkpoints: ")
@@ -129,7 +129,7 @@ def test_a_folder_is_for_a_hugging_face_model(checkpoints, tmp_path, capsys, nam
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.ckpt"])
-def test_a_file_that_is_there_is_replaced_by_force_alone(tmp_path, capsys, name):
+def test_an_existing_file_is_replaced_only_by_force(tmp_path, capsys, name):
     save(tmp_path / "plain", {"state_dict": {"w": torch.ones(2)}, "global_step": 3})
     (tmp_path / name).write_text("mine")
     assert call("export", tmp_path / "plain", "--to", tmp_path / name) == 2
@@ -141,20 +141,20 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(tmp_path, capsys, name)
 
 def test_a_prefix_that_a_lightning_checkpoint_would_not_lose_is_refused(checkpoints, tmp_path, capsys):
     assert call("export", checkpoints, "--to", tmp_path / "x.ckpt", "--strip-prefix", "model.") == 2
-    assert "--strip-prefix is for FILE.safetensors or FOLDER; leave it out" in capsys.readouterr().err
+    assert "--strip-prefix is for FILE.safetensors or FOLDER; remove it" in capsys.readouterr().err
     assert not (tmp_path / "x.ckpt").exists()
 
 
-def test_an_unknown_prefix_names_those_there_are(checkpoints, tmp_path, capsys):
+def test_an_unknown_prefix_lists_the_existing_ones(checkpoints, tmp_path, capsys):
     assert call("export", checkpoints, "--to", tmp_path / "a.safetensors", "--strip-prefix", "net.") == 2
     assert "head.b, model.w" in capsys.readouterr().err
 
 
-# what an export holds, and where it is read from
+# content of an export, and its source
 
 
-def test_an_export_is_without_what_stock_torch_refuses_and_names_it(tmp_path, caplog):
-    """A data module with arrays in its state, for one, made torch and Lightning refuse the whole file."""
+def test_an_export_omits_and_names_objects_that_stock_torch_refuses(tmp_path, caplog):
+    """Arrays in the state of a data module, for example, made torch and Lightning refuse the complete file."""
     state = {
         "global_step": 3,
         "pytorch-lightning_version": "2.6.0",
@@ -190,7 +190,7 @@ def test_an_export_that_torch_would_refuse_is_not_made(tmp_path, part):
 
 @pytest.fixture
 def foreign_model(checkpoints):
-    """The folder of a Hugging Face model beside checkpoints that came from elsewhere."""
+    """The folder of a Hugging Face model next to checkpoints from another source."""
     folder = checkpoints / "genlight-pretrained" / "model"
     (folder / "templates").mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -232,7 +232,7 @@ def test_a_linked_folder_of_configurations_is_not_read(checkpoints, foreign_mode
     assert "there is no configuration of a Hugging Face model" in capsys.readouterr().err
 
 
-def test_a_pipe_is_not_waited_for_as_a_base_or_a_checkpoint_of_torch(checkpoints, tmp_path):
+def test_a_pipe_as_base_or_checkpoint_does_not_block(checkpoints, tmp_path):
     for name in ("base.safetensors", "a.ckpt"):
         os.mkfifo(tmp_path / name)
     assert call("export", checkpoints, "--to", tmp_path / "x.safetensors", "--base", tmp_path / "base.safetensors") == 2

@@ -1,4 +1,4 @@
-"""The command line as a whole: what it offers, how it refuses, and how quickly it does either."""
+"""The command line: its commands, its errors, and the time that it needs for both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_help_names_every_command_also_without_a_command(capsys):
         assert all(re.search(rf"^  {name}\b", shown, re.MULTILINE) for name in COMMANDS)
 
 
-def test_the_version_names_what_it_stands_on(capsys):
+def test_the_version_names_lightning_torch_and_python(capsys):
     with refusal(SystemExit):
         main(["--version"])
     version = f"genlight {metadata.version('genlight')} (lightning {metadata.version('lightning')}"
@@ -70,7 +70,7 @@ def test_the_version_names_what_it_stands_on(capsys):
     ],
     ids=" ".join,
 )
-def test_a_path_that_the_system_refuses_is_told_without_a_traceback(words, tmp_path, monkeypatch, capfd):
+def test_a_path_that_the_system_refuses_is_reported_without_a_traceback(words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     too_long = "x" * 300
 
@@ -106,9 +106,7 @@ def test_a_path_that_the_system_refuses_is_told_without_a_traceback(words, tmp_p
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_path_that_is_not_what_was_meant_is_told_as_it_was_typed_with_the_way_out(
-    words, said, tmp_path, monkeypatch, capsys, caplog
-):
+def test_a_wrong_path_is_reported_as_typed_with_the_way_out(words, said, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     (tmp_path / "fit.yaml").write_text("trainer: {}")
@@ -172,7 +170,7 @@ def test_a_job_spec_may_come_through_a_pipe_whose_paths_are_relative_to_the_work
     assert "Invalid `max_steps`" in last["error"]
 
 
-def test_a_pipe_that_was_read_already_is_told_from_an_empty_file(genlight):
+def test_a_consumed_pipe_is_distinguished_from_an_empty_file(genlight):
     done = genlight("run", "-", stdin="")
 
     assert done.returncode == 2
@@ -182,7 +180,7 @@ def test_a_pipe_that_was_read_already_is_told_from_an_empty_file(genlight):
 @pytest.mark.parametrize(
     ("words", "name", "value"), [(["run", "job.json"], "RANK", ""), (["fit", "--help"], "SLURM_PROCID", "abc")]
 )
-def test_a_rank_that_is_no_number_is_told_instead_of_lightnings_traceback(genlight, tmp_path, words, name, value):
+def test_a_rank_that_is_no_number_is_reported_without_lightnings_traceback(genlight, tmp_path, words, name, value):
     (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1}')
 
     done = genlight(*words, **{name: value})
@@ -199,7 +197,7 @@ def test_without_a_spec_the_environment_has_to_name_one(genlight):
     assert "TRAINER_JOB_SPEC_PATH" in done.stderr
 
 
-def test_a_run_that_cannot_start_leaves_one_failed_event_where_there_is_a_place_for_it(genlight, tmp_path):
+def test_a_run_that_cannot_start_leaves_one_failed_event_if_it_has_a_folder(genlight, tmp_path):
     (tmp_path / "job.json").write_text('{"run_id": "r", "max_steps": 0}')
 
     done = genlight("run", "job.json", TRAINER_EVENTS_PATH=str(tmp_path / "events.jsonl"))
@@ -245,7 +243,7 @@ def test_a_completion_script_knows_commands_and_their_options():
         (["uploads"], "usage: genlight uploads "),
     ],
 )
-def test_a_usage_error_offers_the_nearest_name_and_speaks_of_the_command_that_was_meant(arguments, message, capsys):
+def test_a_usage_error_suggests_the_nearest_name_for_the_right_command(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
 
@@ -271,7 +269,7 @@ def test_options_may_stand_before_and_after_an_action_and_its_path(words, tmp_pa
     monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
 
     assert main(["uploads", *(word.format(tmp_path) for word in words)]) == 0
-    assert capsys.readouterr().out == "0 delivered, 0 left\n"  # what only a retry says
+    assert capsys.readouterr().out == "0 delivered, 0 left\n"  # only a retry prints this
 
 
 def test_an_empty_name_of_a_job_spec_is_not_the_working_directory(genlight):
@@ -288,7 +286,7 @@ def directory_of_checkpoints(tmp_path):
     return tmp_path
 
 
-def test_a_listing_shows_what_the_terminal_lacks_in_another_way(genlight, directory_of_checkpoints):
+def test_a_listing_escapes_characters_that_the_terminal_lacks(genlight, directory_of_checkpoints):
     ascii_terminal = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
     done = genlight("checkpoints", "show", str(directory_of_checkpoints), **ascii_terminal)
@@ -317,7 +315,7 @@ def test_a_listing_that_cannot_be_written_fails_and_says_why(genlight, directory
 
 
 def test_the_command_runs_as_a_module_too():
-    """Where the console script is not on the path, as in a container that calls python alone."""
+    """The console script may not be on the path, as in a container that only calls python."""
     for module in ("genlight", "genlight.adapter.cli"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout.split()[0]) == (0, "genlight")
@@ -327,7 +325,7 @@ def test_the_command_runs_as_a_module_too():
     ("words", "section"),
     [([], "all-commands"), (["run"], "a-jobs-keys"), (["doctor"], "a-jobs-keys"), (["check"], "the-hooks")],
 )
-def test_help_says_where_the_reference_is(words, section, capsys):
+def test_help_names_the_reference(words, section, capsys):
     with pytest.raises(SystemExit):
         main([*words, "--help"])
 
@@ -339,7 +337,7 @@ def test_help_says_where_the_reference_is(words, section, capsys):
 @pytest.mark.parametrize(
     ("job", "section"), [({"max_steps": "x"}, "a-jobs-keys"), ({"trainer": "no_such_module_at_all:T"}, "the-hooks")]
 )
-def test_a_job_that_cannot_be_used_says_where_the_reference_is(job, section, tmp_path, caplog):
+def test_an_error_in_a_job_names_the_reference(job, section, tmp_path, caplog):
     whole = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]} | job
     (tmp_path / "job.json").write_text(json.dumps(whole))
 
@@ -350,8 +348,8 @@ def test_a_job_that_cannot_be_used_says_where_the_reference_is(job, section, tmp
 
 
 @pytest.mark.slow
-def test_what_lightning_says_is_said_once(genlight):
-    """Its logger has a handler of its own, beside the one that shows our messages."""
+def test_messages_of_lightning_appear_once(genlight):
+    """Its logger has a handler in addition to the one that shows our messages."""
     done = genlight(
         *("fit", "--model", "lightning.pytorch.demos.boring_classes.BoringModel", "--seed_everything", "3"),
         *("--trainer.accelerator", "cpu", "--trainer.fast_dev_run", "true", "--data", "null"),

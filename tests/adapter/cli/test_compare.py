@@ -68,7 +68,7 @@ def test_rollouts_and_their_update_epochs_are_those_of_a_plain_loop(name, compar
     assert len([line for line in out.splitlines() if line.endswith("equal")]) == 13
 
 
-def test_half_precision_is_within_what_it_rounds_and_is_told_beyond_that(compare):
+def test_half_precision_may_differ_by_its_rounding_and_no_more(compare):
     assert compare("Plain", "--set", "lightning.precision=bf16-mixed")[0] == 0
 
     code, out, _ = compare("NeverUpdates", "--set", "lightning.precision=bf16-mixed", "--rtol", "0")
@@ -87,7 +87,7 @@ def test_half_precision_is_within_what_it_rounds_and_is_told_beyond_that(compare
         ("AnotherOptimizer", 0, "weight", 'state["extra"].', "Only the plain loop has it"),
     ],
 )
-def test_the_first_difference_is_told_with_step_name_sizes_and_cause(name, step, kind, value, cause, compare):
+def test_the_first_difference_is_reported_with_step_name_sizes_and_cause(name, step, kind, value, cause, compare):
     code, out, _ = compare(name, "--json")
 
     told = first(out)
@@ -105,7 +105,7 @@ def test_the_table_marks_the_steps_that_differ(compare):
     assert "the first difference is after step 1: metric train/loss" in out
 
 
-def test_a_job_that_is_shorter_says_so(compare):
+def test_a_shorter_job_is_reported(compare):
     code, out, _ = compare("Plain", "--steps", "9", max_steps=2)
     assert (code, "the job has only 2 of the 9 requested steps" in out) == (0, True)
     code, out, _ = compare("Plain", "--steps", "9")
@@ -140,7 +140,7 @@ def test_a_job_that_is_shorter_says_so(compare):
         ("NeverUpdates", ["--against", "support.compared:old_loop"], "The class never calls optimizer.step"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_with_the_reason(name, arguments, said, compare):
+def test_an_impossible_comparison_is_refused_with_the_reason(name, arguments, said, compare):
     code, out, err = compare(name, *arguments)
 
     assert (code, out) == (2, "")
@@ -178,7 +178,7 @@ def test_an_old_function_is_compared_at_each_update(function, compare):
         ("other_model", "weight before", 'state["model"].0.weight', "build different models"),
     ],
 )
-def test_what_an_old_function_does_otherwise_is_told(function, kind, value, cause, compare):
+def test_differences_of_an_old_function_are_reported(function, kind, value, cause, compare):
     code, out, _ = compare("Plain", "--against", f"support.compared:{function}", "--json")
 
     told = first(out)

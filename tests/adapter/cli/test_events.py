@@ -97,7 +97,7 @@ def test_json_gives_the_lines_of_the_log(path, capsys):
     assert capsys.readouterr().out == path.read_text()
 
 
-def test_a_text_cannot_command_the_terminal(path, capsys):
+def test_a_text_cannot_control_the_terminal(path, capsys):
     with EventLog(path, run_id="r") as log:
         log.failed(step=0, error="\x1b[2J\nboom [red]", category="input")
     call(path)
@@ -140,7 +140,7 @@ def test_a_sound_log_passes_the_check(path, capsys):
     ("content", "said"),
     [(b"", "sound: 0 events\n"), (b"\x1f\x8b\x08gzip", "sound: 0 events\n")],
 )
-def test_a_log_without_a_whole_line_breaks_no_rule_and_is_told(path, capsys, content, said):
+def test_a_log_without_a_complete_line_breaks_no_rule_and_is_reported(path, capsys, content, said):
     path.write_bytes(content)
     assert call(path, "--check") == 0
     assert capsys.readouterr().out == said
@@ -189,7 +189,7 @@ def test_a_broken_line_ends_the_display_with_its_number(path, capsys):
     assert "line 8" in capsys.readouterr().err
 
 
-def test_lines_that_lack_fields_can_still_be_looked_at(path, capsys):
+def test_lines_that_lack_fields_can_still_be_shown(path, capsys):
     path.write_text('{}\n{"event":"metric"}\n{"event":"failed","timestamp_ms":1e99}\n{"event":"completed","step":[]}\n')
     assert call(path) == 0
     assert len(shown(capsys)) == 4
@@ -222,7 +222,7 @@ def test_metrics_are_written_as_a_table(path, capfdbinary):
     assert parquet.read_table(io.BytesIO(capfdbinary.readouterr().out)).column_names == table.column_names
 
 
-def test_a_broken_log_cannot_command_the_terminal(path, capsys):
+def test_a_broken_log_cannot_control_the_terminal(path, capsys):
     path.write_text('{"\\u001b[2J":1}\n')
     assert call(path, "--check") == 1
     assert "\x1b" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The help of each command, and what it offers for a word that it does not know."""
+"""The help of each command, and the suggestions for unknown words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OURS = [name for name in COMMANDS if name not in LIGHTNING_COMMANDS]
 
 
 @pytest.mark.parametrize("command", OURS)
-def test_help_says_what_a_command_does_how_it_ends_and_defaults_where_there_are_some(command, capsys):
+def test_help_has_purpose_exit_codes_and_defaults_of_a_command(command, capsys):
     """No markup of a docstring."""
     with refusal(SystemExit):
         main([command, "--help"])

@@ -1,4 +1,4 @@
-"""`genlight init` writes a folder that runs as it is, and nothing where it cannot."""
+"""`genlight init` writes a folder that is ready to run, or nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_next_command_can_be_pasted_into_a_shell(tmp_path, monkeypatch, caps
 
 
 def test_an_empty_name_is_not_the_working_directory(tmp_path, monkeypatch, capsys):
-    """What an unset variable of a script leaves."""
+    """An unset variable of a script leaves an empty name."""
     monkeypatch.chdir(tmp_path)
     assert main(["init", ""]) == 2
     assert "the name of the folder is empty" in capsys.readouterr().err

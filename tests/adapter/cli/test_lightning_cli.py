@@ -1,4 +1,4 @@
-"""``genlight fit``: what it refuses, and how."""
+"""``genlight fit``: refusals and their messages, results, and resume."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Counts(Works):
 
 
 def cut_off(record):
-    """Break the record of a checkpoint, which still begins as one."""
+    """Break the record of a checkpoint, but keep its beginning."""
     record.write_bytes(record.read_bytes()[:40])
 
 
@@ -118,7 +118,7 @@ def own_signals():
 
 @pytest.fixture
 def genlight(tmp_path, monkeypatch, capsys, caplog, own_signals):
-    """Run ``genlight`` in a folder with a configuration; returns its exit code and what it said."""
+    """Run ``genlight`` in a folder with a configuration; return its exit code and its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # about Lightning's own use of it
@@ -148,7 +148,7 @@ def _stock(name, **arguments):
     return {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments}
 
 
-def test_what_a_fit_makes_is_closed_to_other_users(genlight, tmp_path):
+def test_files_of_a_fit_are_closed_to_other_users(genlight, tmp_path):
     tmp_path.chmod(0o755)
     before = os.umask(0o022)
     try:
@@ -195,7 +195,7 @@ def _event_logger():
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         (
             {"command": "predict"},
-            "Trainer is a trainer class, which predicts nothing; `predict` takes a LightningModule",
+            "Trainer is a trainer class and cannot predict; `predict` takes a LightningModule",
         ),
         ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
         ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
@@ -226,7 +226,7 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
         (["--trainer.devices", "-7"], "`devices` selected with `CPUAccelerator` should be an int > 0."),
     ],
 )
-def test_what_lightning_refuses_of_a_configuration_is_told_without_a_traceback(genlight, arguments, said):
+def test_a_configuration_that_lightning_refuses_is_reported_without_a_traceback(genlight, arguments, said):
     code, words = genlight("fit", *arguments, plugin="refused_trainer:Works")
 
     assert code == 2
@@ -238,12 +238,10 @@ def test_what_lightning_refuses_of_a_configuration_is_told_without_a_traceback(g
     ("plugin", "said"),
     [
         ("not_python:T", 'model-load failure:   File "{}/not_python.py", line'),
-        ("refused_trainer:Unmade", "ValueError: of the constructor\n  the whole traceback is in failures"),
+        ("refused_trainer:Unmade", "ValueError: of the constructor\n  the complete traceback is in failures"),
     ],
 )
-def test_what_a_trainer_raises_while_it_is_made_is_told_without_what_jsonargparse_says(
-    genlight, tmp_path, plugin, said
-):
+def test_an_error_of_a_trainers_constructor_is_reported_without_jsonargparses_errors(genlight, tmp_path, plugin, said):
     (tmp_path / "not_python.py").write_text("def (\n")
     code, words = genlight("fit", plugin=plugin)
     assert code == 1
@@ -266,7 +264,7 @@ def _made(name, **arguments):
         ),
     ],
 )
-def test_what_could_not_be_written_is_refused_before_anything_is_trained(genlight, given, said):
+def test_unwritable_folders_are_refused_before_training(genlight, given, said):
     code, words = genlight(plugin="refused_trainer:Works", **given)
 
     assert code == 2
@@ -274,8 +272,8 @@ def test_what_could_not_be_written_is_refused_before_anything_is_trained(genligh
     assert "Traceback" not in words
 
 
-def test_an_error_of_the_trainer_is_told_by_its_own_frames_and_a_file_with_the_rest(genlight, tmp_path):
-    """As `genlight run` does."""
+def test_an_error_of_the_trainer_is_logged_with_its_own_frames_and_a_file_with_the_rest(genlight, tmp_path):
+    """The report is like that of `genlight run`."""
     code, words = genlight("fit", plugin="refused_trainer:Fails")
     assert code == 1
     (whole,) = (tmp_path / "c" / "failures").iterdir()
@@ -283,12 +281,12 @@ def test_an_error_of_the_trainer_is_told_by_its_own_frames_and_a_file_with_the_r
     assert told[1].endswith(", in train_step")
     assert told[2] == """    raise ValueError("of the trainer's own")"""
     assert told[3] == "ValueError: of the trainer's own"
-    assert told[4] == f"  the whole traceback is in c/failures/{whole.name}"
+    assert told[4] == f"  the complete traceback is in c/failures/{whole.name}"
     assert "trainer/call.py" in whole.read_text()
 
 
-def test_a_fit_leaves_its_configuration_beside_its_checkpoints_one_for_each_attempt(genlight, tmp_path):
-    """A file of the working directory would be that of whichever fit came last."""
+def test_each_attempt_of_a_fit_leaves_its_configuration_next_to_the_checkpoints(genlight, tmp_path):
+    """A file in the working directory would belong to whichever fit came last."""
     works = {"plugin": "refused_trainer:Works"}
     assert genlight(max_steps=3, **works)[0] == 0
     assert genlight("fit", "--resume", "auto", max_steps=4, **works)[0] == 0
@@ -304,15 +302,15 @@ def test_a_fit_leaves_its_configuration_beside_its_checkpoints_one_for_each_atte
 
 
 @pytest.mark.parametrize("callbacks", [{}, {"callbacks": []}], ids=["saves", "saves nothing"])
-def test_a_fit_that_is_stopped_while_it_starts_says_what_happens_and_ends_before_it_trains(genlight, callbacks):
+def test_a_fit_that_is_stopped_at_its_start_reports_it_and_does_not_train(genlight, callbacks):
     code, words = genlight(plugin="refused_trainer:Signalled", **callbacks)
     assert code == 75
-    assert ("stopped: preempted. No step was trained. To go on:\n  genlight fit" in words) != bool(callbacks)
+    assert ("stopped: preempted. No step was trained. To continue:\n  genlight fit" in words) != bool(callbacks)
     assert "With the callback genlight.callbacks.Checkpoint there would be" in words or not callbacks
     assert "fit completed" not in words
 
 
-def test_what_is_started_anew_is_not_mixed_with_what_was_there_before(genlight, tmp_path):
+def test_a_fit_that_starts_over_does_not_mix_with_earlier_files(genlight, tmp_path):
     """A fit that fails early would be resumed from the end of the one before it."""
     often = {"every_n_steps": 1}
     assert genlight(plugin="refused_trainer:Counts", callback=often, max_steps=3)[0] == 0
@@ -336,7 +334,7 @@ def test_what_is_started_anew_is_not_mixed_with_what_was_there_before(genlight, 
         ("rows.parquet", b"PAR1\xff", "The configuration 'rows.parquet' is not text: 'utf-8' codec can't decode byte"),
     ],
 )
-def test_a_configuration_file_that_cannot_be_read_is_told(genlight, tmp_path, option, name, content, said):
+def test_an_unreadable_configuration_file_is_reported(genlight, tmp_path, option, name, content, said):
     if content is not None:
         (tmp_path / name).write_bytes(content)
 
@@ -384,7 +382,7 @@ def test_anchors_and_merged_mappings_of_a_configuration_are_no_faults(genlight):
         (["--config", "job.json"], "it is a job; run it with `genlight run JOB.json`"),
     ],
 )
-def test_a_file_that_is_given_as_what_it_is_not_is_told(arguments, said, genlight, tmp_path):
+def test_a_file_of_the_wrong_kind_is_reported(arguments, said, genlight, tmp_path):
     (tmp_path / "a.yaml").write_text("trainer: {max_steps: 1}")
     (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1}')
 
@@ -394,7 +392,7 @@ def test_a_file_that_is_given_as_what_it_is_not_is_told(arguments, said, genligh
     assert said in words
 
 
-def test_a_configuration_may_stand_on_the_command_line(genlight):
+def test_a_configuration_may_be_text_on_the_command_line(genlight):
     code, words = genlight("fit", "--config", "trainer: {max_steps: 3}", plugin="refused_trainer:Works")
 
     assert code == 0, words
@@ -409,7 +407,7 @@ def test_a_configuration_may_stand_on_the_command_line(genlight):
         (["--resume", "aut"], "invalid choice: 'aut' (choose from 'auto', 'never'). Did you mean `auto`?"),
     ],
 )
-def test_a_misspelled_option_of_fit_is_told_without_forty_lines_of_usage(genlight, arguments, said):
+def test_a_misspelled_option_of_fit_is_reported_without_forty_lines_of_usage(genlight, arguments, said):
     code, words = genlight("fit", *arguments)
 
     assert code == 2
@@ -417,7 +415,7 @@ def test_a_misspelled_option_of_fit_is_told_without_forty_lines_of_usage(genligh
     assert len(words.splitlines()) < 4
 
 
-def test_a_configuration_needs_no_data_where_the_model_brings_its_own(genlight, tmp_path):
+def test_a_configuration_needs_no_data_if_the_model_has_its_own(genlight, tmp_path):
     code, words = genlight("fit", "--data", "null", plugin="refused_trainer:Collects")
     assert code == 0, words
     assert (tmp_path / "c" / "final.json").exists()
@@ -435,8 +433,8 @@ def test_lightnings_timer_can_be_configured(genlight):
     assert code == 0, words
 
 
-def test_the_end_of_a_run_of_an_older_runtime_is_not_trained_on(genlight, tmp_path):
-    """Its record tells no step; the step checkpoint beside it would be trained to the end once more."""
+def test_the_end_of_an_older_runtimes_run_is_not_trained_further(genlight, tmp_path):
+    """Its record has no step; the step checkpoint next to it would be trained to the end again."""
     (tmp_path / "c").mkdir()
     for name, facts in [("step-00000001", {"step": 1}), ("final", {"final": True})]:
         (tmp_path / "c" / f"{name}.json").write_text(json.dumps({**facts, "run_id": "r", "state": {"steps": 1}}))
@@ -452,7 +450,7 @@ def test_the_end_of_a_run_of_an_older_runtime_is_not_trained_on(genlight, tmp_pa
     assert json.loads((tmp_path / "new" / "final.json").read_text())["step"] == 2
 
 
-def test_checkpoints_of_an_earlier_fit_are_replaced_only_when_told_to(genlight, tmp_path):
+def test_checkpoints_of_an_earlier_fit_are_replaced_only_on_request(genlight, tmp_path):
     works = {"plugin": "refused_trainer:Works"}
     assert genlight(**works)[0] == 0
     record = tmp_path / "c" / "final.json"
@@ -481,8 +479,8 @@ def test_two_fits_at_once_do_not_share_a_folder_of_checkpoints(genlight, tmp_pat
     lock_directory(tmp_path / "c", "the next").release()  # given back
 
 
-def test_a_fit_ends_with_how_it_ended_and_where_its_results_are(genlight):
-    """As `genlight run` does; a fit that was complete says that it trained nothing."""
+def test_a_fit_ends_with_its_outcome_and_the_paths_of_its_results(genlight):
+    """Like `genlight run`; a fit that was complete reports that it trained nothing."""
     works = {"plugin": "refused_trainer:Counts", "logger": {"class_path": "genlight.reporters.EventLogger"}}
 
     code, said = genlight("fit", **works)
@@ -492,30 +490,30 @@ def test_a_fit_ends_with_how_it_ended_and_where_its_results_are(genlight):
 
     code, said = genlight("fit", "--resume", "auto", **works)
     assert code == 0, said
-    assert "the fit had completed at step 1 before; there was nothing to train\n  final checkpoint" in said
+    assert "the fit had already completed at step 1; there was nothing to train\n  final checkpoint" in said
 
 
-def test_resuming_needs_the_callback_that_leaves_checkpoints(genlight):
+def test_resuming_needs_the_checkpoint_callback(genlight):
     code, words = genlight("fit", "--resume", "auto", plugin="refused_trainer:Works", callbacks=[])
 
     assert code == 2
     assert "--resume auto needs the callback genlight.callbacks.Checkpoint" in words
 
 
-def test_a_resumed_fit_says_what_it_goes_on_from_and_what_it_passed_over(genlight, tmp_path, caplog):
+def test_a_resumed_fit_names_its_checkpoint_and_the_skipped_ones(genlight, tmp_path, caplog):
     caplog.set_level("INFO", logger="genlight")
     works = {"plugin": "refused_trainer:Works", "callback": {"every_n_steps": 1}}
     assert genlight(**works)[0] == 0
     assert "going on" not in caplog.text
 
     assert genlight("fit", "--resume", "auto", **works)[0] == 0
-    assert "going on after step 1, from c/final.json" in caplog.messages
+    assert "continuing after step 1, from c/final.json" in caplog.messages
 
     caplog.clear()
     cut_off(tmp_path / "c" / "final.json")
     assert genlight("fit", "--resume", "auto", **works)[0] == 0
     assert "checkpoint final is broken" in caplog.text
-    assert "going on after step 1, from c/step-00000001.json" in caplog.messages
+    assert "continuing after step 1, from c/step-00000001.json" in caplog.messages
 
     caplog.clear()
     for record in (tmp_path / "c").glob("*.json"):
@@ -530,14 +528,14 @@ def test_a_resumed_fit_says_what_it_goes_on_from_and_what_it_passed_over(genligh
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("c/final.json", "going on after the checkpoint {}/c/final.json"),
-        ("c/final", "going on after the checkpoint {}/c/final.json"),
-        ("c", "going on after the checkpoint {}/c/final.json"),
-        ("last", "going on after the checkpoint {}/c/final.json"),
-        ("best", "going on after the checkpoint best"),
+        ("c/final.json", "continuing after the checkpoint {}/c/final.json"),
+        ("c/final", "continuing after the checkpoint {}/c/final.json"),
+        ("c", "continuing after the checkpoint {}/c/final.json"),
+        ("last", "continuing after the checkpoint {}/c/final.json"),
+        ("best", "continuing after the checkpoint best"),
     ],
 )
-def test_a_fit_goes_on_from_a_named_checkpoint_and_says_so(genlight, caplog, tmp_path, given, told):
+def test_a_fit_continues_from_a_named_checkpoint_and_logs_it(genlight, caplog, tmp_path, given, told):
     caplog.set_level("INFO", logger="genlight")
     files = {"plugin": "refused_trainer:Files"}
     assert genlight(**files)[0] == 0
@@ -550,7 +548,7 @@ def test_a_fit_goes_on_from_a_named_checkpoint_and_says_so(genlight, caplog, tmp
     assert read_record(tmp_path / "c" / "final.json").step == 2
 
 
-def test_a_fit_from_an_older_checkpoint_ends_with_its_own_and_not_with_a_later_one_of_another_fit(genlight):
+def test_the_final_checkpoint_of_a_fit_is_not_a_later_one_of_another_fit(genlight):
     counts = {"plugin": "refused_trainer:Counts", "callback": {"every_n_steps": 1, "keep_last": 9}}
     assert genlight(**counts, max_steps=5)[0] == 0
     assert genlight("fit", "--resume", "auto", **counts, max_steps=6)[0] == 0  # the final one of step 5 gets its name
@@ -560,7 +558,7 @@ def test_a_fit_from_an_older_checkpoint_ends_with_its_own_and_not_with_a_later_o
     assert "fit completed at step 3\n  final checkpoint  c/final.json\n" in words
 
 
-def test_the_last_checkpoint_of_a_folder_without_a_whole_one_is_not_step_0(genlight, tmp_path):
+def test_a_folder_without_a_complete_checkpoint_does_not_mean_step_0(genlight, tmp_path):
     works = {"plugin": "refused_trainer:Works"}
     assert genlight(**works)[0] == 0
     (tmp_path / "c" / "final.json").write_text("{")
@@ -585,20 +583,20 @@ def test_the_command_that_continues_a_fit_from_a_named_checkpoint_takes_its_own_
     assert read_record(tmp_path / "other" / "final.json").step == 3
 
 
-def test_a_checkpoint_to_go_on_from_and_the_wish_to_start_anew_contradict_each_other(genlight):
+def test_a_named_checkpoint_and_a_start_at_step_0_contradict_each_other(genlight):
     code, words = genlight("fit", "--resume", "never", "--ckpt_path", "c", plugin="refused_trainer:Works")
     assert code == 2
-    assert "--ckpt_path and --resume contradict each other; leave one out" in words
+    assert "--ckpt_path and --resume contradict each other; remove one of them" in words
 
 
-def test_a_contract_trainer_is_evaluated_as_it_is_built_or_as_a_checkpoint_has_it(genlight, caplog):
+def test_a_contract_trainer_is_evaluated_newly_built_or_from_a_checkpoint(genlight, caplog):
     caplog.set_level("INFO", logger="genlight")
     events = {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "e.jsonl", "run_id": "r"}}
     counts = {"plugin": "refused_trainer:Counts", "logger": events}
     assert genlight(**counts)[0] == 0
 
     for arguments, score, told in (
-        ([], 0.0, "using the model as it is built; for a checkpoint use --ckpt_path, or --resume auto"),
+        ([], 0.0, "using the newly built model; to use a checkpoint, add --ckpt_path or --resume auto"),
         (["--ckpt_path", "c/final.json"], 1.0, None),
         (["--resume", "auto"], 1.0, "using step 1, from c/final.json"),
     ):
@@ -610,7 +608,7 @@ def test_a_contract_trainer_is_evaluated_as_it_is_built_or_as_a_checkpoint_has_i
     assert validate_events("e.jsonl") == []
 
 
-def test_nothing_is_evaluated_where_no_checkpoint_is_whole(genlight, tmp_path):
+def test_nothing_is_evaluated_without_a_complete_checkpoint(genlight, tmp_path):
     counts = {"plugin": "refused_trainer:Counts"}
     assert genlight(**counts)[0] == 0
     (tmp_path / "c" / "final.json").write_text("{")
@@ -656,7 +654,7 @@ class Writes(BasePredictionWriter):
 """
 
 
-def test_predictions_are_those_of_the_checkpoint_that_is_named_or_the_newest(genlight, tmp_path, caplog):
+def test_predictions_use_the_named_checkpoint_or_the_newest(genlight, tmp_path, caplog):
     caplog.set_level("INFO")
     (tmp_path / "doubling.py").write_text(MODULE)
     model = ["--model", "doubling.Doubles", "--data", "null"]
@@ -669,12 +667,12 @@ def test_predictions_are_those_of_the_checkpoint_that_is_named_or_the_newest(gen
     assert genlight("predict", *model, "--ckpt_path", "c", *writes)[0] == 0
     code, words = genlight("predict", *model)
     assert code == 0, words
-    assert "using the model as it is built" in words
+    assert "using the newly built model" in words
 
     assert (tmp_path / "predictions").read_text() == "6.0\n6.0\n"
 
 
-def test_a_checkpoint_that_is_not_there_is_not_said_to_be_taken(genlight, caplog):
+def test_a_missing_checkpoint_is_not_reported_as_used(genlight, caplog):
     caplog.set_level("INFO")
     code, words = genlight("validate", "--ckpt_path", "none.json", plugin="refused_trainer:Counts")
     assert code == 2

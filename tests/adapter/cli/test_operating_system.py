@@ -32,7 +32,7 @@ def elsewhere(script, folder):
 
 
 @pytest.mark.parametrize("command", sorted({*COMMANDS} - set(ANYWHERE)))
-def test_a_command_that_needs_linux_says_so_in_one_line(command, monkeypatch, capsys):
+def test_a_command_that_needs_linux_refuses_in_one_line(command, monkeypatch, capsys):
     from genlight.adapter.cli.command_line import main
 
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
@@ -47,8 +47,8 @@ def test_a_command_that_needs_linux_says_so_in_one_line(command, monkeypatch, ca
     ("package", "name"),
     [("adapter", "run_job"), ("adapter", "run_training_runtime_from_env"), ("reporters.uploads", "Uploader")],
 )
-def test_what_needs_linux_says_so_when_it_is_imported(package, name, tmp_path):
-    """The first thing to fail was an import of fcntl deep within, which tells a caller nothing."""
+def test_a_module_that_needs_linux_refuses_its_import(package, name, tmp_path):
+    """The first failure was an import of fcntl deep inside, a message that does not help a caller."""
     done = elsewhere(f"from genlight.{package} import {name}", tmp_path)
 
     assert done.returncode == 1

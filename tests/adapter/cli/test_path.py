@@ -1,4 +1,4 @@
-"""Where the newest and the best checkpoint of a run are, and which one a listing marks."""
+"""The paths of the newest and the best checkpoint of a run, and the mark in a listing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_newest_and_the_best_checkpoint_are_printed(scored, capsys, monkeypa
     assert printed(capsys, "scored/checkpoints") == str(checkpoints / "final.json")
 
 
-def test_a_broken_one_is_named_and_passed_over(scored, capsys):
+def test_a_broken_checkpoint_is_named_and_skipped(scored, capsys):
     checkpoints = scored / "checkpoints"
     for name in ("final", "step-00000004"):
         (checkpoints / name / "state.json").write_text("{}") if (checkpoints / name / "state.json").exists() else None
@@ -84,7 +84,7 @@ def test_a_run_without_scores_or_checkpoints_is_named(scored, tmp_path, capsys):
         shutil.rmtree(record.with_suffix(""))
         record.unlink()
     assert main(["path", str(scored)]) == 1
-    assert "no whole checkpoint in" in capsys.readouterr().err
+    assert "no complete checkpoint in" in capsys.readouterr().err
     assert main(["path", str(scored), "--best"]) == 2
     assert "`checkpoints.monitor`" in capsys.readouterr().err
     assert main(["path", str(tmp_path / "absent")]) == 2

@@ -23,7 +23,7 @@ data: {class_path: genlight.adapter.MockDataModule, init_args: {batches: [[[1.0,
 """
 
 
-def test_ctrl_c_leaves_one_whole_bar_and_the_next_start_goes_on_with_a_true_rest(tmp_path):
+def test_ctrl_c_leaves_one_complete_bar_and_the_next_start_shows_the_true_remainder(tmp_path):
     job = write_job(tmp_path, "live", max_steps=100_000, hyperparams={"pause_s": 0.01}, checkpoint_every=10)
     with Terminal(["run", job], columns=160, cwd=tmp_path) as terminal:
         terminal.shows("Tiny: 3 parameters, cpu, 32-true, 100,000 steps", "loss", "steps/s  eta", "lr 0.1", "saved")
@@ -41,7 +41,7 @@ def test_ctrl_c_leaves_one_whole_bar_and_the_next_start_goes_on_with_a_true_rest
         assert terminal.ended() == 75
 
 
-def test_a_fit_has_the_same_bar_and_messages_stand_above_it(tmp_path):
+def test_a_fit_has_the_same_bar_with_messages_above_it(tmp_path):
     write_job(tmp_path, "x")
     config = FIT.replace("JOB", "{run_id: x, max_steps: 1000, hyperparams: {lr: 0.1}}")
     (tmp_path / "fit.yaml").write_text(config.replace("enable_model_summary: false", "enable_model_summary: true"))

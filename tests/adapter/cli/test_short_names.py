@@ -1,4 +1,4 @@
-"""What the command line imports leaves short names of callbacks to Lightning."""
+"""The imports of the command line leave short names of callbacks to Lightning."""
 
 from __future__ import annotations
 

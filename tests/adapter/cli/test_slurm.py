@@ -44,7 +44,7 @@ def test_options_become_directives(job, capsys):
     assert any("--cpus-per-task=4 " in line for line in said if line.startswith("srun"))
 
 
-def test_options_that_are_not_given_are_left_to_slurm(job, capsys):
+def test_unset_options_are_left_to_slurm(job, capsys):
     names = {line.split("=")[0] for line in lines(capsys) if line.startswith("#SBATCH")}
     assert not names & {"#SBATCH --time", "#SBATCH --gpus-per-node", "#SBATCH --partition", "#SBATCH --array"}
 
@@ -141,7 +141,7 @@ def test_a_task_of_an_array_is_a_separate_run_and_is_requeued_without_the_others
     assert bool(python) == ("/env/python" in given)
 
 
-def test_a_task_of_an_array_does_not_start_where_all_would_share_a_folder(job, tmp_path, capsys):
+def test_a_task_of_an_array_does_not_start_if_all_would_share_a_folder(job, tmp_path, capsys):
     _, script, _ = rendered(capsys, "--set", f"events_path={tmp_path}/events.jsonl")
     shell = SHELL % "echo started" + ARRAY
     done = subprocess.run(["bash"], input=shell + script, text=True, capture_output=True, check=False, cwd=tmp_path)
@@ -225,7 +225,7 @@ def test_wait_ends_with_1_if_the_controller_stays_away_and_with_2_for_an_unknown
     assert main(["slurm", "wait", "7"]) == 2
 
 
-def test_a_limit_of_the_jobs_own_is_kept(ends):
+def test_the_time_limit_of_a_job_is_kept(ends):
     assert ends(STOPPED.replace("REASON", "timeout"), "--set", "max_runtime_seconds=60") == ("", 75)
 
 
@@ -287,13 +287,13 @@ def test_all_unusable_arguments_are_named_at_once(job, capsys):
     assert all(name in errors for name in ("`--gpus-per-node`", "`--mount`", "'mem=a lot'"))
 
 
-def test_a_run_id_in_any_script_gives_a_name_that_slurm_takes(job, capsys):
+def test_a_run_id_in_any_script_gives_a_valid_slurm_name(job, capsys):
     code, script, errors = rendered(capsys, "--set", "run_id=größe 1")
     assert (code, errors) == (0, "")
     assert "#SBATCH --job-name=gr--e-1\n" in script
 
 
-def test_an_action_that_is_not_there_offers_the_nearest(job, capsys):
+def test_an_unknown_action_suggests_the_nearest(job, capsys):
     with refusal(SystemExit):
         main(["slurm", "submti", "job.json"])
     assert "Did you mean `submit`?" in capsys.readouterr().err

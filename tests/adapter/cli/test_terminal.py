@@ -28,14 +28,14 @@ with ignoring_broken_pipe():
 
 
 def ended(tmp_path, **streams):
-    """Exit code of a process that writes a thousand lines to both of its streams, and what it wrote to a file."""
+    """Exit code of a process that writes a thousand lines to both streams, and the text that it wrote to a file."""
     file = tmp_path / "file"
     done = subprocess.run([sys.executable, "-c", LOOKS, file], **streams, timeout=120, check=False)
     return done.returncode, file.read_text()
 
 
 @pytest.mark.parametrize("gone", [("stdout",), ("stderr",), ("stdout", "stderr")])
-def test_what_trains_goes_on_when_nobody_reads_its_output(tmp_path, gone):
+def test_training_continues_when_nobody_reads_its_output(tmp_path, gone):
     reader, writer = os.pipe()
     os.close(reader)
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL) | dict.fromkeys(gone, writer)
@@ -43,7 +43,7 @@ def test_what_trains_goes_on_when_nobody_reads_its_output(tmp_path, gone):
     os.close(writer)
 
 
-def test_what_trains_goes_on_when_its_log_is_on_a_full_disk(tmp_path):
+def test_training_continues_when_its_log_is_on_a_full_disk(tmp_path):
     with open("/dev/full", "wb") as full:
         assert ended(tmp_path, stdout=full, stderr=full) == (0, "not a standard stream")
 
@@ -58,7 +58,7 @@ def test_no_file_of_a_run_takes_the_place_of_a_closed_stream(tmp_path, closed):
     assert ended(tmp_path, preexec_fn=close, **streams) == (0, "not a standard stream")
 
 
-def test_what_is_read_arrives_whole_and_in_order(tmp_path):
+def test_output_arrives_complete_and_in_order(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LOOKS, tmp_path / "file"], capture_output=True, timeout=120, check=True
     )
@@ -69,7 +69,7 @@ def test_what_is_read_arrives_whole_and_in_order(tmp_path):
 HOSTILE = "\x1b]0;owned\x07\u202egnp\x9b31m"
 
 
-def test_no_character_of_a_file_commands_the_terminal(tmp_path, capsys):
+def test_no_character_of_a_file_controls_the_terminal(tmp_path, capsys):
     """A log or a checkpoint from elsewhere could hide a line, or write into the clipboard."""
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": HOSTILE, HOSTILE: 1}) + "\n", encoding="utf-8")
     folder = tmp_path / "checkpoints"
@@ -92,7 +92,7 @@ def test_no_character_of_a_file_commands_the_terminal(tmp_path, capsys):
 
 
 def test_every_line_of_a_command_is_written_by_the_terminal_module():
-    """Two write what is theirs alone: the script for sbatch, and the configuration for `genlight fit`."""
+    """Two commands may write raw text of their user: the script for sbatch, the configuration of `genlight fit`."""
     folder = Path(command_line.__file__).parent
     own = [path for path in folder.rglob("*.py") if path.name not in ("terminal.py", "parser.py", "lightning_cli.py")]
     writers = sorted(

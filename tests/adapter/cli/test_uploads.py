@@ -43,7 +43,7 @@ def environment(chaos, monkeypatch):
         monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
 
 
-def test_it_lists_what_waits(left_over, genlight_uploads):
+def test_list_shows_waiting_uploads(left_over, genlight_uploads):
     code, out, _ = genlight_uploads("list", left_over)
     assert code == 0
     lines = out.splitlines()
@@ -79,7 +79,7 @@ def test_it_takes_urls_and_token_from_the_job_spec(left_over, chaos, tmp_path, g
     assert chaos.requests("/checkpoint")[0]["headers"]["authorization"] == f"Bearer {TOKEN}"
 
 
-def test_what_cannot_be_delivered_is_named_and_stays(left_over, chaos, environment, genlight_uploads):
+def test_an_undeliverable_upload_is_named_and_stays(left_over, chaos, environment, genlight_uploads):
     chaos.control(tokens=["another"])
     code, out, err = genlight_uploads("retry", left_over, "--set", "upload_deadline_seconds=5")
     assert code == 1
@@ -114,7 +114,7 @@ def test_a_run_that_is_alive_keeps_its_queue(left_over, environment, genlight_up
     assert "in use by another run" in err
 
 
-def test_a_terminal_message_waits_until_all_else_is_delivered(left_over, chaos, environment, genlight_uploads):
+def test_a_terminal_message_waits_until_the_rest_is_delivered(left_over, chaos, environment, genlight_uploads):
     chaos.control(script=["400"] * 9, script_paths="/checkpoint")
     code, out, _ = genlight_uploads("retry", left_over)
     assert code == 1
@@ -123,7 +123,7 @@ def test_a_terminal_message_waits_until_all_else_is_delivered(left_over, chaos, 
 
 
 @pytest.mark.parametrize("action", ["list", "retry"])
-def test_of_a_run_that_had_nothing_to_upload_nothing_is_waiting(tmp_path, genlight_uploads, action):
+def test_uploads_list_is_empty_for_a_run_without_uploads(tmp_path, genlight_uploads, action):
     code, out, err = genlight_uploads(action, tmp_path)
     assert (code, out) == (0, "")
     assert f"nothing is waiting: {tmp_path} has no upload queue" in err
@@ -148,7 +148,7 @@ def test_every_fault_of_environment_and_job_spec_is_named(left_over, tmp_path, g
     assert "t0ken" not in err
 
 
-def test_a_job_spec_that_is_not_there_is_named(left_over, environment, genlight_uploads):
+def test_a_missing_job_spec_is_named(left_over, environment, genlight_uploads):
     code, _, err = genlight_uploads("retry", left_over, "--job", "nowhere.json")
     assert code == 2
     assert "There is no job spec at " in err

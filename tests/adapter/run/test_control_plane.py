@@ -95,7 +95,7 @@ def test_a_lost_lease_and_a_wish_to_cancel_are_reasons_to_stop(lease, client, an
     wait_for(lambda: held.reason() == "canceled")
 
 
-def test_a_control_plane_that_is_away_for_a_moment_stops_nothing(lease, client):
+def test_a_short_outage_of_the_control_plane_stops_nothing(lease, client):
     client.answers["heartbeat"] = [AWAY, AWAY, True]
     held = lease(client)
     wait_for(lambda: len(client.asked("heartbeat")) >= 5)
@@ -121,7 +121,7 @@ def test_no_heartbeat_comes_after_the_end(lease, client):
     assert client.asked("completed") == [{"lease": "lease-1", "step": 3, "final_checkpoint": None}]
 
 
-def test_an_end_that_is_not_taken_is_logged_without_secrets(lease, client, caplog):
+def test_a_refused_report_of_the_end_is_logged_without_secrets(lease, client, caplog):
     client.answers["failed"] = AWAY
     lease(client).failed(3, "train-step:x", within_s=5.0)
 
@@ -228,7 +228,7 @@ def test_a_stop_ends_the_wait_for_a_claim(lease, silent):
         lease(silent, raise_if_stopped=stop)
 
 
-def test_a_claim_that_nobody_answers_is_given_up(lease, silent):
+def test_the_wait_for_a_claim_ends_without_an_answer(lease, silent):
     with refusal(InputError):
         lease(silent, answer_s=0.05)
 

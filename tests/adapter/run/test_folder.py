@@ -44,7 +44,7 @@ def test_a_file_in_the_way_is_named_with_the_directory_that_it_blocks(config_of,
     assert "`TRAINER_ARTIFACTS_DIR`" in fault
 
 
-def test_each_directory_that_cannot_be_written_for_itself_is_named(config_of, tmp_path):
+def test_each_unwritable_directory_is_named(config_of, tmp_path):
     (tmp_path / "file").write_text("")
     places = [f"checkpoints_dir={tmp_path}/file/c", f"samples_dir={tmp_path}/file/s"]
     with pytest.raises(StartupContractError) as caught:
@@ -52,7 +52,7 @@ def test_each_directory_that_cannot_be_written_for_itself_is_named(config_of, tm
     assert [line.split()[0] for line in caught.value.message.splitlines()] == ["`checkpoints_dir`", "`samples_dir`"]
 
 
-def test_a_probe_that_cannot_be_written_is_no_name_to_be_told(config_of, tmp_path, monkeypatch):
+def test_an_unwritable_probe_is_not_named(config_of, tmp_path, monkeypatch):
     make = os.open
 
     def read_only(path, *rest):
@@ -65,7 +65,7 @@ def test_a_probe_that_cannot_be_written_is_no_name_to_be_told(config_of, tmp_pat
         prepare_artifact_dirs(config_of())
 
 
-def test_a_name_that_no_file_system_takes_is_refused(config_of, tmp_path):
+def test_a_name_that_is_too_long_for_a_file_system_is_refused(config_of, tmp_path):
     config = config_of(f"artifacts_dir={tmp_path / ('x' * 300)}")
     with refusal(StartupContractError):
         prepare_artifact_dirs(config)
@@ -79,13 +79,13 @@ def test_an_events_path_that_is_a_directory_is_refused(config_of, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs a file system that nobody may write")
-def test_a_file_system_that_cannot_be_written_is_refused_also_for_root(config_of):
+def test_a_read_only_file_system_is_refused_even_for_root(config_of):
     for place in ("/proc/genlight", "/sys/genlight"):
         with refusal(StartupContractError):
             prepare_artifact_dirs(config_of(f"checkpoints_dir={place}"))
 
 
-def test_a_look_without_making_anything_probes_the_nearest_folder(config_of, tmp_path):
+def test_a_check_that_creates_nothing_probes_the_nearest_folder(config_of, tmp_path):
     assert artifact_dir_faults(config_of(), create=False) == []
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").write_text("")

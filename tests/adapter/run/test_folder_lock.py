@@ -96,7 +96,7 @@ def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_its_lock(confi
             pass
 
 
-def test_the_lock_is_free_after_its_block_also_when_that_raised(config_of):
+def test_the_lock_is_free_after_its_block_even_after_an_error(config_of):
     config = config_of()
     with refusal(RuntimeError), lock_artifacts(config):
         raise RuntimeError("in the block")
@@ -116,7 +116,7 @@ def test_runs_that_share_only_a_checkpoints_directory_exclude_each_other(config_
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
-def test_a_lock_that_the_disk_does_not_take_is_named_and_given_back(config_of, monkeypatch, call):
+def test_a_lock_file_that_cannot_be_written_is_reported_and_released(config_of, monkeypatch, call):
     config = config_of()
 
     def failing(*_):
@@ -144,7 +144,7 @@ def test_temporary_files_of_killed_processes_are_removed_at_the_next_start(confi
         assert [path for path in (*debris, *kept) if path.exists()] == kept
 
 
-def test_what_fresh_cannot_move_is_named(config_of, monkeypatch):
+def test_fresh_names_a_file_that_it_cannot_move(config_of, monkeypatch):
     config = config_of()
     save(config.checkpoints_dir / "step-00000001", {"global_step": 1})
 

@@ -110,7 +110,7 @@ def test_a_torn_row_and_a_kill_while_the_file_is_aside_lose_nothing(run):
     assert [step for step, _ in logged(CSVLogger, folder)] == list(range(1, STEPS + 1))
 
 
-def test_a_run_that_begins_again_has_no_rows_of_before_and_says_so(run, caplog):
+def test_a_run_that_starts_over_drops_earlier_rows_and_reports_it(run, caplog):
     run("v", fails_at=7, checkpoint_every=0)
     caplog.clear()
     code, folder = run("v", checkpoint_every=0)

@@ -44,7 +44,7 @@ def sent(chaos):
 
 
 @pytest.mark.parametrize("how", ["fresh", "own folder of checkpoints"])
-def test_the_next_run_trains_and_what_the_one_before_could_not_send_is_sent_under_its_own_name(
+def test_the_next_run_sends_the_uploads_of_the_run_before_under_that_runs_name(
     how, start, chaos, tmp_path, monkeypatch, capsys, caplog
 ):
     shared = tmp_path / "shared"

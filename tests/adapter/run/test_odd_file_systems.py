@@ -43,7 +43,7 @@ class Homeless:
 
 @pytest.fixture
 def run_homeless(tmp_path, monkeypatch):
-    """Runs four steps from a working directory of its own; returns the exit code."""
+    """Runs four steps from a separate working directory; returns the exit code."""
     (tmp_path / "here").mkdir()
     (tmp_path / "homeless_trainer.py").write_text(TRAINER)
     monkeypatch.chdir(tmp_path / "here")
@@ -58,7 +58,7 @@ def run_homeless(tmp_path, monkeypatch):
     monkeypatch.undo()
 
 
-def test_a_run_whose_working_directory_is_deleted_completes_and_says_where_everything_is(run_homeless, tmp_path, capfd):
+def test_a_run_whose_working_directory_is_deleted_completes_and_shows_its_results(run_homeless, tmp_path, capfd):
     assert run_homeless(removes=True) == 0
     assert not (tmp_path / "here").exists()
     said = capfd.readouterr().err
@@ -68,7 +68,7 @@ def test_a_run_whose_working_directory_is_deleted_completes_and_says_where_every
 
 
 def test_no_part_of_a_run_needs_that_a_directory_can_be_synced(run_homeless, tmp_path, monkeypatch):
-    """As file systems in user space may answer; every caller takes it, the event log and the checkpoints among them."""
+    """File systems in user space may answer so. All callers accept it, including the event log and checkpoints."""
     real, refused = os.fsync, []
 
     def sync(descriptor):

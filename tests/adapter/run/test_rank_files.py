@@ -1,4 +1,4 @@
-"""What ranks leave for each other in the folder of a run, and which of it counts."""
+"""The files that ranks leave for each other in the folder of a run."""
 
 from __future__ import annotations
 
@@ -38,67 +38,67 @@ def ranks(tmp_path):
     return RankFiles(tmp_path)
 
 
-def test_a_failure_is_told_with_its_rank_and_a_stop_as_it_is(ranks):
-    ranks.leave(2, FAILURE)
+def test_a_failure_is_reported_with_its_rank_and_a_stop_without(ranks):
+    ranks.record(2, FAILURE)
     assert first(ranks).text == "train-step:ValueError: bad row (rank 2)"
     ranks.clear()
-    ranks.leave(2, STOP)
+    ranks.record(2, STOP)
     assert first(ranks) == STOP
 
 
 def test_of_several_failures_the_first_counts(ranks):
-    ranks.leave(1, FAILURE)
-    ranks.leave(2, STOP)
+    ranks.record(1, FAILURE)
+    ranks.record(2, STOP)
     assert first(ranks).text.endswith("(rank 1)")
 
 
-def test_only_a_stop_of_another_rank_is_a_reason_to_stop(ranks):
+def test_only_a_stop_and_no_failure_of_another_rank_is_a_reason_to_stop(ranks):
     assert ranks.stop_reason() is None
-    ranks.leave(1, FAILURE)
+    ranks.record(1, FAILURE)
     assert ranks.stop_reason() is None
-    ranks.leave(1, STOP)
+    ranks.record(1, STOP)
     assert ranks.stop_reason() == "preempted"
 
 
-def test_what_a_killed_attempt_noted_does_not_count(ranks, tmp_path):
-    ranks.leave(1, FAILURE)
+def test_records_of_a_killed_attempt_do_not_count(ranks, tmp_path):
+    ranks.record(1, FAILURE)
     assert first(RankFiles(tmp_path, began_s=time.time() + 1)) is None
 
 
-def test_of_a_launch_whose_ranks_begin_apart_a_note_from_just_before_rank_zero_counts(ranks, tmp_path, monkeypatch):
+def test_a_record_from_shortly_before_rank_zero_counts_within_one_launch(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    ranks.leave(1, FAILURE)
+    ranks.record(1, FAILURE)
     assert first(RankFiles(tmp_path, began_s=time.time() + 1)) is not None
 
 
-def test_what_another_launch_noted_does_not_count(ranks, monkeypatch):
+def test_records_of_another_launch_do_not_count(ranks, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
-    ranks.leave(1, FAILURE)
+    ranks.record(1, FAILURE)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
     assert first(ranks) is None
 
 
 @pytest.mark.parametrize("is_earlier", [True, False])
-def test_a_rank_whose_agent_of_torchrun_came_later_is_heard_but_no_attempt_before_this_one(
+def test_records_under_a_later_torchrun_agent_count_but_not_those_of_an_earlier_attempt(
     ranks, tmp_path, monkeypatch, is_earlier
 ):
-    """An agent counts its own restarts, so that ranks of one attempt may have been told different numbers."""
+    """An agent counts its own restarts, so ranks of one attempt may have different counts."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    ranks.leave(1, FAILURE)
+    ranks.record(1, FAILURE)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     later = RankFiles(tmp_path, began_s=time.time() + (1 if is_earlier else -1))
     assert (first(later) is None) == is_earlier
 
 
-def test_the_exit_code_of_rank_zero_is_there_for_ranks_that_began_before_it_ended(ranks, tmp_path):
+def test_ranks_that_started_before_the_end_of_rank_zero_read_its_exit_code(ranks, tmp_path):
     assert ranks.exit_code() is None
     ranks.leave_exit_code(75)
     assert ranks.exit_code() == 75
     assert RankFiles(tmp_path, began_s=time.time() + 1).exit_code() is None
 
 
-def test_what_another_launch_or_another_program_has_left_is_no_code(ranks, tmp_path, monkeypatch):
+def test_files_of_another_launch_or_program_are_not_an_exit_code(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("GENLIGHT_LAUNCH_ID", "first")
     ranks.leave_exit_code(75)
     monkeypatch.setenv("GENLIGHT_LAUNCH_ID", "second")
@@ -111,7 +111,7 @@ def test_what_another_launch_or_another_program_has_left_is_no_code(ranks, tmp_p
 
 @pytest.fixture
 def rank(tmp_path):
-    """Another process, which is rank 3 on the node n10."""
+    """Another process as rank 3 on the node n10."""
     process = subprocess.Popen(
         [sys.executable, "-c", RANK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={**os.environ, "SLURMD_NODENAME": "n10"}, text=True,
@@ -124,53 +124,53 @@ def rank(tmp_path):
 
 def test_a_rank_that_is_killed_is_the_cause_with_its_host(tmp_path, rank):
     ranks = RankFiles(tmp_path)
-    ranks.look()
+    ranks.scan_locks()
     assert ranks.lost() == {}
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
 
     cause = first_cause(OWN, 0.0, ranks, None)
-    assert cause.text.startswith("train-step:RankFailedError: rank 3 on n10 ended without a word")
+    assert cause.text.startswith("train-step:RankFailedError: rank 3 on n10 ended without a report")
     assert cause.resumable
 
 
-def test_a_rank_that_leaves_or_was_never_seen_is_not(tmp_path, rank):
+def test_a_rank_that_leaves_or_was_never_seen_is_not_the_cause(tmp_path, rank):
     seen, unseen = RankFiles(tmp_path), RankFiles(tmp_path)
-    seen.look()
+    seen.scan_locks()
     rank.communicate("")
     assert rank.returncode == 0
     assert seen.lost() == unseen.lost() == {}
 
 
-def test_what_a_killed_attempt_left_is_not_taken_for_a_rank(tmp_path, rank):
+def test_locks_of_a_killed_attempt_are_not_taken_for_ranks(tmp_path, rank):
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
     presence = RankFiles(tmp_path)
-    presence.look()
+    presence.scan_locks()
     assert presence.lost() == {}
     with presence.present(3):
-        presence.look()
+        presence.scan_locks()
         assert presence.lost() == {}
     assert presence.lost() == {}
 
 
-def test_a_rank_that_noted_its_failure_is_reported_by_its_note(tmp_path, rank):
+def test_a_rank_with_a_record_is_reported_by_its_record(tmp_path, rank):
     ranks = RankFiles(tmp_path)
-    ranks.look()
-    ranks.leave(3, Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED))
+    ranks.scan_locks()
+    ranks.record(3, Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED))
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
     assert first_cause(OWN, 9e12, ranks, None).text == "train-step:ValueError: bad row (rank 3)"
 
 
-def test_notes_are_whole_files(ranks):
-    ranks.leave(1, FAILURE)
+def test_records_are_complete_files(ranks):
+    ranks.record(1, FAILURE)
     (path,) = ranks.folder.iterdir()
     assert json.loads(path.read_bytes())["rank"] == 1
 
 
-def test_only_notes_are_removed(ranks):
-    ranks.leave(1, FAILURE)
+def test_only_rank_files_are_removed(ranks):
+    ranks.record(1, FAILURE)
     (ranks.folder / "of a user").write_text("")
     ranks.clear()
     assert [path.name for path in ranks.folder.iterdir()] == ["of a user"]

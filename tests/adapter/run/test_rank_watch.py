@@ -1,4 +1,4 @@
-"""What the watch over other ranks notices, and how it ends the attempt."""
+"""The watch over other ranks: its checks, and how it ends the attempt."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from genlight.adapter.run.ranks import (
     RankFiles,
     RankWatch,
     RankZero,
+    after_patience,
     failed_ranks,
     first_cause,
-    lasting,
     paused_ranks,
     stopped_before_meeting,
-    told_to_wait,
+    warn_of_absent_ranks,
 )
 from genlight.callbacks.stop.sources import StopSources
 
@@ -47,7 +47,7 @@ def processes(*codes):
 
 
 def first_found(*checks):
-    """What a watch ends the attempt with."""
+    """The error with which a watch ends the attempt."""
     found, ended = [], threading.Event()
     watching = RankWatch(lambda error: (found.append(error), ended.set()))
     with watching.looking(*checks):
@@ -57,38 +57,38 @@ def first_found(*checks):
 
 
 @pytest.mark.parametrize(("failure", "kind"), [(FAILURE, RankFailedError), (STOP, TrainingCanceled)])
-def test_what_a_rank_noted_is_found_before_how_its_process_ended(notes, failure, kind):
-    notes.leave(1, failure)
+def test_a_record_of_a_rank_counts_before_its_exit_code(notes, failure, kind):
+    notes.record(1, failure)
     found = first_found(failed_ranks(notes, processes(1)))
     assert type(found).__mro__[1 if kind is RankFailedError else 0] is kind
     assert failure.text.removeprefix("train-step:") in str(found)
 
 
 @pytest.mark.parametrize(("code", "said"), [(-9, "was killed by signal 9"), (3, "ended with exit code 3")])
-def test_a_process_that_ended_without_a_note_is_named(notes, code, said):
+def test_a_process_that_ended_without_a_record_is_named(notes, code, said):
     assert f"rank 2 {said}" in str(first_found(failed_ranks(notes, processes(0, code))))
 
 
 def test_an_earlier_failure_elsewhere_is_the_cause_and_a_later_one_is_not(notes, monkeypatch):
     monkeypatch.setattr(ranks, "HEARD_WITHIN_S", 0.2)
-    notes.leave(1, FAILURE)
+    notes.record(1, FAILURE)
     earlier = first_cause(OWN, time.time(), notes, processes())
     assert (earlier.text, earlier.resumable) == ("train-step:ValueError: bad row (rank 1)", True)
     assert first_cause(OWN, time.time() - 60, notes, processes()) == OWN
     assert "rank 1 was killed" in first_cause(OWN, time.time(), RankFiles(notes.folder), processes(-9)).text
 
 
-def test_a_finding_counts_once_it_has_lasted_and_the_others_are_looked_at_meanwhile():
-    patient = lasting(60.0, lambda: RankFailedError("rank 1"))
+def test_an_error_counts_after_its_patience_while_other_checks_run():
+    patient = after_patience(60.0, lambda: RankFailedError("rank 1"))
     assert patient() is None
-    assert str(lasting(0.0, lambda: RankFailedError("rank 1"))()) == "rank 1"
+    assert str(after_patience(0.0, lambda: RankFailedError("rank 1"))()) == "rank 1"
     assert str(first_found(patient, lambda: RankFailedError("rank 2"))) == "rank 2"
 
 
-def test_a_finding_that_has_passed_begins_anew(monkeypatch):
+def test_the_patience_starts_over_after_an_error_has_passed(monkeypatch):
     now, is_there = 0.0, True
     monkeypatch.setattr(ranks.time, "monotonic", lambda: now)
-    patient = lasting(10.0, lambda: RankFailedError("rank 1") if is_there else None)
+    patient = after_patience(10.0, lambda: RankFailedError("rank 1") if is_there else None)
     assert patient() is None
     now, is_there = 6.0, False
     assert patient() is None
@@ -100,7 +100,7 @@ def test_a_finding_that_has_passed_begins_anew(monkeypatch):
     assert patient() is not None
 
 
-def test_checks_are_looked_at_for_the_length_of_their_block():
+def test_checks_run_during_their_block():
     looked = threading.Semaphore(0)
     watching = RankWatch(lambda error: pytest.fail(str(error)))
     with watching.looking(looked.release):
@@ -109,7 +109,7 @@ def test_checks_are_looked_at_for_the_length_of_their_block():
     assert watching._checks == []
 
 
-def test_a_rank_that_stays_paused_is_named_once_a_stop_was_asked_for(monkeypatch):
+def test_a_rank_that_stays_paused_is_named_after_a_stop_request(monkeypatch):
     monkeypatch.setattr(ranks, "PAUSE_PATIENCE_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     stop = StopSources()
@@ -124,7 +124,7 @@ def test_a_rank_that_stays_paused_is_named_once_a_stop_was_asked_for(monkeypatch
         process.communicate()
 
 
-def test_a_stop_ends_a_rank_that_waits_for_others_that_do_not_come(monkeypatch):
+def test_a_stop_ends_a_rank_that_waits_for_absent_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "MEETING_PATIENCE_S", 0.1)
     stop = StopSources()
     check = stopped_before_meeting(stop)
@@ -148,10 +148,10 @@ def test_a_rank_ends_when_rank_zero_that_was_there_is_gone(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("waited_s", "has_met", "says"), [(9.0, False, 0), (11.0, False, 1), (11.0, True, 0)])
 @pytest.mark.parametrize("under_srun", [False, True])
-def test_a_rank_that_waits_for_others_says_so_once(monkeypatch, caplog, waited_s, has_met, says, under_srun):
+def test_a_rank_that_waits_for_others_warns_once(monkeypatch, caplog, waited_s, has_met, says, under_srun):
     monkeypatch.setattr(ranks, "have_met", lambda: has_met)
     monkeypatch.setattr(ranks, "in_srun_task", lambda: under_srun)
-    check = told_to_wait(0, 2)
+    check = warn_of_absent_ranks(0, 2)
     now = time.monotonic()
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now + waited_s))
     assert [check() for _ in range(3)] == [None] * 3
@@ -206,20 +206,20 @@ def wait(notes, *, gone, within_s=60.0, **more):
     return zero.wait_for_end(within_s=within_s, **more)
 
 
-def test_a_rank_zero_that_is_seen_is_waited_for_though_it_has_left_its_code(notes):
+def test_a_rank_waits_for_a_visible_rank_zero_even_after_its_exit_code(notes):
     notes.leave_exit_code(75)
     looks = iter([False, False, True])
     assert wait(notes, gone=lambda: next(looks), within_s=0.0) == 75
     assert next(looks, None) is None
 
 
-def test_a_rank_that_failed_waits_for_the_code_alone_and_not_for_ever(notes):
+def test_a_failed_rank_waits_only_for_the_exit_code_and_not_forever(notes):
     assert wait(notes, gone=False, within_s=0.0, is_bounded=True) is None
     notes.leave_exit_code(1)
     assert wait(notes, gone=False, is_bounded=True) == 1
 
 
-def test_one_that_is_gone_without_a_code_or_cannot_be_seen_is_not_waited_for_in_vain(notes):
+def test_a_rank_does_not_wait_for_a_rank_zero_that_is_gone_or_invisible(notes):
     assert wait(notes, gone=True) is None
     assert wait(notes, gone=None, within_s=0.0) is None
     notes.leave_exit_code(0)
@@ -239,7 +239,7 @@ with RankFiles(Path(sys.argv[1])).present(3):
 def test_a_rank_of_another_launcher_that_is_killed_ends_the_run_though_training_sees_nothing(
     notes, tmp_path, monkeypatch
 ):
-    """Where no launcher watches, as none does over pods: a collective may wait for a lost rank for half an hour."""
+    """Without a launcher that watches, as over pods, a collective may wait for a lost rank for half an hour."""
     monkeypatch.setattr(ranks, "have_met", lambda: True)
     rank = subprocess.Popen(
         [sys.executable, "-c", RANK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -250,4 +250,4 @@ def test_a_rank_of_another_launcher_that_is_killed_ends_the_run_though_training_
     assert check() is None
     rank.kill()
     rank.communicate()
-    assert "rank 3 on n10 ended without a word" in str(first_found(check))
+    assert "rank 3 on n10 ended without a report" in str(first_found(check))

@@ -1,11 +1,11 @@
-"""The last lines of a run: where its results are."""
+"""The last lines of a run: the paths of its results."""
 
 from __future__ import annotations
 
 from genlight.adapter.run.report import show_results
 
 
-def test_places_that_are_not_there_or_empty_are_left_out(tmp_path, capsys, monkeypatch):
+def test_missing_and_empty_places_are_omitted(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "c").write_text("")

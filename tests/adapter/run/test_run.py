@@ -119,7 +119,7 @@ class Learns(Summing):
 
 
 class Cancels(Summing):
-    """Says in its own process, while it runs, that it is to stop."""
+    """Requests a stop in its own process while it runs."""
 
     def train_step(self, batch, state, ctx):
         import os
@@ -160,9 +160,9 @@ STOPS_EARLY = {
 
 @pytest.fixture
 def write_job(tmp_path, monkeypatch):
-    """Writes a job and its trainer; the run's artifacts go to ``out`` beside it."""
+    """Writes a job and its trainer; the run's artifacts go to ``out`` next to it."""
     monkeypatch.chdir(tmp_path)
-    name = f"summing_{abs(hash(str(tmp_path)))}"  # one module a test: what is imported stays imported
+    name = f"summing_{abs(hash(str(tmp_path)))}"  # one module for each test, because an imported module stays imported
     (tmp_path / f"{name}.py").write_text(TRAINER)
     pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "x.parquet", row_group_size=6)
 
@@ -226,7 +226,7 @@ def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact(write_job):
 
 
 def test_metrics_have_the_contracts_names_and_steps(write_job):
-    """Loss and learning rate at the boundaries of the cadence, others as they were given."""
+    """Loss and learning rate appear at the boundaries of the cadence, other metrics as the trainer logged them."""
     job = write_job()
     run(job)
     metrics = [(event["step"], event["name"], event["value"]) for event in events(job) if event["event"] == "metric"]
@@ -289,7 +289,7 @@ def test_a_damaged_line_of_an_earlier_attempt_does_not_fail_a_run_that_completes
 
 
 def test_checkpoint_events_name_the_hooks_primary_path(write_job):
-    """What the trainer's own hook called the checkpoint is what is reported."""
+    """The report contains the name that the trainer's hook gave the checkpoint."""
     job = write_job(checkpoint_every=5)
     run(job)
     (event, *_) = [event for event in events(job) if event["event"] == "checkpoint"]
@@ -343,7 +343,7 @@ def test_mock_batches_are_one_pass_and_reach_the_trainer_as_they_are(write_job):
     ],
 )
 def test_bad_input_is_one_failed_event_and_a_documented_exit_code(write_job, caplog, fields, category, words, code):
-    """Each fault is told by its category, names the thing, and is the only terminal event; a job needs a sentence."""
+    """Each fault has its category, names the thing, and is the only terminal event; a fault of a job is a sentence."""
     job = write_job(**fields)
     assert run(job) == code
     (failed,) = [event for event in events(job) if event["event"] == "failed"]
@@ -376,7 +376,7 @@ def test_an_error_of_the_trainer_shows_its_own_frames_and_names_the_file_with_al
     _, place, line, error, last = said.splitlines()
     assert (place.split(", ")[-1], line) == ("in train_step", '    raise ZeroDivisionError("bad batch")')
     assert error == "ZeroDivisionError: bad batch"
-    assert last == f"  the whole traceback is in out/failures/{whole.name}"
+    assert last == f"  the complete traceback is in out/failures/{whole.name}"
 
 
 def test_a_token_is_in_no_byte_that_a_failed_run_leaves(write_job, caplog):
@@ -388,7 +388,7 @@ def test_a_token_is_in_no_byte_that_a_failed_run_leaves(write_job, caplog):
         assert not path.is_file() or b"token-canary" not in path.read_bytes()
 
 
-def test_a_finished_run_is_recognised_and_not_trained_again(write_job):
+def test_a_completed_run_is_recognized_and_not_trained_again(write_job):
     """A new attempt in the log, no training, exit 0."""
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
@@ -399,7 +399,7 @@ def test_a_finished_run_is_recognised_and_not_trained_again(write_job):
     assert (job.parent / "out" / "checkpoints" / "final.json").read_bytes() == before
 
 
-def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(write_job):
+def test_a_completed_run_removes_files_that_a_kill_left_after_its_last_checkpoint(write_job):
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
     checkpoints = job.parent / "out" / "checkpoints"
@@ -409,23 +409,23 @@ def test_a_finished_run_is_freed_of_what_a_kill_left_after_its_last_checkpoint(w
     assert set(os.listdir(checkpoints)) == before
 
 
-def test_a_finished_run_is_freed_of_what_a_rank_of_a_killed_attempt_noted(write_job):
+def test_a_completed_run_removes_the_rank_files_of_a_killed_attempt(write_job):
     job = write_job()
     ranks = RankFiles(job.parent / "out")
-    ranks.leave(1, Failure("train-step", "train-step:RuntimeError: connection closed", resumable=True, exit_code=1))
+    ranks.record(1, Failure("train-step", "train-step:RuntimeError: connection closed", resumable=True, exit_code=1))
 
     assert run(job) == 0
     assert not ranks.folder.exists()
 
 
-def test_a_higher_step_limit_goes_on_from_the_final_checkpoint(write_job, caplog):
-    """The run says where it continues, which is where it ended, and is the run of that length."""
+def test_a_higher_step_limit_continues_from_the_final_checkpoint(write_job, caplog):
+    """The run logs that it continues from its end, and the result equals one run of that length."""
     caplog.set_level("INFO", logger="genlight")
     assert run(write_job(resume_from_latest=True, max_steps=7)) == 0
     assert "going on" not in caplog.text
     job = write_job(resume_from_latest=True, max_steps=9)
     assert run(job) == 0
-    assert "going on after step 7 of 9, from out/checkpoints/final.json" in caplog.messages
+    assert "continuing after step 7 of 9, from out/checkpoints/final.json" in caplog.messages
     (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
     assert resumed["step"] == resumed["value"] == 7
     expected = sum(range(20)) + sum(range(16))
@@ -445,16 +445,16 @@ def test_artifacts_of_another_run_are_not_touched(write_job, caplog):
         assert f"startup.{code}" in caplog.text
         assert names(job)[-1] == "completed"
     own = job.parent / "out" / "job.json"
-    assert f"another job. Changed since final: hyperparams.sleep ({own} has the job as it was)" in caplog.text
+    assert f"another job. Changed since final: hyperparams.sleep ({own} has the earlier job)" in caplog.text
     assert run(job, allow_changed=True) == 0
 
 
-def test_weights_of_another_shape_are_told_with_the_way_out(write_job, caplog):
+def test_weights_of_another_shape_are_reported_with_the_way_out(write_job, caplog):
     assert run(write_job(trainer=":Learns", max_steps=2)) == 0
     job = write_job(trainer=":Learns", max_steps=4, hyperparams={"width": 3}, resume_from_latest=True)
     assert run(job, allow_changed=True) == 1
     error = events(job)[-1]["error"]
-    assert error.startswith("model-load:The weights of the checkpoint are not those of the model that was built: ")
+    assert error.startswith("model-load:The weights of the checkpoint do not fit the model that was built: ")
     assert "size mismatch for model.weight: copying a param with shape torch.Size([1, 1]) from checkpoint, " in error
     assert "`genlight run --fresh`" in error
     assert "Traceback" not in caplog.text
@@ -462,7 +462,7 @@ def test_weights_of_another_shape_are_told_with_the_way_out(write_job, caplog):
 
 
 def test_fresh_moves_earlier_artifacts_aside(write_job):
-    """Nothing is overwritten: the old checkpoints stand in a folder of their own."""
+    """Nothing is overwritten: the old checkpoints are in a separate folder."""
     job = write_job()
     assert run(job) == 0
     assert run(job, fresh=True) == 0
@@ -477,7 +477,7 @@ def test_fresh_moves_earlier_artifacts_aside(write_job):
 
 
 def test_fresh_moves_nothing_that_no_run_wrote(write_job):
-    """Files, folders and links that a user put beside checkpoints and samples stay, and are not in a run's way."""
+    """Files, folders and links that a user put next to checkpoints and samples stay, and do not disturb a run."""
     job = write_job(checkpoint_every=2, max_steps=4)
     checkpoints, samples = job.parent / "out" / "checkpoints", job.parent / "out" / "samples"
     for folder in (checkpoints / "exported", samples / "chosen"):
@@ -500,8 +500,8 @@ def test_fresh_moves_nothing_that_no_run_wrote(write_job):
     assert (checkpoints / "config.json").read_text() == "{}"
 
 
-def test_what_a_run_makes_is_closed_to_other_users_also_after_fresh(write_job):
-    """The user's own folder is open to all; what earlier attempts left there stays closed when it is moved aside."""
+def test_files_of_a_run_are_closed_to_other_users_even_after_fresh(write_job):
+    """The user's folder is open to all; files of earlier attempts stay private when they are moved aside."""
     job = write_job(checkpoint_every=2, sample_every=2, max_steps=4)
     out = job.parent / "out"
     out.mkdir()
@@ -547,7 +547,7 @@ def test_fresh_moves_what_an_older_runtime_wrote_with_the_folder_of_its_trainer(
 
 @pytest.mark.parametrize("named", ["checkpoints/step-00000002.json", "checkpoints/step-00000002", "checkpoints", ""])
 def test_a_named_checkpoint_is_resumed_from(write_job, named):
-    """`resume_checkpoint_path` goes on from just that record, in another directory too; a folder means its newest."""
+    """`resume_checkpoint_path` names the record to continue from, in any directory; a folder means its newest."""
     job = write_job(checkpoint_every=2)
     assert run(job, "max_steps=3") == 0
     (job.parent / "out").rename(job.parent / "moved")
@@ -556,17 +556,17 @@ def test_a_named_checkpoint_is_resumed_from(write_job, named):
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").state["total"] == sum(range(20))
 
 
-def test_what_changed_since_a_checkpoint_that_the_inputs_bring_is_said_too(write_job, caplog):
+def test_changes_since_a_downloaded_checkpoint_are_reported_too(write_job, caplog):
     assert run(write_job(max_steps=2)) == 0
     ref = {"resume_checkpoint_ref": "moved/checkpoints/final.json"}
     job = write_job(max_steps=3, hyperparams={"sleep": 0.0}, inputs=ref)
     (job.parent / "out").rename(job.parent / "moved")
     assert run(job) == 0
-    assert "The job has changed since final, from which the run goes on: hyperparams.sleep" in caplog.text
+    assert "The run continues from final, but its job has changed since: hyperparams.sleep" in caplog.text
 
 
 def test_a_record_of_an_older_runtime_is_resumed_from(write_job):
-    """It holds the trainer's state alone; the step is its own."""
+    """It holds only the trainer's state, and its step."""
     job = write_job(resume_checkpoint_path="old.json")
     (job.parent / "old.json").write_text(json.dumps({"step": 3, "state": {"total": 100, "steps": 3}}))
     assert run(job) == 0
@@ -589,7 +589,7 @@ def test_a_broken_newest_checkpoint_is_skipped_with_a_warning(write_job, caplog)
     victim.write_bytes(data)
     assert run(job) == 0
     assert "step-00000004 is broken" in caplog.text
-    assert "going on after step 2 of 5, from out/checkpoints/step-00000002.json" in caplog.messages
+    assert "continuing after step 2 of 5, from out/checkpoints/step-00000002.json" in caplog.messages
     (resumed,) = [event for event in events(job) if event.get("name") == "trainer/resumed_from_step"]
     assert resumed["step"] == 2
 
@@ -619,7 +619,7 @@ def test_the_hint_after_a_failure_names_the_checkpoint_that_the_next_start_takes
     assert run(job, "max_steps=3") == 0
     (job.parent / "out" / "checkpoints" / "step-00000008.json").write_bytes(RECORD_MARKER)
     assert run(job) == 1
-    assert "It goes on from out/checkpoints/step-00000004.json." in caplog.text
+    assert "The next start continues from out/checkpoints/step-00000004.json." in caplog.text
     assert events(job)[-1]["resumable"] is True
 
 
@@ -631,7 +631,7 @@ def test_a_users_file_next_to_checkpoints_makes_no_failure_resumable(write_job):
     assert events(job)[-1]["resumable"] is False
 
 
-def test_a_loss_that_becomes_infinite_is_said_once_and_reported(write_job, caplog):
+def test_a_loss_that_becomes_infinite_is_logged_once_and_reported(write_job, caplog):
     job = write_job(trainer=":Overflows", metric_every=2, max_steps=5)
     assert run(job) == 0
     (told,) = [message for message in caplog.messages if "not finite" in message]
@@ -640,7 +640,7 @@ def test_a_loss_that_becomes_infinite_is_said_once_and_reported(write_job, caplo
     assert (found["step"], found["value"]) == (4, 4.0)
 
 
-def test_a_run_whose_final_weights_are_not_finite_says_so_at_its_end(write_job, capsys):
+def test_a_run_reports_final_weights_that_are_not_finite(write_job, capsys):
     job = write_job(trainer=":Learns", max_steps=4)
     assert run(job) == 0
     assert events(job)[-1]["finite"] is False
@@ -675,7 +675,7 @@ def test_a_run_that_recovers_completes(write_job, caplog):
     assert read_record(job.parent / "out" / "checkpoints" / "final.json").finite_weights is True
 
 
-def test_a_run_that_cannot_be_recovered_ends_once_and_says_what_was_tried(write_job):
+def test_a_run_that_cannot_be_recovered_ends_once_and_reports_its_attempts(write_job):
     """The class is broken in its third step, whatever the batch is."""
     job = write_job(
         trainer=":Learns",
@@ -700,8 +700,8 @@ def test_a_misspelled_optional_hook_is_named(write_job, caplog):
     assert told == ["`rollouts` is not a hook and is never called; did you mean `rollout`?"]
 
 
-def test_a_run_none_of_whose_checkpoints_is_whole_is_refused(write_job, caplog):
-    """Training anew would prune what somebody may still want to restore."""
+def test_a_run_without_a_complete_checkpoint_is_refused(write_job, caplog):
+    """Training from step 0 would prune checkpoints that somebody may still want to restore."""
     job = write_job(checkpoint_every=2, max_steps=5, resume_from_latest=True)
     checkpoints = job.parent / "out" / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -744,7 +744,7 @@ def test_a_variable_that_is_set_while_the_run_trains_stops_it(write_job, monkeyp
     assert (events(job)[-1]["error"], events(job)[-1]["resumable"]) == ("canceled", True)
 
 
-def test_a_time_limit_counts_from_the_call_where_a_program_calls_the_runtime(write_job):
+def test_a_time_limit_counts_from_the_call_if_a_program_calls_the_runtime(write_job):
     job = write_job(max_steps=2)
     limit = f"max_runtime_seconds={max(1.0, process_age_s())}"  # this process is as old as that
     assert run(job, limit) == 0
@@ -765,7 +765,7 @@ def test_a_second_process_on_the_same_artifacts_is_refused(write_job):
 
 
 def test_a_run_completes_once_though_nobody_reads_its_progress(write_job):
-    """As under ``| head``, or when whatever collects the logs of a container has died."""
+    """This happens under ``| head``, or when the log collector of a container has died."""
     job = write_job(max_steps=20)
     reader, writer = os.pipe()
     os.close(reader)
@@ -810,12 +810,12 @@ def test_a_stop_signal_before_training_is_answered_too(write_job, capfd):
     assert "SIGTERM: the run stops before it trains; a second signal after 3 s ends it now\n" in capfd.readouterr().err
 
 
-def test_a_cancel_file_that_is_still_there_is_named(write_job, tmp_path, caplog):
+def test_a_remaining_cancel_file_is_named(write_job, tmp_path, caplog):
     """Otherwise every later start would stop at once without saying why."""
     (tmp_path / "cancel").touch()
     assert run(write_job(cancel_file_path="cancel")) == 75
     assert (
-        f"stopped: canceled. No step was trained. Remove the cancel file {tmp_path / 'cancel'} first. To go on:"
+        f"stopped: canceled. No step was trained. Remove the cancel file {tmp_path / 'cancel'} first. To continue:"
         in caplog.text
     )
 
@@ -887,7 +887,7 @@ def test_the_orchestrated_path_from_end_to_end(write_job, serve, tmp_path):
         **os.environ,
         "TRAINER_JOB_SPEC_PATH": str(job),
         "TRAINER_ORCHESTRATED": "1",
-        "TRAINER_PRIVATE_HOSTS": "127.0.0.1",  # where the data and the checkpoint of this test are
+        "TRAINER_PRIVATE_HOSTS": "127.0.0.1",  # serves the data and the checkpoint of this test
         "TRAINER_CAPABILITY_TOKEN": "token-canary",
         "TRAINER_ARTIFACTS_DIR": str(tmp_path / "out"),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
@@ -904,8 +904,8 @@ def test_the_orchestrated_path_from_end_to_end(write_job, serve, tmp_path):
         assert not path.is_file() or b"token-canary" not in path.read_bytes()
 
 
-def test_an_upload_queue_that_cannot_be_written_is_told_at_the_start(write_job):
-    """By its path, with the way out."""
+def test_an_unwritable_upload_queue_is_reported_at_the_start(write_job):
+    """The message has its path and the way out."""
     job = write_job(uploads={"metrics_url": "http://127.0.0.1:9/metrics"})
     (job.parent / "out").mkdir()
     (job.parent / "out" / "uploads").write_text("a file")
@@ -915,7 +915,7 @@ def test_an_upload_queue_that_cannot_be_written_is_told_at_the_start(write_job):
     assert "TRAINER_ARTIFACTS_DIR" in failed["error"]
 
 
-def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(write_job, caplog):
+def test_uploads_waiting_for_a_removed_url_are_reported(write_job, caplog):
     """A start without one would look as if all had arrived."""
     away = {"checkpoint_url": "http://127.0.0.1:9/checkpoint"}
     assert (
@@ -941,7 +941,7 @@ def test_uploads_that_wait_for_a_url_that_is_no_longer_set_are_told(write_job, c
         (".lock", 2, "startup.invalid_artifact_paths: '{}' cannot be opened: Permission denied. Choose another"),
     ],
 )
-def test_what_this_user_may_not_open_is_named_and_left_alone(write_job, monkeypatch, caplog, name, code, said):
+def test_a_file_that_this_user_may_not_open_is_named_and_kept(write_job, monkeypatch, caplog, name, code, said):
     job = write_job(resume_from_latest=True)
     assert run(job) == 0
     path = str(job.parent / "out" / name)
@@ -961,7 +961,7 @@ def test_what_this_user_may_not_open_is_named_and_left_alone(write_job, monkeypa
     assert f"failure: {said.format(path)}" in caplog.text
 
 
-def test_a_queue_that_cannot_be_read_keeps_no_run_that_uploads_nothing(write_job):
+def test_an_unreadable_queue_does_not_stop_a_run_without_uploads(write_job):
     job = write_job()
     (job.parent / "out").mkdir()
     (job.parent / "out" / "uploads").write_text("a file")
@@ -976,7 +976,7 @@ def test_a_job_may_leave_the_trainers_arguments_to_their_defaults(write_job, blo
     assert names(job)[-1] == "completed"
 
 
-def test_a_changed_rate_is_said_and_put_in_force_by_the_job_as_batch_size_and_precision_are(write_job, caplog):
+def test_a_changed_rate_is_reported_and_applied_like_batch_size_and_precision(write_job, caplog):
     assert run(write_job(trainer=":Learns", max_steps=2, hyperparams={"lr": 0.01})) == 0
     job = write_job(
         trainer=":Learns",
@@ -989,4 +989,4 @@ def test_a_changed_rate_is_said_and_put_in_force_by_the_job_as_batch_size_and_pr
     assert run(job, 'resume.keep=["lrr"]', allow_changed=True) == 1
     assert "'lrr' cannot be kept on a resume" in caplog.text
     assert run(job, 'resume.keep=["lr"]', allow_changed=True) == 0
-    assert "The job has changed since final, from which the run goes on: hyperparams.lr (" in caplog.text
+    assert "The run continues from final, but its job has changed since: hyperparams.lr (" in caplog.text

@@ -49,7 +49,7 @@ def project(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*multi-threaded.*:DeprecationWarning")
-def test_event_log_and_record_say_how_the_run_came_to_be_and_hold_no_token(project, monkeypatch, capsys):
+def test_event_log_and_record_have_the_metadata_of_the_run_and_no_token(project, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/usr/bin/genlight", "run", "job.json", "--set", f"capability_token={TOKEN}"])
     overrides = [f"capability_token={TOKEN}"]
 
@@ -85,7 +85,7 @@ def test_event_log_and_record_say_how_the_run_came_to_be_and_hold_no_token(proje
     assert json.loads(capsys.readouterr().out)["metadata"] == record.metadata
 
 
-def test_the_job_of_a_run_is_in_its_folder_and_goes_on_from_there(project, tmp_path_factory, monkeypatch):
+def test_the_job_in_the_folder_of_a_run_can_continue_the_run(project, tmp_path_factory, monkeypatch):
     given = project / "job.json"
     rate = "hyperparams.rate=0.5"
     assert run_job(RunOptions(spec_path=given, overrides=[rate])) == 0
@@ -109,7 +109,7 @@ def test_the_job_of_a_run_is_in_its_folder_and_goes_on_from_there(project, tmp_p
     assert read_job(path.parent)["max_steps"] == 2
 
 
-def test_a_plain_fit_says_it_too(tmp_path, quiet):
+def test_a_plain_fit_has_the_metadata_too(tmp_path, quiet):
     trainer = pl.Trainer(
         **{**quiet, "enable_checkpointing": True, "logger": EventLogger(tmp_path / "events.jsonl", run_id="plain")},
         max_steps=2,
@@ -124,7 +124,7 @@ def test_a_plain_fit_says_it_too(tmp_path, quiet):
     assert record.metadata["host"]
 
 
-# what decides bits
+# settings that change bits
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def attempt(project, steps, *overrides):
         (None, None),
     ],
 )
-def test_a_resume_names_what_may_change_its_bits(project, monkeypatch, caplog, capsys, change, said):
+def test_a_resume_names_changed_settings_that_may_change_bits(project, monkeypatch, caplog, capsys, change, said):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which Lightning would set and leave
     torch.set_num_threads(2)
     assert attempt(project, 1) == 0

@@ -26,7 +26,7 @@ class Draws:
 """
 
 
-def test_one_seed_is_that_of_every_generator_and_in_the_log_and_the_record(tmp_path):
+def test_one_seed_applies_to_every_generator_and_is_in_log_and_record(tmp_path):
     (tmp_path / "draws.py").write_text(TRAINER)
     job = {"trainer": "draws:Draws", "max_steps": 2, "metric_every": 1, "mock_batches": [1, 2]}
     found = {}

@@ -1,4 +1,4 @@
-"""Where a start that failed is still reported."""
+"""The report of a start that failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from genlight.adapter.run.run import log_of_failed_start
 
 
 def read(**settings):
-    """What can be told of a run, and its event log."""
+    """The readable settings of a run, and its event log."""
     config, _ = read_run_config(**settings)
     return config, log_of_failed_start(config, is_from_file="spec_path" in settings)
 
@@ -62,7 +62,7 @@ def test_a_container_has_its_default_log_even_when_the_spec_is_broken(spec):
     assert log == Path("/tmp/training/metrics/events.jsonl")
 
 
-def test_a_run_without_an_id_has_no_folder_and_so_no_log_unless_one_is_named(spec, tmp_path):
+def test_a_run_without_an_id_has_no_log_unless_the_job_names_one(spec, tmp_path):
     path = spec("not json")
     assert read(spec_path=path, environ={})[1] is None
     for named in ("artifacts_dir=x", "metrics_dir=x/metrics", "events_path=x/metrics/events.jsonl"):

@@ -1,6 +1,6 @@
-"""W&B and MLflow have one run of a run that is killed and resumed; MLflow holds every step of it.
+"""W&B and MLflow have one run for a run that is killed and resumed, and MLflow has every step of it.
 
-With the real packages, offline, which `make` installs into `.venv/guides`.
+The tests use the real packages, offline; `make` installs them into `.venv/guides`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ print(json.dumps({"wandb": parts, "mlflow": runs}))
 
 @pytest.fixture
 def environ(tmp_path):
-    """Of a user who has wandb and mlflow, and no network; the job is in the folder."""
+    """Environment of a user with wandb and mlflow, but no network; the job is in the folder."""
     (tmp_path / "killed.py").write_text(TRAINER)
     (tmp_path / "job.json").write_text(json.dumps(JOB))
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW"))}
@@ -117,7 +117,7 @@ def command(tmp_path, environ):
 
 @pytest.fixture
 def genlight(tmp_path, environ):
-    """Run ``genlight``, killed at a step; what it said. It has to end so, or well."""
+    """Run ``genlight``, kill it at a step if there is one, and return its output. It must end as planned."""
 
     def run(*words, kill_at):
         log = tmp_path / f"said-{kill_at}"

@@ -73,7 +73,7 @@ def test_without_the_job_of_one_run_the_logs_are_compared_and_it_is_said(runs, t
     shown = capsys.readouterr()
     assert ["hyperparams.lr", "0.1", "0.2"] in [line.split() for line in shown.out.splitlines()]
     assert "metric_every" not in shown.out
-    assert shown.err == f"genlight diff: {folder} has no job.json: of hyperparameters, only numbers are compared\n"
+    assert shown.err == f"genlight diff: {folder} has no job.json: only numeric hyperparameters are compared\n"
 
 
 def test_a_page_has_the_same_differences(runs):
@@ -86,4 +86,4 @@ def test_a_page_has_the_same_differences(runs):
 def test_what_is_no_run_is_named(tmp_path, capsys):
     with refusal(SystemExit):
         main(["diff", str(tmp_path), str(tmp_path / "absent")])
-    assert f"{tmp_path} is no run's folder; `genlight ls` lists" in capsys.readouterr().err
+    assert f"{tmp_path} is not the folder of a run; `genlight ls` lists" in capsys.readouterr().err

@@ -194,7 +194,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path, capsys):
             main(words)
     said = capsys.readouterr().err
     assert "does not exist" in said
-    assert "is no run's folder" in said
+    assert "is not the folder of a run" in said
     assert main(["ls", str(tmp_path)]) == 0
 
 

@@ -164,5 +164,5 @@ def test_a_torn_or_damaged_log_is_reported_as_far_as_it_goes(runs, tmp_path):
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     with refusal(SystemExit):
         main(["report", str(tmp_path), "--to", str(tmp_path / "x.html")])
-    assert "is no run's folder" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()

@@ -44,7 +44,7 @@ class Fails:
     def load_state_dict(self, state, payload, ctx): ...
 
 
-def test_a_failure_is_forgiven_and_leaves_no_part_in_the_wrong_mode(fit, caplog) -> None:
+def test_a_failure_is_tolerated_and_leaves_no_part_in_the_wrong_mode(fit, caplog) -> None:
     evaluate, plugin = Evaluate(2), Fails(works_at=(6,))
     with caplog.at_level(logging.WARNING):
         fit(plugin, [evaluate], steps=20)
@@ -57,7 +57,7 @@ def test_ranks_report_the_same_scores_and_fail_together(tmp_path) -> None:
     run_ranks("evaluate_ranks.py", tmp_path)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
-    # Rank 1 fails after 4 and 6; from 10 on its scores have another name, which cannot be averaged: 10, 12, 14.
+    # Rank 1 fails after 4 and 6; from 10 on its scores have another name and cannot be averaged: 10, 12, 14.
     assert ranks[0]["mean"] == {"scores": [[2, {"val/rank": 0.5}], [8, {"val/rank": 0.5}]], "failures": 5, "step": 14}
     zero = [[step, {"val/rank": 0.0}] for step in (2, 8, 10, 12, 14)]
     assert ranks[0]["zero"] == {"scores": zero, "failures": 2, "step": 14}

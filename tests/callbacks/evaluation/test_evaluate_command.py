@@ -1,4 +1,4 @@
-"""A command scores durable checkpoints beside training, and always ends, whatever it does."""
+"""A command scores durable checkpoints during training, and always ends, whatever it does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 120.0
 
 
 def program(folder: Path, body: str) -> list[str]:
-    """A command that runs `body`, where `sys`, `json`, `os`, `time` and `signal` are imported."""
+    """A command that imports `sys`, `json`, `os`, `time` and `signal`, then runs `body`."""
     path = folder / "score.py"
     path.write_text("import json, os, signal, sys, time\n" + textwrap.dedent(body))
     return [sys.executable, str(path)]
@@ -71,7 +71,7 @@ def test_scores_belong_to_the_step_of_the_checkpoint(fit, counting_trainer, tmp_
 
     steps = [step for step, _ in heard.scores]
     assert steps == sorted(set(steps))
-    assert steps[-1] == 7  # the final checkpoint, which the end of the fit waits for
+    assert steps[-1] == 7  # the final checkpoint; the end of the fit waits for its score
     assert len(steps) > 1
     assert heard.scores == [(step, {"val/step": float(step), "rank": 0.0}) for step in steps]
     assert run_state_of(trainer).eval_scores == heard.scores[-1][1]
@@ -83,7 +83,7 @@ def test_scores_belong_to_the_step_of_the_checkpoint(fit, counting_trainer, tmp_
     assert trainer.callback_metrics["val/step"] == 7
 
 
-def test_one_runs_at_a_time_and_the_newest_waits_and_is_not_removed(fit, counting_trainer, tmp_path) -> None:
+def test_one_command_runs_at_a_time_while_the_newest_checkpoint_waits(fit, counting_trainer, tmp_path) -> None:
     go = tmp_path / "go"
     command = program(
         tmp_path,
@@ -112,7 +112,7 @@ def test_one_runs_at_a_time_and_the_newest_waits_and_is_not_removed(fit, countin
     assert (tmp_path / "begun").read_text().split() == ["2", "8"]
 
 
-def test_a_failure_is_forgiven(fit, counting_trainer, tmp_path, caplog) -> None:
+def test_a_failure_is_tolerated(fit, counting_trainer, tmp_path, caplog) -> None:
     command = program(tmp_path, "print('token', file=sys.stderr); sys.exit(3)")
     evaluate = EvaluateCommand(command)
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, asynchronous=False)
@@ -171,7 +171,7 @@ def test_one_that_ignores_sigterm_is_killed_with_its_children(tmp_path) -> None:
     assert not any(_lives(pid) for pid in pids)
 
 
-def test_what_a_command_leaves_behind_does_not_hold_up_its_scores(tmp_path) -> None:
+def test_children_of_a_command_do_not_delay_its_scores(tmp_path) -> None:
     command = program(
         tmp_path,
         f"""
@@ -201,7 +201,7 @@ def test_what_a_command_leaves_behind_does_not_hold_up_its_scores(tmp_path) -> N
         ("os.kill(os.getpid(), signal.SIGSEGV)", "ended with exit code -11"),
     ],
 )
-def test_rubbish_is_one_clear_error(tmp_path, body, said) -> None:
+def test_invalid_output_is_one_clear_error(tmp_path, body, said) -> None:
     with pytest.raises(EvaluationError, match=said):
         run_score_command(program(tmp_path, body), time_limit_s=PATIENCE_S)
 
@@ -268,7 +268,7 @@ SECRETS = {
 
 
 @pytest.mark.parametrize("allowed", [[], ["HF_TOKEN"]])
-def test_a_command_gets_the_secrets_alone_that_are_named(monkeypatch, allowed):
+def test_a_command_gets_only_the_secrets_that_are_listed(monkeypatch, allowed):
     for name, value in {**SECRETS, "MY_SETTING": "plain-value"}.items():
         monkeypatch.setenv(name, value)
     given = _environment(allowed)

@@ -1,4 +1,4 @@
-"""Data workers that heed no stop signal: what is left of what torch and the user make them."""
+"""Data workers that ignore stop signals keep everything else that torch and the user set up."""
 
 import gc
 import multiprocessing
@@ -91,7 +91,7 @@ def signalled(index):
     return index
 
 
-def test_workers_heed_no_stop_signal(protected):
+def test_workers_ignore_stop_signals(protected):
     assert list(loader_of(signalled)) == list(range(8))
 
 
@@ -111,7 +111,7 @@ class Extended(DataLoader):
 
 
 @pytest.mark.parametrize("kind", [Forked, Extended])
-def test_workers_of_a_loader_that_makes_its_iterators_itself_heed_none_either(kind, protected):
+def test_workers_of_a_loader_with_its_own_iterators_ignore_them_too(kind, protected):
     assert list(kind(Doing(signalled), batch_size=None, num_workers=1)) == list(range(8))
 
 
@@ -159,7 +159,7 @@ def leave_workers_behind():
     next(held[0])
 
 
-def test_a_process_ends_with_workers_that_nobody_told_to():
+def test_a_process_ends_although_nobody_ended_its_workers():
     process = multiprocessing.get_context("fork").Process(target=leave_workers_behind)
     process.start()
     process.join(60)

@@ -14,7 +14,7 @@ from genlight.callbacks.hook.cadence import steps_within
 from genlight.callbacks.stop.stop_requests import MOST_STEPS, ROUND_S, Agreement
 
 STEP_S = (1 / 1024, 1 / 128)
-"""What a step takes on each of two ranks, by its own clock."""
+"""Duration of a step on each of two ranks, by its own clock."""
 APART = math.ceil(ROUND_S / max(STEP_S))
 """Steps from one round to the next, once they have found it."""
 
@@ -33,12 +33,12 @@ class Rank:
         self.agreement = Agreement(self, clock=lambda: self.now)
 
     def allreduce(self, *arguments):
-        """What the agreement asks its group for."""
+        """The collective that the agreement uses."""
         self.rounds.append(self.step)
         return self.group.allreduce(*arguments)
 
     def train(self, steps, says_at=None):
-        """Train until a number is agreed on, which `agreed` then holds with the step; say 2 from step `says_at` on."""
+        """Train until the ranks agree on a number, then set `agreed` to it and the step; send 2 from `says_at` on."""
         for self.step in range(1, steps + 1):
             self.now += self.step_s
             number = 2 if says_at is not None and self.step >= says_at else 0
@@ -51,7 +51,7 @@ class Rank:
 
 @pytest.fixture
 def ranks():
-    """Let two ranks do something at the same time, each in a thread of its own."""
+    """Let two ranks do something at the same time, each in a separate thread."""
 
     def run(action, step_s=STEP_S):
         store, made, errors = dist.HashStore(), [None] * len(STEP_S), []
@@ -92,7 +92,7 @@ def test_ranks_of_different_speed_begin_the_same_rounds_and_not_more_often_than_
 
 @pytest.mark.parametrize("told", range(len(STEP_S)))
 @pytest.mark.parametrize("says_at", [1, 2, 3, 37, 500])
-def test_what_one_rank_says_all_know_after_the_same_step_within_one_round(ranks, told, says_at):
+def test_all_ranks_learn_a_number_after_the_same_step_within_one_round(ranks, told, says_at):
     fast, slow = ranks(lambda rank: rank.train(1000, says_at if rank.number == told else None))
 
     assert fast.agreed == slow.agreed
@@ -101,7 +101,7 @@ def test_what_one_rank_says_all_know_after_the_same_step_within_one_round(ranks,
     assert says_at < step <= says_at + min(says_at, APART) + 1
 
 
-def test_nobody_begins_a_round_once_something_was_agreed_on(ranks):
+def test_no_round_begins_after_an_agreement(ranks):
     fast, slow = ranks(lambda rank: rank.train(1000, 37 if rank.number == 0 else None))
 
     assert fast.rounds == slow.rounds
@@ -115,7 +115,7 @@ def test_rounds_stay_near_for_steps_that_take_no_time(ranks):
     assert max(apart(fast.rounds)) == MOST_STEPS
 
 
-def test_steps_that_become_slow_are_followed_with_the_next_round(ranks):
+def test_the_next_round_adapts_to_steps_that_become_slow(ranks):
     def train(rank):
         for rank.step in range(1, 400):
             rank.now += 0.0005 if rank.step <= 200 else 10.0
@@ -130,7 +130,7 @@ def test_steps_that_become_slow_are_followed_with_the_next_round(ranks):
 
 @pytest.mark.parametrize("early", range(len(STEP_S)))
 @pytest.mark.parametrize("says_at", [None, 300])
-def test_a_rank_that_ends_early_lets_the_others_go_on(ranks, early, says_at):
+def test_a_rank_that_ends_early_lets_the_others_continue(ranks, early, says_at):
     made = ranks(lambda rank: rank.train(*((7,) if rank.number == early else (400, says_at))))
 
     assert made[early].step == 7
@@ -160,7 +160,7 @@ def test_ranks_can_agree_at_once_and_the_first_round_comes_after_the_first_step(
     assert [(rank.agreed, rank.rounds[:3]) for rank in ranks(train)] == [(0, [0, 1, 3])] * 2
 
 
-def test_what_is_agreed_on_at_once_is_the_largest_number(ranks):
+def test_an_immediate_agreement_is_the_largest_number(ranks):
     def ask(rank):
         rank.agreed = rank.agreement.now(rank.number)
 

@@ -159,7 +159,7 @@ def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c():
 
 
 @pytest.mark.parametrize("taken_by", ["the program", "asyncio"])
-def test_a_wakeup_file_of_the_program_stays_its_own_and_a_second_signal_still_ends_it(taken_by):
+def test_the_program_keeps_its_wakeup_file_and_a_second_signal_still_ends_it(taken_by):
     done = run_script(f"""
         readable, writable = os.pipe()
         os.set_blocking(writable, False)

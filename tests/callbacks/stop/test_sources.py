@@ -43,11 +43,11 @@ def test_time_is_left_for_a_save_half_as_long_again_as_the_longest():
 
 
 def test_time_is_left_for_two_more_steps_too():
-    """A step that takes ten seconds is looked at every ten, and ranks agree on a stop in the step after the look."""
+    """If steps take ten seconds, a check comes every ten, and ranks agree on a stop in the step after the check."""
     deadline = deadline_in(100, saves=True, save_s=20.0)
     answers = []
     for now in range(1000, 1070, 10):
-        deadline.note_look(now)
+        deadline.note_check(now)
         answers.append(deadline.is_over(now))
 
     assert answers == [False] * 5 + [True] * 2
@@ -55,11 +55,11 @@ def test_time_is_left_for_two_more_steps_too():
 
 def test_a_slow_first_step_is_forgotten_slowly():
     deadline = deadline_in(1e6, saves=True, save_s=0.0)
-    deadline.note_look(1000.0)
-    deadline.note_look(1100.0)
+    deadline.note_check(1000.0)
+    deadline.note_check(1100.0)
     assert deadline.margin_s == 200.0
     for at in range(1, 1001):
-        deadline.note_look(1100.0 + at * 0.1)
+        deadline.note_check(1100.0 + at * 0.1)
     assert deadline.margin_s == pytest.approx(0.2)
 
 
@@ -92,7 +92,7 @@ def test_an_end_time_that_says_nothing_is_none(monkeypatch, text):
 
 
 def test_one_object_holds_the_sources_of_all_that_share_it(tmp_path):
-    """Two callbacks, each with a limit and a file of its own: the earlier limit and either file count for both."""
+    """Two callbacks have different limits and files: the earlier limit and either file count for both."""
     first, second = tmp_path / "first", tmp_path / "second"
     shared = StopSources(max_runtime_s=process_age_s() + 9000)
     early = StopRequests(first, max_runtime_s=process_age_s() + 10)
@@ -108,7 +108,7 @@ def test_one_object_holds_the_sources_of_all_that_share_it(tmp_path):
         shared.raise_if_stopped()
 
 
-def test_what_is_said_comes_before_what_is_looked_at(tmp_path):
+def test_flags_and_signals_count_before_files_and_clocks(tmp_path):
     sources = StopSources(tmp_path / "cancel", max_runtime_s=1e-9)
     (tmp_path / "cancel").touch()
 
@@ -120,9 +120,9 @@ def test_what_is_said_comes_before_what_is_looked_at(tmp_path):
 
 def test_time_before_training_does_not_count_as_a_slow_step():
     deadline = deadline_in(1e6, save_s=0.0)
-    deadline.note_look(1000.0)
+    deadline.note_check(1000.0)
     deadline.begin_training(saves=True)
-    deadline.note_look(5000.0)
+    deadline.note_check(5000.0)
     assert deadline.margin_s == 0.0
 
 

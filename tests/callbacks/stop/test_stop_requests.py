@@ -1,4 +1,4 @@
-"""A run stops when it is asked to, after a whole step, whoever asks."""
+"""A run stops on request, after a complete step, whatever the source."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_cancel_file_counts_unless_it_holds_a_word_that_means_no(tmp_path, con
     assert cancel_file_is_set(tmp_path / "cancel") is is_set
 
 
-def test_a_cancel_file_that_is_not_there_does_not_count_and_one_that_cannot_be_read_does(tmp_path):
+def test_a_missing_cancel_file_does_not_count_and_an_unreadable_one_does(tmp_path):
     assert not cancel_file_is_set(tmp_path / "absent")
     assert cancel_file_is_set(tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
@@ -92,7 +92,7 @@ def test_a_cancel_file_that_appears_stops_the_run_after_the_step(train, tmp_path
 
 
 @pytest.mark.parametrize("how", ["flag", "file", "signal"])
-def test_a_stop_that_was_asked_for_before_the_first_step_trains_none(train, tmp_path, how):
+def test_a_stop_request_before_the_first_step_trains_none(train, tmp_path, how):
     signals = StopSignals()
     signals.reason = "preempted" if how == "signal" else None
     if how == "file":
@@ -170,7 +170,7 @@ def test_the_first_reason_stays():
     assert [stop.requested(), stop.requested()] == ["timeout", "timeout"]
 
 
-def test_files_are_not_looked_at_in_every_step():
+def test_files_are_not_checked_in_every_step():
     looks = []
     stop = StopRequests()
     stop.add_check(lambda: looks.append(1))
@@ -192,7 +192,7 @@ class Counted(StopRequests):
         super().on_train_batch_end(*event)
 
 
-def test_quick_steps_are_looked_after_at_every_eighth(fit, counting_trainer):
+def test_quick_steps_are_checked_at_every_eighth(fit, counting_trainer):
     stop = Counted()
     stop.poll_s = 3600.0
 
@@ -201,7 +201,7 @@ def test_quick_steps_are_looked_after_at_every_eighth(fit, counting_trainer):
     assert stop.looks == len([1, 2, 4, 8, *range(16, 81, 8)])
 
 
-def test_steps_that_are_longer_than_that_are_each_looked_after(fit, counting_trainer):
+def test_each_longer_step_is_checked(fit, counting_trainer):
     stop = Counted()
     stop.poll_s = 1e-9
 
@@ -263,7 +263,7 @@ def test_the_pause_that_a_step_asked_for_ends_with_a_stop_request(fit, counting_
         fit(Slow(), [During(), StopRequests(tmp_path / "cancel")])
 
 
-def test_the_reason_stands_in_the_run_state_for_other_hooks(train):
+def test_the_reason_is_in_the_run_state_for_other_hooks(train):
     reasons = []
 
     class Reader(Hook):
@@ -280,13 +280,11 @@ def test_the_reason_stands_in_the_run_state_for_other_hooks(train):
     assert reasons == [None, "preempted"]
 
 
-# what a launcher leaves of the time
+# the time that a launcher leaves
 
 
 @pytest.mark.parametrize(("environ", "seconds"), [({}, None), ({"TORCHELASTIC_RUN_ID": "r"}, "30")])
-def test_the_time_that_torchrun_leaves_after_a_signal_is_named_at_the_start(
-    train, monkeypatch, caplog, environ, seconds
-):
+def test_torchruns_grace_period_is_logged_at_the_start(train, monkeypatch, caplog, environ, seconds):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level("INFO", "genlight"):
@@ -295,7 +293,7 @@ def test_the_time_that_torchrun_leaves_after_a_signal_is_named_at_the_start(
     assert [f"every rank {seconds} s" in text for text in said] == ([] if seconds is None else [True])
 
 
-def test_a_stop_that_takes_longer_than_torchrun_waits_is_warned_of_once(train, monkeypatch, caplog):
+def test_a_stop_longer_than_torchruns_grace_period_is_warned_of_once(train, monkeypatch, caplog):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
     stop = StopRequests()
 
@@ -383,7 +381,7 @@ def test_a_fit_after_one_that_was_stopped_trains_until_it_is_stopped_itself(trai
     assert train([stop]).global_step == 10
 
 
-def test_a_signal_of_a_span_that_is_over_is_no_signal_to_the_next_one():
+def test_a_signal_of_one_fit_is_no_signal_to_the_next():
     """However late the thread that reads what arrived comes to it."""
     signals = StopSignals()
     for _ in range(20):
@@ -396,7 +394,7 @@ def test_a_signal_of_a_span_that_is_over_is_no_signal_to_the_next_one():
             assert signals.reason is None
 
 
-def test_a_module_that_was_stopped_with_another_trainer_is_not_told_so_again(fit, counting_trainer):
+def test_a_module_that_was_stopped_with_another_trainer_is_not_stopped_again(fit, counting_trainer):
     told = []
 
     class Asking(counting_trainer):
@@ -411,7 +409,7 @@ def test_a_module_that_was_stopped_with_another_trainer_is_not_told_so_again(fit
     assert told == [False] * 3
 
 
-def test_a_validation_after_a_fit_is_not_kept_from_ending_on_a_signal(fit_plain):
+def test_a_validation_after_a_fit_still_ends_on_a_signal(fit_plain):
     import lightning.pytorch as pl
 
     handlers = []
@@ -436,7 +434,7 @@ def test_two_of_these_callbacks_stop_a_run_and_leave_handlers_as_before(fit_plai
 
 
 def wakeup_file():
-    """Where the interpreter writes down signals for whoever asked for it; -1 for nobody."""
+    """The interpreter's wakeup file for signals; -1 if there is none."""
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor)
     return descriptor
@@ -497,8 +495,8 @@ def test_handlers_are_as_before_after_the_block_and_another_thread_leaves_them_a
 
 
 @pytest.mark.slow
-def test_all_ranks_stop_after_the_same_step_although_one_alone_was_told(tmp_path):
-    # Last of all rank 1 fails, and rank 0 with it instead of waiting for ever.
+def test_all_ranks_stop_after_the_same_step_although_only_one_got_the_request(tmp_path):
+    # At the end rank 1 fails, and rank 0 fails with it instead of waiting forever.
     run_ranks("stop_ranks.py", tmp_path, code=3)
     assert (tmp_path / "failed1").read_text() == "rank 1 broke"
     ended = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]

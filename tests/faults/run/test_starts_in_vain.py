@@ -151,12 +151,12 @@ def test_no_command_is_suggested_after_a_failure_that_repeats(job, caplog):
     job.write(resume_from_latest=True, plan={"at": "train_step:4", "raises": "ValueError", "text": "bad row"})
     assert job.run() == 1
     assert job.terminal_event()["resumable"]
-    assert "To go on:" in caplog.text
+    assert "To continue:" in caplog.text
     caplog.clear()
 
     assert job.run() == 1
     assert not job.terminal_event()["resumable"]
-    assert "To go on:" not in caplog.text
+    assert "To continue:" not in caplog.text
     assert "it failed in step 4. The same start would fail there again" in caplog.text
 
 
@@ -166,7 +166,7 @@ def test_a_failure_elsewhere_does_not_repeat(job, caplog):
         job.write(resume_from_latest=True, plan={"at": f"train_step:{step}", "raises": "ValueError", "text": text})
         assert job.run(allow_changed=True) == 1
         assert job.terminal_event()["resumable"]
-        assert "To go on:" in caplog.text
+        assert "To continue:" in caplog.text
 
 
 # the log

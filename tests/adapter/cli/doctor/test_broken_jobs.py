@@ -190,8 +190,8 @@ def diagnose(path):
 
 
 @pytest.mark.parametrize("fields", BROKEN.values(), ids=BROKEN.keys())
-def test_what_run_refuses_doctor_finds(folder, capsys, fields):
-    """A doctor that calls a job sound, which then ends at once, has wasted a place in a queue."""
+def test_doctor_finds_every_fault_that_run_refuses(folder, capsys, fields):
+    """If the doctor passes a job that then ends at once, the user has wasted a place in a queue."""
     job = write(folder, fields)
     assert diagnose(job) == 2, capsys.readouterr().out
     assert "fault" in capsys.readouterr().out
@@ -209,7 +209,7 @@ def test_options_of_a_dataset_that_cannot_be_used_are_startup_errors_without_a_t
     assert "Traceback" not in caplog.text
 
 
-def test_what_stops_a_run_at_once_is_a_warning(folder, capsys, monkeypatch):
+def test_a_stop_request_before_the_start_is_a_warning(folder, capsys, monkeypatch):
     """Whoever left the cancel file of an earlier run in place would wonder why nothing is trained."""
     (folder / "cancel").mkdir()
     monkeypatch.setenv("TRAINER_CANCELLED", "1")
@@ -226,7 +226,7 @@ def test_a_job_that_doctor_finds_sound_is_run(folder, capsys):
     assert run_job(RunOptions(spec_path=job)) == 0
 
 
-def test_a_broken_checkpoint_that_a_resume_would_pass_over_is_a_warning(folder, capsys):
+def test_a_broken_checkpoint_that_a_resume_would_skip_is_a_warning(folder, capsys):
     """The run starts some steps earlier than its user expects."""
     job = write(folder, {"resume_from_latest": True, "checkpoint_every": 1})
     assert run_job(RunOptions(spec_path=job)) == 0

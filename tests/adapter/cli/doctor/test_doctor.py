@@ -1,4 +1,4 @@
-"""``genlight doctor``: what a job would run with and everything that is wrong with it, without training."""
+"""``genlight doctor``: the settings of a job and all its faults, without training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Misspells(Good):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """A sound job in a folder of its own, which is the working directory; returns a writer of job specs."""
+    """A sound job in a separate folder, the working directory; returns a writer of job specs."""
     monkeypatch.chdir(tmp_path)
     for name in [*VARIABLES, "HF_ENDPOINT"]:
         monkeypatch.delenv(name, raising=False)
@@ -57,7 +57,7 @@ def job(tmp_path, monkeypatch):
 
 @pytest.fixture
 def diagnose(capsys):
-    """Runs the command and returns its exit code and what it printed."""
+    """Runs the command and returns its exit code and its output."""
 
     def run(*words):
         code = main(["doctor", *words])
@@ -99,7 +99,7 @@ def test_every_setting_is_shown_with_its_value_and_its_source(job, diagnose, mon
     assert str(Path("runs/r/metrics/events.jsonl").absolute()) in text
 
 
-def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once(job, diagnose, monkeypatch, tmp_path):
+def test_all_faults_of_spec_environment_trainer_data_and_inputs_are_listed(job, diagnose, monkeypatch, tmp_path):
     monkeypatch.setenv("TRAINER_UPLOAD_DEADLINE_SECONDS", "-1")
     (tmp_path / "blocked").write_text("")
     path = job(
@@ -123,7 +123,7 @@ def test_faults_of_spec_environment_trainer_data_and_inputs_are_all_told_at_once
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_without_a_readable_spec_the_rest_is_still_looked_at(job, diagnose, tmp_path, monkeypatch, content):
+def test_without_a_readable_spec_the_rest_is_still_checked(job, diagnose, tmp_path, monkeypatch, content):
     job()
     if content is None:
         (tmp_path / "job.json").unlink()
@@ -137,7 +137,7 @@ def test_without_a_readable_spec_the_rest_is_still_looked_at(job, diagnose, tmp_
 
 
 @pytest.mark.parametrize("path", ["none.json", "a_folder", "empty.json"])
-def test_a_spec_that_cannot_be_read_is_said_first_and_without_a_table_of_defaults(job, diagnose, tmp_path, path):
+def test_an_unreadable_spec_is_reported_first_and_without_a_table_of_defaults(job, diagnose, tmp_path, path):
     job()
     (tmp_path / "a_folder").mkdir()
     (tmp_path / "empty.json").touch()
@@ -158,7 +158,7 @@ def test_without_an_argument_the_environment_names_the_job(job, diagnose, monkey
     assert ["artifacts_dir", "TRAINER_ARTIFACTS_DIR", str(Path("out").absolute())] in map(str.split, text.splitlines())
 
 
-def test_what_a_trainers_module_raises_is_told_and_no_secret_of_it(job, diagnose):
+def test_an_error_of_a_trainers_module_is_reported_without_secrets(job, diagnose):
     code, text = diagnose(job(trainer="broken_trainer:T", capability_token="canary-token"))
     assert code == 2
     assert "importing 'broken_trainer:T' raised OSError" in text
@@ -184,7 +184,7 @@ def test_secrets_are_masked_wherever_they_come_from(job, diagnose, monkeypatch):
     assert "canary" not in text
 
 
-def test_data_without_a_full_batch_is_a_fault_where_the_rest_is_dropped(job, diagnose, tmp_path):
+def test_data_without_a_full_batch_is_a_fault_if_the_rest_is_dropped(job, diagnose, tmp_path):
     pq.write_table(pa.table({"x": list(range(10))}), tmp_path / "ten.parquet")
     for drops, code in ((False, 0), (True, 2)):
         dataset = {"parquet_paths": ["ten.parquet"], "batch_size": 11, "drop_last": drops}
@@ -232,7 +232,7 @@ def test_a_token_that_would_travel_without_encryption_is_a_warning(job, diagnose
 
 
 def test_a_token_that_nobody_gets_and_a_destination_without_one_are_warnings(job, diagnose):
-    assert "is sent to no origin alone" in diagnose(job(capability_token="t"))[1]
+    assert "is sent to no origin" in diagnose(job(capability_token="t"))[1]
     assert (
         "is not set, and would be sent to http://127.0.0.1:1"
         in diagnose(job(uploads={"metrics_url": "http://127.0.0.1:1/m"}))[1]
@@ -253,7 +253,7 @@ def test_an_unreadable_parquet_file_is_a_fault(job, diagnose, tmp_path):
     assert "not a complete Parquet file" in text
 
 
-def test_data_behind_a_url_is_a_warning_that_it_was_not_looked_into(job, diagnose):
+def test_data_behind_a_url_is_a_warning_that_it_was_not_checked(job, diagnose):
     code, text = diagnose(job(dataset={"parquet_paths": ["s3://key:canary@bucket/x.parquet"]}))
     assert code == 0
     assert "s3://bucket/x.parquet is not checked" in text

@@ -1,4 +1,4 @@
-"""Errors of torch whose own words do not say what to do are told with a way out, and not by a traceback."""
+"""Unclear errors of torch are reported with a way out instead of a traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.plumbing.failures import describe_failure
-from genlight.adapter.run.report import explained, log_failure
+from genlight.adapter.run.report import explain, log_failure
 
 
 class Dies(torch.utils.data.Dataset):
@@ -39,10 +39,10 @@ def port_in_use():
 @pytest.mark.parametrize(
     ("fail", "said"), [(dead_worker, "use fewer `workers`"), (port_in_use, "Set `MASTER_PORT` to a free port")]
 )
-def test_the_way_out_is_told_without_a_traceback(tmp_path, caplog, fail, said):
+def test_the_way_out_is_shown_without_a_traceback(tmp_path, caplog, fail, said):
     with pytest.raises(RuntimeError) as raised:
         fail()
-    error = explained(raised.value)
+    error = explain(raised.value)
     log_failure(error, describe_failure(error, has_checkpoint=False), secrets=(), folder=tmp_path)
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert said in record.getMessage()
@@ -61,31 +61,31 @@ def test_the_way_out_is_told_without_a_traceback(tmp_path, caplog, fail, said):
     ],
     ids=["to", "cuda", "device", "mps"],
 )
-def test_a_device_that_is_not_there_is_named_with_the_line_that_asks_for_it(move):
+def test_a_missing_device_is_named_with_the_line_that_asks_for_it(move):
     with pytest.raises((AssertionError, RuntimeError)) as raised:
         move()
-    error = explained(raised.value)
+    error = explain(raised.value)
     assert isinstance(error, ContractError)
     assert f"{__file__}:{move.__code__.co_firstlineno} asks for a device" in str(error)
     assert ".to(ctx.device)" in str(error)
-    assert explained(AssertionError("the class's own")) is None
+    assert explain(AssertionError("the class's own")) is None
 
 
-def test_sizes_and_names_that_differ_are_told_and_many_are_cut():
+def test_differing_shapes_and_names_are_listed_up_to_a_limit():
     saved, built = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), nn.Sequential(nn.Linear(2, 4), nn.ReLU())
     with pytest.raises(RuntimeError) as raised:
         built.load_state_dict(saved.state_dict())
-    text = str(explained(raised.value))
+    text = str(explain(raised.value))
     for said in (
         'Unexpected key(s) in state_dict: "1.weight", "1.bias". size mismatch for 0.weight',
-        "`--resume never`",
+        "`genlight fit --resume never`",
     ):
         assert said in text
     deep = nn.Sequential(*(nn.Linear(1, 1) for _ in range(99)))
     with pytest.raises(RuntimeError) as raised:
         deep.load_state_dict(nn.Linear(1, 1).state_dict())
-    assert "…. Build the model as it was" in str(explained(raised.value))
+    assert "…. Build the model as it was" in str(explain(raised.value))
 
 
-def test_other_errors_are_left_alone():
-    assert explained(RuntimeError("CUDA out of memory")) is None
+def test_other_errors_are_not_explained():
+    assert explain(RuntimeError("CUDA out of memory")) is None
