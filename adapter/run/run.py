@@ -165,7 +165,7 @@ def _open(session: Session, config: RunConfig, options: RunOptions) -> None:
 def _open_uploader(config: RunConfig) -> Uploader | None:
     """The uploader of a run, which still has to be started; None where nothing is to be sent."""
     wanted = config.upload_config()
-    lacking = wanted.lacks_for_files()
+    lacking = wanted.file_store_fault()
     if lacking and bool(wanted.owner) != bool(wanted.token):  # else the store is there for `cozy:` references
         log.warning("%s", lacking)
     if any(wanted.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
