@@ -101,7 +101,7 @@ class UploadArtifacts(Hook):
         folders = [path for callback in callbacks_of(trainer) if (path := getattr(callback, "dirpath", None))]
         root = trainer.default_root_dir
         config = self._make_config(queue_dir=Path(root) / QUEUE_DIRECTORY, roots=[root, *folders])
-        if lacking := config.lacks_for_files():
+        if lacking := config.file_store_fault():
             log.warning("%s", lacking)
         self._uploader = Uploader(config).__enter__()
         run = self._run

@@ -1,4 +1,4 @@
-"""Writers of what happened: event log, Lightning logger, uploads. They know no Lightning loop.
+"""Records of a run: event log, Lightning logger, telemetry, uploads. None of them depends on the Lightning loop.
 
 Names are resolved when they are first used (PEP 562), so that reading an event log loads neither torch nor Lightning.
 """

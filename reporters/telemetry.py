@@ -1,7 +1,7 @@
-"""WASR telemetry: one JSON object a line about how a run does, in a file of this machine. Nothing is sent anywhere.
+"""WASR telemetry: one JSON object per line about the progress of a run, in a local file. Nothing is sent anywhere.
 
-Several processes and threads may write to one file: each line is written under the file's lock, whole or not at all,
-and a line that a crash tore is cut off by the next writer. The import path that existing code uses,
+Several processes and threads may write to one file: each line is written under the file's lock, completely or not
+at all, and the next writer cuts off a line that a crash tore. The import path that existing code uses,
 ``worldflux.telemetry.wasr``, works after any import of genlight if that package is not installed.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 
 from ..adapter.plumbing.redaction import hide_environment
 from .events.event_log import checked_step, checked_text
-from .events.json_lines import LineFile, Position, decode_line, decode_object, encode_json, whole_lines
+from .events.json_lines import LineFile, Position, complete_lines, decode_line, decode_object, encode_json
 
 __all__ = [
     "DEFAULT_PATH",
@@ -61,26 +61,26 @@ class TelemetryEvent(msgspec.Struct, kw_only=True):
 
 
 OPTIONAL_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(TelemetryEvent) if not f.required)
-"""Keys that are null, or an empty list, in events that have no such value."""
+"""Keys that are null, or an empty list, in events without such a value."""
 REQUIRED_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(TelemetryEvent) if f.required)
-"""Keys that every event has a value for, though a number that is not known is null."""
+"""Keys with a value in every event, except that an unknown number is null."""
 
 TRIES = 200
-"""How often a writer tries for the lock, 50 ms apart: others hold it for one line."""
+"""How often a writer tries to take the lock, 50 ms apart: others hold it for one line."""
 
 
 def make_run_id() -> str:
-    """A new id of a run: 32 hexadecimal digits (``uuid4``)."""
+    """Return a new run id: 32 hexadecimal digits (``uuid4``)."""
     return uuid.uuid4().hex
 
 
 def telemetry_path(path: str | os.PathLike[str] | None = None) -> Path:
-    """The file of the telemetry: `path`, else what ``WORLDFLUX_METRICS_PATH`` says, else `DEFAULT_PATH`."""
+    """Return the telemetry file: `path`, or the value of ``WORLDFLUX_METRICS_PATH``, or `DEFAULT_PATH`."""
     return Path(path or os.environ.get(PATH_VARIABLE, "").strip() or DEFAULT_PATH).expanduser()
 
 
 def default_metrics_path() -> Path:
-    """The default telemetry file, for calls that name none."""
+    """Return the telemetry file that is used if a call names none."""
     return telemetry_path()
 
 
@@ -104,48 +104,48 @@ def write_event(
     timestamp: float | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Append one event to the telemetry file and return it as it was written.
+    """Append one event to the telemetry file and return the event as written.
 
-    Every key is written; missing values are null. Numbers that are not finite are null too. Texts are written
-    without secrets of the environment and credentials of URLs.
+    Every key is written; missing values and non-finite numbers are null. Secrets of the environment and credentials in
+    URLs are removed from texts.
 
     Args:
-        event: Its kind: ``heartbeat``, ``diagnostic``, or a name of the caller's.
-        scenario: What the run does.
-        success: Whether what the event reports went well.
-        duration_sec: Seconds that it took.
+        event: The kind of event: ``heartbeat``, ``diagnostic``, or the caller's own name.
+        scenario: A name for the task of the run.
+        success: Whether the reported operation succeeded.
+        duration_sec: Its duration in seconds.
         ttfi_sec: Seconds to the first iteration.
-        artifacts: Anything JSON can hold, by name; paths are written as strings.
-        error: What went wrong; empty or None where nothing did.
-        run_id: The same for all events of a run; None makes one up.
+        artifacts: JSON values by name; paths are written as strings.
+        error: Error text; empty or None if there was no error.
+        run_id: The same for all events of a run; None makes a new id.
         epoch: Completed epochs.
         step: Completed steps.
         throughput_steps_per_sec: Steps a second.
         flops_estimate: Floating point operations a second.
         watts_estimate: Power in watts.
         flops_per_watt: Floating point operations a second for each watt.
-        suggestions: What to try, in words.
-        timestamp: Seconds since the epoch; None takes the time of the call.
+        suggestions: Advice for the user.
+        timestamp: Seconds since the epoch; None means now.
         path: The file; see `telemetry_path`.
 
     Raises:
-        TypeError: A value is of a type that its key does not take; names it.
-        ValueError: A string that must not be empty is, or `epoch` or `step` is negative.
+        TypeError: A value has the wrong type; the message names it.
+        ValueError: A required string is empty, or `epoch` or `step` is negative.
         EventLogError: The file cannot be written, or another process holds it.
     """
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "path"}  # fields of the event
-    given["suggestions"] = suggestions if isinstance(suggestions, str) else list(suggestions or ())
-    given["artifacts"] = {} if artifacts is None else artifacts
-    given["timestamp"] = time.time() if timestamp is None else timestamp
-    given["run_id"] = make_run_id() if run_id is None else run_id
-    given |= {name: checked_text(name, given[name]) for name in ("event", "scenario", "run_id")}
-    given |= {name: checked_step(given[name], name) for name in ("epoch", "step") if given[name] is not None}
+    fields: dict[str, Any] = {name: value for name, value in locals().items() if name != "path"}
+    fields["suggestions"] = suggestions if isinstance(suggestions, str) else list(suggestions or ())
+    fields["artifacts"] = {} if artifacts is None else artifacts
+    fields["timestamp"] = time.time() if timestamp is None else timestamp
+    fields["run_id"] = make_run_id() if run_id is None else run_id
+    fields |= {name: checked_text(name, fields[name]) for name in ("event", "scenario", "run_id")}
+    fields |= {name: checked_step(fields[name], name) for name in ("epoch", "step") if fields[name] is not None}
     try:
-        plain = msgspec.to_builtins({**given, "error": error or ""}, enc_hook=_plain, str_keys=True)
+        plain = msgspec.to_builtins({**fields, "error": error or ""}, enc_hook=_plain, str_keys=True)
         record = msgspec.convert(plain, TelemetryEvent)
-    except msgspec.ValidationError as wrong:
-        where = str(wrong).partition("`$.")[2].rstrip("`")
-        raise TypeError(f"Invalid `{where}`. {str(wrong).partition(' - at')[0]}.") from None
+    except msgspec.ValidationError as invalid:
+        name = str(invalid).partition("`$.")[2].rstrip("`")
+        raise TypeError(f"Invalid `{name}`. {str(invalid).partition(' - at')[0]}.") from None
     record.error = hide_environment(record.error)
     record.suggestions = [hide_environment(text) for text in record.suggestions]
     line = encode_json(record)
@@ -155,29 +155,29 @@ def write_event(
 
 
 def read_events(path: str | os.PathLike[str] | None = None) -> list[dict[str, Any]]:
-    """All events of a telemetry file, oldest first; none where there is no file yet.
+    """Return all events of a telemetry file, oldest first; an empty list if there is no file.
 
-    A last line without its newline is being written, or was torn, and is left out, and so are blank lines.
+    Blank lines are skipped, and so is a last line without its newline: it is still being written, or was torn.
 
     Args:
         path: The file; see `telemetry_path`.
 
     Raises:
-        EventLogError: The file cannot be read, or a line within it is not a JSON object.
+        EventLogError: The file cannot be read, or one of its lines is not a JSON object.
     """
     file = telemetry_path(path)
     if not file.exists():
         return []
     position = Position()
-    return [decode_line(file, position.line, line) for line in whole_lines(file, position) if line.strip()]
+    return [decode_line(file, position.line, line) for line in complete_lines(file, position) if line.strip()]
 
 
 def _plain(value: Any) -> str | float:
-    """A path as text, and a number of numpy or torch as a float."""
+    """Convert a path to text, and a number of numpy or torch to a float."""
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
     try:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):
         kind = type(value).__qualname__
-        raise TypeError(f"Invalid event. Expected what JSON can hold, but received a {kind}.") from None
+        raise TypeError(f"Invalid event. Expected values that JSON can represent, but received a {kind}.") from None

@@ -165,7 +165,7 @@ def _open(session: Session, config: RunConfig, options: RunOptions) -> None:
 def _open_uploader(config: RunConfig) -> Uploader | None:
     """Create the uploader of a run without starting it; None if there is nothing to send."""
     uploads = config.upload_config()
-    lacking = uploads.lacks_for_files()
+    lacking = uploads.file_store_fault()
     if lacking and bool(uploads.owner) != bool(uploads.token):  # otherwise the store only serves `cozy:` references
         log.warning("%s", lacking)
     if any(uploads.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):

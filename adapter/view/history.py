@@ -159,7 +159,7 @@ class History:
     def take(self, event: Event) -> None:
         """Go on with the next event of the log."""
         self.ledger.take(event)
-        undone_after = self._attempts.goes_back_to(event)
+        undone_after = self._attempts.take(event)
         if undone_after is not None:
             for curve in self.curves.values():
                 curve.go_back(undone_after)

@@ -1,4 +1,5 @@
-"""The event log ``trainer_event.v1``: its events, the rules of an attempt, writer, locked file, reader, validation.
+"""The event log ``trainer_event.v1``: events, rules of an attempt, writer, locked file, reader and validation.
 
-A run's origin (`run_metadata`) is noted there and in records. May import the plumbing and the contract.
+`run_metadata` describes the origin of a run, for event logs and checkpoint records. May import the plumbing and the
+contract.
 """

@@ -13,7 +13,7 @@ __all__ = ["Attempts", "evaluation_stage"]
 
 
 def evaluation_stage(started: Started) -> str | None:
-    """``validate``, ``test`` or ``predict`` if the attempt does nothing else; None if it trains."""
+    """Return ``validate``, ``test`` or ``predict`` if that is all the attempt does; None if it trains."""
     metadata = started.metadata
     return metadata.get("stage") if isinstance(metadata, dict) else None
 
@@ -21,15 +21,15 @@ def evaluation_stage(started: Started) -> str | None:
 class Attempts:
     """Follows the events of one run and says which earlier steps no longer count.
 
-    An attempt takes back what earlier ones did after the step from which it resumed, once it reports a later step. So
-    an attempt that evaluates, or that ends before its first step, takes nothing back.
+    Once an attempt reports a step after the one from which it resumed, it replaces the steps that earlier attempts made
+    after that point. So an attempt that only evaluates, or that ends before its first step, replaces nothing.
     """
 
     def __init__(self) -> None:
         self._resumed_from: int | None = None
-        """The step to go back to as soon as the attempt trains; None once it has, and if it only evaluates."""
+        """The step to go back to as soon as the attempt trains; None after that, and if the attempt only evaluates."""
 
-    def goes_back_to(self, event: Event) -> int | None:
+    def take(self, event: Event) -> int | None:
         """Take the next event; return the step after which everything before the event is undone, or None."""
         if isinstance(event, Started):
             self._resumed_from = 0 if evaluation_stage(event) is None else None
@@ -40,7 +40,7 @@ class Attempts:
         elif (
             self._resumed_from is not None
             and event.step > self._resumed_from
-            and not isinstance(event, Completed | Failed)  # a failure names the step that it kept from completing
+            and not isinstance(event, Completed | Failed)  # a failure names the step that did not complete
         ):
             step, self._resumed_from = self._resumed_from, None
             return step

@@ -38,19 +38,19 @@ FAILURE_CATEGORIES: Final = frozenset(get_args(FailureCategory))
 STOP_REASONS: Final = frozenset(get_args(StopReason))
 TERMINAL_EVENTS: Final = frozenset({"completed", "failed"})
 RESUMED_METRIC: Final = "trainer/resumed_from_step"
-"""The metric by which an attempt says where it resumed; its value is its step."""
+"""Metric that reports the step from which an attempt resumed; the value is the same step."""
 ROLLED_BACK_METRIC: Final = "trainer/rolled_back_to_step"
-"""The metric by which an attempt says to which step it goes back, from its own; later steps are logged once more."""
+"""Metric whose value is the step that an attempt went back to. The steps after it are logged again."""
 MAX_STEP: Final = 2**63 - 1
 
 _Name = Annotated[str, Meta(min_length=1)]
 _Step = Annotated[int, Meta(ge=0, le=MAX_STEP, description="Completed steps.")]
 _Attempt = Annotated[int, Meta(ge=2, description="Which attempt of the run; absent on the first.")]
-_Stopped = Annotated[str, Meta(min_length=1, description="What ended it before its last step, such as should_stop.")]
-_ValueText = Annotated[Literal["nan", "inf", "-inf"], Meta(description="Names the value that JSON has no number for.")]
+_Stopped = Annotated[str, Meta(min_length=1, description="Reason for an early end, such as should_stop.")]
+_ValueText = Annotated[Literal["nan", "inf", "-inf"], Meta(description="The value, if JSON has no number for it.")]
 _Finite = Annotated[bool, Meta(description="False if a final weight is nan or infinite; otherwise absent.")]
-_Resumable = Annotated[bool, Meta(description="Whether a restart can be expected to resume where this attempt ended.")]
-_Seq = Annotated[int, Meta(ge=1, description="1 at the first line of the file, then one more, also over restarts.")]
+_Resumable = Annotated[bool, Meta(description="Whether a restart is expected to continue from here.")]
+_Seq = Annotated[int, Meta(ge=1, description="1 on the first line, one more on each further one, also after restarts.")]
 
 
 class Git(TypedDict, total=False):
@@ -61,7 +61,7 @@ class Git(TypedDict, total=False):
 
 
 class Metadata(TypedDict, total=False):
-    """How an attempt came to be, without secrets; `run_metadata` makes it. A reader passes over other members."""
+    """The origin of an attempt, without secrets; made by `run_metadata`. Readers ignore other keys."""
 
     command: str
     git: Git
@@ -79,7 +79,7 @@ class Metadata(TypedDict, total=False):
 
 
 class _Common(msgspec.Struct, tag_field="event", tag=str.lower, gc=False, kw_only=True):
-    """The fields of every line. Unknown keys are ignored, so that a reader takes the lines of later releases."""
+    """The fields of every line. Unknown keys are ignored, so that a reader accepts the lines of later releases."""
 
     run_id: Annotated[str, Meta(min_length=1, description="The run; the same on all lines of an attempt.")]
     schema_version: Literal["trainer_event.v1"] = SCHEMA_VERSION
@@ -95,10 +95,10 @@ class Started(_Common):
         Annotated[
             Metadata,
             Meta(
-                description="How the attempt came to be: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
+                description="The origin of the attempt: `command`, `git` (`commit`, `dirty`), `host`, `packages` "
                 "(versions by name), the job's `tags`, `notes` and `seed`, and its settings by dotted name (`job`); "
-                "settings that decide bits (`numerics`: threads, deterministic algorithms, TF32, versions of Python "
-                "and CUDA); how many `ranks` train, and the `last_step` by its limits and its data, if both are known; "
+                "settings that affect the exact numbers (`numerics`: threads, deterministic algorithms, TF32, versions "
+                "of Python and CUDA); the number of `ranks`; the `last_step` by its limits and its data, if known; "
                 "the `stage` (`validate`, `test`) of an attempt that does not train. Without secrets."
             ),
         ]
@@ -150,10 +150,10 @@ class Completed(_Common):
 class Failed(_Common):
     """The attempt ended by an exception or a stop."""
 
-    run_id: Annotated[str, Meta(description="The run; empty where it failed before its identity was known.")]
-    error: Annotated[str, Meta(description="Safe text that begins with its category; of a stop, the reason.")]
+    run_id: Annotated[str, Meta(description="The run; empty if the attempt failed before the run was known.")]
+    error: Annotated[str, Meta(description="Its category and a text without secrets; for a stop, only the reason.")]
     step: Annotated[
-        int, Meta(ge=0, le=MAX_STEP, description="The step that was being executed, else the completed steps.")
+        int, Meta(ge=0, le=MAX_STEP, description="The step that was running, or the number of completed steps.")
     ]
     # The runtime before genlight wrote neither of these two; `event_faults` demands them.
     category: FailureCategory | StopReason | UnsetType = UNSET
@@ -170,17 +170,17 @@ class Failed(_Common):
 Event = Started | Metric | Checkpoint | Sample | Completed | Failed
 
 _OPTIONAL: Final = frozenset({"attempt", "finite", "metadata", "stopped", "value_text"})
-"""Keys that a sound line may lack."""
+"""Keys that a valid line may lack."""
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 decode_event: Final = _decoder.decode
-"""The event of a line. Raises ValueError, or RecursionError for one that is nested too deeply."""
+"""Return the event on a line. Raises ValueError, or RecursionError if it is nested too deeply."""
 decode_events: Final = _decoder.decode_lines
-"""The events of many lines; as `decode_event`."""
+"""Like `decode_event`, for many lines."""
 
 
 def event_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one line of an event log."""
+    """Return the JSON Schema (draft 2020-12) of one line of an event log."""
     kinds = get_args(Event)
     _, shapes = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
     shapes["Metric"]["oneOf"] = [
@@ -198,23 +198,23 @@ def event_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:genlight:{SCHEMA_VERSION}",
         "title": SCHEMA_VERSION,
-        "description": "One line of a training run's event log. Rules between lines (seq, one terminal event an "
-        "attempt, order) are beyond a schema; `genlight events RUN --check` proves them.",
+        "description": "One line of a training run's event log. A schema cannot express the rules between lines "
+        "(seq, one terminal event per attempt, order); `genlight events RUN --check` checks them.",
         "oneOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds],
         "$defs": shapes,
     }
 
 
 def event_faults(event: object) -> list[str]:
-    """The reasons why `event_schema` refuses an event, in words; empty for a sound one.
+    """Return the reasons why `event_schema` rejects an event; empty for a valid one.
 
-    JSON Schema takes 1.0 for an integer. No writer writes that, so here it is a fault.
+    JSON Schema accepts 1.0 as an integer. No writer of genlight writes that, so here it is a fault.
     """
     try:
         kind = type(msgspec.convert(event, Event))
     except (ValueError, RecursionError) as error:
         return [str(error)]
-    assert isinstance(event, dict), "a struct is made from an object"
+    assert isinstance(event, dict), "only an object becomes a struct"
     known = {"event", *kind.__struct_fields__}
     faults = [f"`{name}` is missing" for name in sorted(_required(kind) - event.keys())]
     return faults + [f"`{name}` is not a field of {event['event']!r}" for name in event if name not in known]

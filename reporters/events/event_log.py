@@ -1,7 +1,7 @@
-"""The event log of a run: ``trainer_event.v1``, one JSON object a line.
+"""The event log of a run: ``trainer_event.v1``, one JSON object per line.
 
-An `EventLog` writes one attempt of one run. It knows the rules of the format and refuses what would break them, so a
-log that was written through it always passes ``genlight events RUN --check``.
+An `EventLog` writes one attempt of one run. It refuses events that would break the rules of the format, so a log that
+it wrote always passes ``genlight events RUN --check``.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ class EventLog:
     """Writes the events of one attempt; conforms to `TrainingReporter`.
 
     The order is ``started``, any number of ``metric``, ``checkpoint`` and ``sample``, then one ``completed`` or
-    ``failed``, which ends the attempt. ``failed`` may also come first, from an attempt that never started. Every event
-    is in the file when its call returns, so that a killed process loses none. ``started``, ``checkpoint``,
+    ``failed``. That one ends the attempt. ``failed`` may also come first, if the attempt never started. Every event is
+    in the file when its call returns, so that a killed process loses none. ``started``, ``checkpoint``,
     ``completed`` and ``failed`` are also durable then, with all lines before them. A power cut therefore loses only
     events that a run reports again when it resumes from a durable checkpoint.
 
-    Any thread may call these methods. In a forked child the log is closed, and so is a copy of it.
+    Any thread may call these methods. In a forked child the log is closed, and a copy of a log is closed too.
 
     Attributes:
-        run_id: Whose events these are.
-        attempt: Which attempt of the run this is, from 1: one more than the ``started`` lines of the run in the file.
-        last_checkpoint: The checkpoint that this attempt reported last.
+        run_id: The run.
+        attempt: Number of this attempt, from 1: one more than the ``started`` lines of the run in the file.
+        last_checkpoint: The newest checkpoint that this attempt reported.
 
     Args:
-        path: The file, continued when it exists: a torn last line is cut off and `seq` goes on from the last whole
-            one; the first line of a file has `seq` 1. A file may hold several runs, one after the other.
-        run_id: Whose events these are. Empty only where the run failed before its identity was known; then
-            ``failed`` is the only event it can have.
+        path: The file. If it exists, new lines are appended: a torn last line is cut off and `seq` continues from the
+            last complete line. The first line of a file has `seq` 1. A file may hold several runs, one after the other.
+        run_id: The run. Empty only if an attempt failed before its run was known; such a log accepts only ``failed``.
 
     Raises:
         EventLogError: Another process writes the file, it cannot be opened, or it is not an event log.
@@ -94,32 +93,32 @@ class EventLog:
 
     @property
     def phase(self) -> Phase:
-        """How far the attempt is: ``new`` before ``started``, ``ended`` once the terminal event is written."""
+        """Progress of the attempt: ``new`` before ``started``, ``ended`` once the terminal event is written."""
         return self._rules.phase
 
     @property
     def closed(self) -> bool:
-        """Whether the file was given up; always so in a forked child."""
+        """Whether the file was closed; always true in a forked child."""
         return self._file.closed
 
     @property
     def is_in_place(self) -> bool:
-        """Whether `path` still names the file that is written; False once that was removed or replaced."""
+        """Whether `path` is still the file that this log writes; False once it was removed or replaced."""
         return self._file.is_in_place
 
     def takes_metrics_of(self, step: int) -> bool:
-        """Whether `metric` would accept that step: none may follow a checkpoint of its step."""
+        """Return whether `metric` would accept `step`: no metric may follow a checkpoint of its step."""
         return step not in self._rules.checkpointed
 
     def started(self, *, run_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> None:
-        """Training begins.
+        """Report that training begins.
 
         Args:
-            run_id: May repeat the run of this log, since the protocol `TrainingReporter` passes it.
-            metadata: How the attempt came to be, as `run_metadata` says it; without secrets.
+            run_id: The run of this log or None; the protocol `TrainingReporter` passes it.
+            metadata: The origin of the attempt, from `run_metadata`; without secrets.
 
         Raises:
-            EventLogError: The attempt began before, the run is unknown, or the line could not be written.
+            EventLogError: The attempt began earlier, the run is unknown, or the line could not be written.
         """
         if not self.run_id or run_id not in {None, self.run_id}:
             raise EventLogError(f"run {run_id!r} cannot start in the event log of run {self.run_id!r}: {self.path}")
@@ -128,20 +127,20 @@ class EventLog:
         self._file.sync()
 
     def metric(self, *, name: str, value: Any, step: int) -> None:
-        """One scalar: a number, a numpy scalar or a tensor of one element (it is copied from its device).
+        """Report one scalar: a number, a numpy scalar or a tensor of one element (copied from its device).
 
         Raises:
             TypeError: The value is not one real number, the name is not a string, or the step is not an integer.
             ValueError: The name is empty, or the step negative.
-            EventLogError: The attempt has not started or is over, a checkpoint of this step was reported before, or
+            EventLogError: The attempt has not started or has ended, a checkpoint of this step was already reported, or
                 the line could not be written.
         """
         self.metrics({name: value}, step=step)
 
     def metrics(self, values: Mapping[str, Any], *, step: int) -> None:
-        """Scalars of one step, a line for each, in their order; none where one of them is refused.
+        """Report scalars of one step, a line for each, in their order; write none of them if one is refused.
 
-        Raises as `metric` does.
+        Raises the same errors as `metric`.
         """
         step = checked_step(step)
         fields = []
@@ -160,7 +159,7 @@ class EventLog:
         self._write(Metric, *fields)
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
-        """A checkpoint is durable; from now on the log takes no further metric of its step.
+        """Report a durable checkpoint; the log then accepts no further metric of its step.
 
         Raises:
             TypeError: `path` is not a path, or `step` is not an integer.
@@ -173,7 +172,7 @@ class EventLog:
         self._file.sync()
 
     def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
-        """A sample was written; raises as `checkpoint` does."""
+        """Report a sample; raises the same errors as `checkpoint`."""
         self._write(Sample, {"path": _path_text("path", path), "step": checked_step(step)})
 
     def completed(
@@ -184,13 +183,13 @@ class EventLog:
         stopped: str | None = None,
         finite: bool = True,
     ) -> None:
-        """The attempt ended as planned.
+        """Report that the attempt ended as planned.
 
         Args:
             step: Completed steps.
-            final_checkpoint: Where the final artifact is; None when there is none.
-            stopped: What ended it before its last step, such as ``should_stop`` or ``data_exhausted``.
-            finite: False where a weight is known to be nan or infinite.
+            final_checkpoint: Path of the final artifact; None if there is none.
+            stopped: The reason for an end before the last step, such as ``should_stop`` or ``data_exhausted``.
+            finite: False if a weight is known to be nan or infinite.
 
         Raises:
             TypeError: An argument is of the wrong type.
@@ -207,14 +206,13 @@ class EventLog:
     def failed(
         self, *, step: int, error: str, category: FailureCategory | StopReason | None = None, resumable: bool = False
     ) -> None:
-        """The attempt ended by an exception or a stop; may come before ``started``.
+        """Report that the attempt ended by an exception or a stop; allowed before ``started``.
 
         Args:
-            step: The step that was being executed, else the completed steps.
-            error: Text without secrets, which the line begins with ``category:`` where it does not yet; of a stop,
-                its reason.
-            category: None takes an `error` that is a stop reason for that stop, and any other for ``train-step``.
-            resumable: Whether a restart can be expected to go on where this attempt ended.
+            step: The step that was running, or the number of completed steps.
+            error: Text without secrets; ``category:`` is added in front unless it is there. For a stop, its reason.
+            category: None means the stop if `error` is a stop reason, otherwise ``train-step``.
+            resumable: Whether a restart is expected to continue from here.
 
         Raises:
             TypeError: `step` is not an integer.
@@ -230,7 +228,7 @@ class EventLog:
         self._file.sync()
 
     def record_failure(self, failure: Failure, step: int) -> None:
-        """As `failed`; a log that cannot be written must not hide what went wrong, so that is only logged."""
+        """Like `failed`, but a write error is only logged, so that it does not hide the original failure."""
         try:
             self.failed(step=step, error=failure.text, category=failure.category, resumable=failure.resumable)
         except (EventLogError, OSError) as problem:
@@ -241,7 +239,7 @@ class EventLog:
         return False
 
     def close(self) -> None:
-        """Make every line durable and give up the file; an attempt without terminal event reads as killed."""
+        """Make every line durable and close the file. An attempt without a terminal event counts as killed."""
         if self._file.closed:
             return
         with self._lock:
@@ -259,22 +257,22 @@ class EventLog:
     def _write(self, kind: type[Event], *fields: Mapping[str, Any]) -> None:
         """Write an event for each of `fields`, or none if the rules refuse one of them.
 
-        An interrupt leaves an event written and the phase changed, or neither.
+        If an interrupt arrives, an event is either written and the phase changed, or neither.
         """
-        if self._file.closed:  # asked before the lock is taken, which a thread may have held when this was forked off
+        if self._file.closed:  # checked before the lock: a thread may have held the lock when this process was forked
             raise EventLogError(
                 f"cannot write {kind.__name__.lower()!r} to {self.path}: the log is closed in process {os.getpid()}"
             )
-        # No loop may stand within the block: in Python 3.13.0 an exception of a signal handler that comes at its end
-        # would leave without releasing the lock.
+        # The block must not contain a loop: in Python 3.13.0 an exception that a signal handler raises at the end of a
+        # loop would leave the block without releasing the lock.
         with self._lock:
             self._append(kind, fields)
 
     def _append(self, kind: type[Event], fields: Sequence[Mapping[str, Any]]) -> None:
         name, log, phase = kind.__name__.lower(), self._file, self._rules.phase
         if phase == "ended" or (kind is Started and phase != "new"):
-            over = "already has its terminal event" if phase == "ended" else "has already started"
-            raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {over}")
+            state = "already has its terminal event" if phase == "ended" else "has already started"
+            raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {state}")
         common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(time_ns())}
         events = [kind(seq=seq, **common, **each) for seq, each in enumerate(fields, start=self.seq + 1)]
         for event in events:
@@ -292,15 +290,15 @@ class EventLog:
 
 
 def _timestamp_ms(now_ns: int) -> int:
-    """Nanoseconds since the epoch as an event has them: whole milliseconds that fit into 64 bits, from 0 on.
+    """Convert nanoseconds since the epoch to the milliseconds of an event: an integer from 0 that fits into 64 bits.
 
-    A machine whose clock was never set may count from before 1970, or far in the future.
+    The clock of a machine that was never set may be before 1970 or far in the future.
     """
     return max(0, min(now_ns // 1_000_000, MAX_STEP))
 
 
 def checked_text(field: str, value: Any, *, may_be_empty: bool = False) -> str:
-    """`value` as a plain text.
+    """Return `value` as a plain string.
 
     Raises:
         TypeError: It is not a string.
@@ -314,7 +312,7 @@ def checked_text(field: str, value: Any, *, may_be_empty: bool = False) -> str:
 
 
 def _path_text(field: str, value: Any) -> str:
-    """A path of any kind as text; raises as `checked_text`."""
+    """Return a path of any type as a string; raises the same errors as `checked_text`."""
     try:
         return checked_text(field, os.fsdecode(value))
     except TypeError:
@@ -322,7 +320,7 @@ def _path_text(field: str, value: Any) -> str:
 
 
 def checked_step(value: Any, name: str = "step") -> int:
-    """A number of completed steps, or whatever else `name` counts.
+    """Return a number of completed steps, or of whatever `name` counts, as an int.
 
     Raises:
         TypeError: It is not an integer.
@@ -338,7 +336,7 @@ def checked_step(value: Any, name: str = "step") -> int:
 
 
 def finite_float(name: str, value: Any) -> float | str:
-    """The value of a metric, from a number, a numpy scalar or a tensor of one element: a text if it is not finite.
+    """Return the value of a metric (a number, numpy scalar or one-element tensor) as a float; as text if not finite.
 
     Raises:
         TypeError: The value is not a real number within the range of a float.

@@ -33,35 +33,35 @@ __all__ = ["EventLogger", "RecordEvents", "has_stock_checkpoint", "last_step"]
 log = logging.getLogger(__name__)
 
 _LIVES_ON = "finished"
-"""Status with which Lightning flushes its loggers from a signal handler; training continues afterwards."""
+"""Status of `finalize` when Lightning flushes its loggers from a signal handler; training then continues."""
 
 
 class EventLogger(Logger):
-    """Writes what a ``Trainer`` does as ``trainer_event.v1``, on rank 0.
+    """Writes the events of a ``Trainer`` as ``trainer_event.v1``, on rank 0.
 
     Works in any ``Trainer(logger=…)`` and LightningCLI YAML, with any LightningModule:
 
     - ``started`` when a fit begins, and ``trainer/resumed_from_step`` if it does not begin at step 0;
     - ``metric`` for every number that is logged, at the step that every logger gets (Lightning's own loop counts the
-      first batch as step 0). Texts are left to other loggers. The automatic column ``epoch`` is left out: it is not a
-      measurement, and would double the log of a model with one metric;
-    - ``checkpoint`` and ``sample`` for what genlight's `Checkpoint` and `WriteSamples` made durable.
-      Lightning's own ``ModelCheckpoint`` has no events: its files are not made durable. Metrics that arrive for a step
-      whose checkpoint was already reported are dropped with a warning;
-    - ``completed`` or ``failed`` when the fit ends, with the number of completed optimizer steps; of ``genlight fit``,
-      once its uploads have settled.
+      first batch as step 0). Texts are skipped. The automatic column ``epoch`` is skipped too: it is not a measurement,
+      and would double the log of a model with one metric;
+    - ``checkpoint`` and ``sample`` for the durable files of genlight's `Checkpoint` and `WriteSamples`.
+      Lightning's own ``ModelCheckpoint`` has no events, because its files are not made durable. Metrics that arrive for
+      a step whose checkpoint was already reported are dropped with a warning;
+    - ``completed`` or ``failed`` when the fit ends, with the number of completed optimizer steps; for ``genlight fit``,
+      after its uploads.
 
     Each fit is one attempt of the run. A ``validate`` or ``test`` that logs something is a separate attempt. It names
-    its ``stage`` and takes nothing back from the fit.
+    its ``stage``, and readers keep all steps of the fit.
 
     Args:
-        path: The log. Lightning puts checkpoints beside it.
-        run_id: Whose events these are; the same again continues the run. None makes one up.
+        path: The log. Lightning saves checkpoints next to it.
+        run_id: The run; pass the same id again to continue that run. None makes a new id.
 
     Raises:
         TypeError: `run_id` is not a string.
         ValueError: `run_id` is empty.
-        EventLogError: Once the fit begins: another process writes the log, or it cannot be opened.
+        EventLogError: Raised when the fit begins: another process writes the log, or it cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str] = "events.jsonl", *, run_id: str | None = None) -> None:
@@ -74,15 +74,15 @@ class EventLogger(Logger):
         self._recorder: RecordEvents | None = None
         self._last_step = 0
         self._stage: str | None = None
-        """``validate`` or ``test`` if the trainer does that and no fit."""
-        self._left_out: set[str] = set()
+        """``validate`` or ``test`` if the trainer does that instead of a fit."""
+        self._skipped: set[str] = set()
 
     def join_run(self, run: _HasEventLog) -> None:
-        """Add metrics to the log of `run`; one that has none yet, as of a fit, gets this logger's, and ends it.
+        """Add metrics to the log of `run`. If it has none yet, as in a fit, it gets this logger's log and ends it.
 
-        A run has one log. A logger of another file keeps and ends its own.
+        A run has one log. A logger with another file keeps and ends its own log.
         """
-        if not run.is_rank_zero:  # Lightning does not know the rank of a process before it has started the others
+        if not run.is_rank_zero:  # before Lightning starts the other processes it does not know the rank of this one
             return
         if run.event_log is None:
             run.event_log, self._ends_log = self.experiment, False
@@ -90,7 +90,7 @@ class EventLogger(Logger):
             self.attach(run.event_log)
 
     def attach(self, event_log: EventLog) -> None:
-        """Add metrics to a log that another part of the program opened, and that writes its terminal event.
+        """Add metrics to a log that another part of the program opened. That part also writes its terminal event.
 
         `RecordEvents` writes the events of the fit.
         """
@@ -127,12 +127,12 @@ class EventLogger(Logger):
 
     @override
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the format has no event for them."""
+        """Do nothing: the format has no event for hyperparameters."""
 
     @override
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Any = None) -> None:
-        """Begin the attempt: Lightning calls this with its module when everything is set up."""
+        """Begin the attempt: Lightning calls this with its module once everything is set up."""
         if not self._owns_log or not isinstance(model, pl.LightningModule):
             return
         stage = model.trainer.state.fn
@@ -155,7 +155,7 @@ class EventLogger(Logger):
         try:
             event_log.metrics(values, step=at)
         except TypeError:
-            # Other loggers take texts, and one `Trainer.logger` may be a list of several.
+            # Other loggers accept texts, and a trainer may have several loggers.
             numbers = {name: value for name, value in values.items() if _is_number(name, value)}
             if len(numbers) == len(values):
                 raise
@@ -163,10 +163,12 @@ class EventLogger(Logger):
             if numbers:
                 self.log_metrics(numbers, at)
         except EventLogError:
-            # Asked afterwards: a checkpoint thread may have reported that step while its metrics were written.
+            # Checked afterwards: a checkpoint thread may have reported the step while its metrics were written.
             if event_log.takes_metrics_of(at):
                 raise
-            why = f"a checkpoint of step {at} was reported before; log them before it, at the number of completed steps"
+            why = (
+                f"a checkpoint of step {at} was already reported; log them before it, at the number of completed steps"
+            )
             self._warn_of(values, why)
 
     @override
@@ -201,10 +203,10 @@ class EventLogger(Logger):
 
     def _warn_of(self, names: Iterable[str], why: str) -> None:
         """Warn about skipped metrics, once for each name."""
-        new = [name for name in names if name not in self._left_out]
+        new = [name for name in names if name not in self._skipped]
         if new:
-            self._left_out.update(new)
-            log.warning("metrics %s are left out of %s: %s", ", ".join(new), self.path, why)
+            self._skipped.update(new)
+            log.warning("metrics %s are not written to %s: %s", ", ".join(new), self.path, why)
 
     def _completed_steps(self) -> int:
         return self._last_step if self._trainer is None else self._trainer.global_step
@@ -222,7 +224,7 @@ class EventLogger(Logger):
 
 
 class _HasEventLog(Protocol):
-    """The part of a run that the logger reads."""
+    """The attributes of a run that the logger uses."""
 
     event_log: EventLog | None
     """The log of the run's attempt, open, on rank zero."""
@@ -230,7 +232,7 @@ class _HasEventLog(Protocol):
 
 
 def last_step(trainer: pl.Trainer) -> int | None:
-    """The step after which a fit ends, by ``max_steps`` and by the length of its data; None if neither is known.
+    """Return the last step of a fit, by ``max_steps`` and the length of its data; None if neither is known.
 
     Data without a length counts as data without an end.
     """
@@ -241,13 +243,13 @@ def last_step(trainer: pl.Trainer) -> int | None:
     if trainer.train_dataloader is None:  # the data is not set up yet
         return None
     if not module.automatic_optimization and not hasattr(module, "plugin"):
-        return limit  # a module that steps by itself does so any number of times in a batch
+        return limit  # with manual optimization a batch may have any number of steps
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 <= steps < math.inf else None
 
 
 def _extent(trainer: pl.Trainer) -> dict[str, Any]:
-    """The keys of ``started`` that only a fit knows: how large it is, and the settings that decide its bits."""
+    """Return the keys of ``started`` that only a fit knows: its size and the settings that affect its numbers."""
     last = last_step(trainer)
     extent = {"ranks": trainer.world_size, **({} if last is None else {"last_step": last})}
     return {**extent, "numerics": numerics()}
@@ -256,7 +258,7 @@ def _extent(trainer: pl.Trainer) -> dict[str, Any]:
 def _warn_of_other_numerics(event_log: EventLog) -> None:
     before, *now = [start.metadata for start in starts_of(event_log.path, event_log.run_id)[-2:]]
     if now and before and now[0] and (changed := changed_numerics(before, now[0])):
-        text = "The resumed run may not have the same bits as an unbroken one. Since the attempt before: %s"
+        text = "The resumed run may not have the same numbers as an uninterrupted one. Since the previous attempt: %s"
         log.warning(text, "; ".join(changed))
 
 
@@ -264,12 +266,12 @@ class RecordEvents(Callback):
     """Writes ``started``, ``checkpoint`` and ``sample`` events of a fit to an open log, on rank zero.
 
     Metrics come from an `EventLogger` of the same log. The session of ``genlight run`` or ``genlight fit`` writes the
-    terminal event, else the `EventLogger` that opened the log itself. The first callback of a trainer writes
-    ``started`` before any other one can log something.
+    terminal event; without a session, the `EventLogger` that opened the log does. It should be the first callback of a
+    trainer, so that ``started`` comes before anything that another callback logs.
 
     Args:
         event_log: An open log.
-        metadata: How the attempt came to be; goes into ``started``, with the number of ranks and `last_step`.
+        metadata: The origin of the attempt; goes into ``started``, with the number of ranks and `last_step`.
     """
 
     def __init__(self, event_log: EventLog, metadata: Mapping[str, Any] | None = None) -> None:
@@ -280,27 +282,27 @@ class RecordEvents(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.event_log.phase == "new":
             self.event_log.started(metadata={**(self.metadata or {}), **_extent(trainer)})
-        if trainer.global_step:  # Lightning restores it after it last speaks to loggers
+        if trainer.global_step:  # Lightning restores the step after its last call to a logger
             _warn_of_other_numerics(self.event_log)
             self.event_log.metric(name=RESUMED_METRIC, value=trainer.global_step, step=trainer.global_step)
 
-    # Events of genlight's own callbacks. They call every callback that has a method of that name.
+    # Methods that genlight's own callbacks call on every callback that has them.
 
     def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: Any) -> None:
-        """A checkpoint can no longer be lost."""
+        """Write the event of a checkpoint that is now durable."""
         self.event_log.checkpoint(path=record.reported_path, step=record.step)
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, samples: Mapping[Path, Sequence[Path]], step: int
     ) -> None:
-        """Samples are on disk."""
+        """Write the events of samples that are now on disk."""
         for record, files in samples.items():
             for path in (record, *files):
                 self.event_log.sample(path=path, step=step)
 
 
 def has_stock_checkpoint(trainer: pl.Trainer) -> bool:
-    """Whether a restart finds a checkpoint of Lightning's own callback, or the one from which this attempt resumed."""
+    """Return whether a restart finds a checkpoint of Lightning's callback, or the start of this attempt."""
     stock = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return trainer.ckpt_path is not None or any(each.last_model_path or each.best_model_path for each in stock)
 
@@ -309,5 +311,5 @@ def _is_number(name: Any, value: Any) -> bool:
     try:
         finite_float(name, value)
     except TypeError:
-        return not isinstance(name, str)  # a name that is not a string is refused by name
+        return not isinstance(name, str)  # if the name is not a string, the log refuses it
     return True

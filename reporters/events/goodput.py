@@ -1,4 +1,4 @@
-"""Account of the wall time of a run over all of its attempts, from its event log."""
+"""Account of the wall time of a run over all its attempts, from its event log."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .reader import typed_events
 __all__ = ["METRIC_PREFIX", "PARTS", "Account", "Ledger", "Span", "account_of"]
 
 METRIC_PREFIX = "time/"
-"""Of the metrics of `genlight.callbacks.Goodput`: seconds that an attempt has spent so far."""
+"""Prefix of the metrics of `genlight.callbacks.Goodput`: seconds that an attempt has spent so far."""
 
 PARTS = {
     "steps": "training steps whose work was kept",
     "data_wait": "waiting for data",
-    "checkpoint": "held up by checkpoints",
+    "checkpoint": "waiting for checkpoints",
     "samples": "samples",
     "evaluation": "evaluation",
     "rollout": "rollouts",
     "start_up": "from the start of a process to its first step",
     "ending": "after the last step: final checkpoint",
-    "upload_wait": "after the last checkpoint or sample: waiting for uploads, and for the end to be acknowledged",
-    "lost": "steps that were made again after a kill or a stop, or undone by a roll-back",
-    "idle": "between two attempts, or after the last sign of one that was killed",
+    "upload_wait": "after the last checkpoint or sample: waiting for uploads, and for the acknowledgement of the end",
+    "lost": "steps that were repeated after a kill or a stop, or undone by a roll-back",
+    "idle": "between two attempts, and after the last event of an attempt that was killed",
 }
-"""The meaning of each part, in the order in which they are shown."""
+"""Meaning of each part, in display order."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Span:
     """The wall time of one attempt.
 
     Attributes:
-        began_s: When its process started, in seconds since 1970.
-        ended_s: Its last event.
-        resumed_from: The step from which it resumed; 0 if it began anew.
-        last_step: The last one that it reported.
-        ended: Whether it said how it ended.
+        began_s: Start of its process, in seconds since 1970.
+        ended_s: Time of its last event.
+        resumed_from: The step from which it resumed; 0 if it did not resume.
+        last_step: The last step that it reported.
+        ended: Whether it has a terminal event.
         seconds: Seconds by part, as in `PARTS`.
     """
 
@@ -58,10 +58,11 @@ class Account:
 
     Attributes:
         seconds: Seconds by part, as in `PARTS`; they sum to `wall_s`.
-        attempts: How many attempts have started.
+        attempts: Number of attempts that have started.
         wall_s: From the start of the first process to the last event; if the clock was set back, the sum of the parts.
-        is_measured: Whether an attempt has said what it spent; if none has, ``steps`` holds what is not ``idle``.
-        spans: Each attempt by itself, oldest first.
+        is_measured: Whether an attempt reported how it spent its time; if none did, ``steps`` has everything but
+            ``idle``.
+        spans: The attempts, oldest first.
     """
 
     seconds: Mapping[str, float]
@@ -83,13 +84,13 @@ class _Attempt:
     is_evaluation: bool = False
     resumed_from: int = 0
     undone_after: int | None = None
-    """The step to which it took the run back; None if it took nothing back."""
+    """The step after which it replaced earlier steps; None if it replaced none."""
     last_step: int = 0
     upload_wait_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
-    """The seconds that it has spent by part, as it reported last."""
-    said_at: int = 0
-    """The step of that."""
+    """Seconds by part, in its newest report."""
+    reported_at: int = 0
+    """The step of that report."""
 
     @property
     def last_s(self) -> float:
@@ -105,13 +106,13 @@ class _Attempt:
 
 
 def account_of(path: str | os.PathLike[str]) -> Account | None:
-    """Add up the event log at `path`; None if no attempt has started.
+    """Return the account of the event log at `path`; None if no attempt has started.
 
-    If an attempt was killed, the time since its last event counts as ``idle``: nothing says when it ended.
-    A last line without its newline is skipped, as by `read_events`.
+    If an attempt was killed, the time since its last event counts as ``idle``, because the time of its end is unknown.
+    A last line without its newline is skipped, as in `read_events`.
 
     Raises:
-        EventLogError: The file cannot be read, or a line is not an event with the keys of its kind; names the line.
+        EventLogError: The file cannot be read, or a line is not a valid event; the message names the line.
     """
     ledger = Ledger()
     for event in typed_events(path):
@@ -120,19 +121,21 @@ def account_of(path: str | os.PathLike[str]) -> Account | None:
 
 
 class Ledger:
-    """Adds up events as they come; `account` can be called at any time."""
+    """Adds up events one by one; `account` can be called at any time."""
 
     def __init__(self) -> None:
         self._attempts: list[_Attempt] = []
         self._rule = Attempts()
 
     def take(self, event: Event) -> None:
-        """Go on with the next event of the log."""
-        attempts, undone_after = self._attempts, self._rule.goes_back_to(event)
+        """Add the next event of the log."""
+        attempts, undone_after = self._attempts, self._rule.take(event)
         if isinstance(event, Started):
             stage = evaluation_stage(event)
             attempts.append(_Attempt(event.timestamp_ms / 1000, event, is_evaluation=stage is not None))
-        elif attempts and not (isinstance(event, Failed) and attempts[-1].ended):  # a start that failed is no attempt
+        elif attempts and not (
+            isinstance(event, Failed) and attempts[-1].ended
+        ):  # a start that failed does not count as an attempt
             attempt = attempts[-1]
             if undone_after is not None:
                 before = attempt.undone_after
@@ -146,7 +149,7 @@ class Ledger:
             attempt.newest = event
 
     def account(self) -> Account | None:
-        """The account of the events so far; None if no attempt has started."""
+        """Return the account of the events so far; None if no attempt has started."""
         attempts = self._attempts
         if not attempts:
             return None
@@ -168,14 +171,16 @@ class Ledger:
 
 
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
-    """The parts of one attempt, none negative.
+    """Return the parts of one attempt, none of them negative.
 
     They sum to the time from the start of its process to its last event, unless the clock was set back meanwhile. The
     measured seconds do not depend on that clock, so they count in full.
     """
     spent = {"start_up": 0.0, **attempt.seconds, "upload_wait": attempt.upload_wait_s}
     rest_s = max(attempt.last_s - attempt.process_began_s - sum(spent.values()), 0.0)
-    part = "ending" if attempt.ended and attempt.last_step <= max(attempt.said_at, attempt.resumed_from) else "steps"
+    part = (
+        "ending" if attempt.ended and attempt.last_step <= max(attempt.reported_at, attempt.resumed_from) else "steps"
+    )
     part = "evaluation" if attempt.is_evaluation else part
     spent[part] = spent.get(part, 0.0) + rest_s
     made, undone = attempt.last_step - attempt.resumed_from, attempt.last_step - kept_until
@@ -184,7 +189,7 @@ def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
 
 
 def _upload_wait_s(before: Event, terminal: Completed | Failed) -> float:
-    """Seconds from a checkpoint or sample to the terminal event of the same step, which waits for uploads."""
+    """Return the seconds between a checkpoint or sample and the terminal event of its step: the wait for uploads."""
     if not isinstance(before, Checkpoint | Sample) or before.step != terminal.step:
         return 0.0
     return max(terminal.timestamp_ms - before.timestamp_ms, 0) / 1000
@@ -195,4 +200,4 @@ def _take_metric(attempt: _Attempt, event: Metric) -> None:
         attempt.resumed_from = attempt.last_step = event.step
     elif event.value is not None:
         attempt.seconds[event.name.removeprefix(METRIC_PREFIX)] = event.value
-        attempt.said_at = event.step
+        attempt.reported_at = event.step

@@ -1,8 +1,8 @@
-"""Files of JSON lines. One process writes at a time, any may read, and readers see complete lines only.
+"""Files of JSON lines. One process writes at a time, any process may read, and readers see only complete lines.
 
-The lock is on the file itself, so there is no lock file to go stale. A line reaches the kernel in one ``write``:
-a killed process leaves either all of it or nothing. What a full disk or a power cut tore is cut off, never continued,
-and no reader takes it for a line.
+The lock is on the file itself, so no lock file can go stale. A line reaches the kernel in one ``write``, so a killed
+process leaves either all of it or nothing. The next writer cuts off a line that a full disk or a power cut tore, and
+readers skip it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ __all__ = [
     "LONGEST_LINE",
     "LineFile",
     "Position",
+    "complete_lines",
     "decode_line",
     "decode_object",
     "encode_json",
     "has_long_holes",
     "storable",
-    "whole_lines",
 ]
 
 LONGEST_LINE = 16 << 20
-"""Bytes of a line that is read: no run writes nearly as many, and a log may come from elsewhere."""
+"""Maximum size of a line in bytes. No run writes such long lines, but a log may come from an unknown source."""
 StrPath = str | os.PathLike[str]
 _encode = msgspec.json.Encoder(order="sorted").encode
 decode_object = msgspec.json.Decoder(dict[str, Any]).decode
-"""The JSON object on a line. Raises ValueError, or RecursionError for one that is nested too deeply."""
+"""Return the JSON object on a line. Raises ValueError, or RecursionError if it is nested too deeply."""
 
 
 def encode_json(value: object) -> bytes:
-    """Compact JSON with sorted keys; a number that is not finite is null, and texts are made `storable`."""
+    """Return compact JSON with sorted keys; a non-finite number becomes null, and texts become `storable`."""
     try:
         return _encode(value)
     except UnicodeEncodeError:
@@ -54,7 +54,7 @@ def encode_json(value: object) -> bytes:
 
 
 def storable(value: Any) -> Any:
-    """The value with lone surrogates in its texts escaped, since UTF-8 cannot encode them."""
+    """Return the value with lone surrogates in its texts escaped, since UTF-8 cannot encode them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -63,10 +63,10 @@ def storable(value: Any) -> Any:
 
 
 def decode_line(path: StrPath, number: int, line: bytes, decode: Callable[[bytes], Any] = decode_object) -> Any:
-    """What `decode` makes of a line of the file at `path`.
+    """Return `decode(line)`, for a line of the file at `path`.
 
     Raises:
-        EventLogError: It can't decode it; names the line.
+        EventLogError: The line cannot be decoded; the message names it.
     """
     try:
         return decode(line)
@@ -78,7 +78,7 @@ def decode_line(path: StrPath, number: int, line: bytes, decode: Callable[[bytes
 
 
 class Position(msgspec.Struct):
-    """How far a follower has read: the file, the complete lines, and the offset of their end."""
+    """Position of a reader: the file, the number of complete lines read, and the offset of their end."""
 
     file: tuple[int, int] | None = None
     """Device and inode; None before the first line was read."""
@@ -86,7 +86,7 @@ class Position(msgspec.Struct):
     offset: int = 0
 
     def is_of(self, path: StrPath) -> bool:
-        """Whether the file at `path` is the one that was read, as far as it was read, and no newer one."""
+        """Return whether the file at `path` is still the one that was read, and has not become shorter."""
         try:
             status = os.stat(path)
         except OSError:
@@ -95,10 +95,10 @@ class Position(msgspec.Struct):
 
 
 def has_long_holes(descriptor: int) -> bool:
-    """Whether more bytes of a file than a line may have were never written, as in a sparse file.
+    """Return whether the holes of a sparse file are together longer than the longest line.
 
-    Such a file costs nothing on disk and reads as gigabytes. A power cut leaves some blocks, never as many. The answer
-    is no on a file system that does not say.
+    Such a file takes no space on disk but reads as gigabytes. A power cut leaves a few unwritten blocks, never so many.
+    Returns False on a file system that does not report holes.
     """
     size, at, total = os.fstat(descriptor).st_size, 0, 0
     while at < size and total <= LONGEST_LINE and hasattr(os, "SEEK_DATA"):
@@ -106,7 +106,9 @@ def has_long_holes(descriptor: int) -> bool:
             data = os.lseek(descriptor, at, os.SEEK_DATA)
             after = os.lseek(descriptor, data, os.SEEK_HOLE)
         except OSError as error:
-            data = after = size if error.errno == errno.ENXIO else at  # no data follows; or holes are not known here
+            data = after = (
+                size if error.errno == errno.ENXIO else at
+            )  # no data follows, or the file system does not report holes
             if data == at:
                 return False
         total += data - at
@@ -114,11 +116,11 @@ def has_long_holes(descriptor: int) -> bool:
     return total > LONGEST_LINE
 
 
-def whole_lines(path: StrPath, position: Position) -> Iterator[bytes]:
-    """The lines beyond `position`, which moves along, as far as they end with a newline: the rest may come any time.
+def complete_lines(path: StrPath, position: Position) -> Iterator[bytes]:
+    """Yield the complete lines after `position` and advance it. A last line without a newline is not read yet.
 
     Raises:
-        EventLogError: The file is absent or unreadable, or a line or its holes have more than 16 MiB.
+        EventLogError: The file is absent or unreadable, or a line, or the holes of the file, have more than 16 MiB.
     """
     try:
         file = os.fdopen(open_regular(path), "rb")
@@ -129,15 +131,15 @@ def whole_lines(path: StrPath, position: Position) -> Iterator[bytes]:
         position.file = status.st_dev, status.st_ino
         if has_long_holes(file.fileno()):
             raise EventLogError(
-                f"event log {os.fspath(path)!s} has {status.st_size:,} bytes, of which more than {LONGEST_LINE >> 20} "
-                "MiB were never written; no run leaves that: use another log"
+                f"event log {os.fspath(path)!s} has {status.st_size:,} bytes, and more than {LONGEST_LINE >> 20} MiB "
+                "of them were never written. No run leaves such a file; use another log"
             )
         file.seek(position.offset)
         while line := file.readline(LONGEST_LINE + 1):
             if len(line) > LONGEST_LINE:
                 raise EventLogError(
                     f"line {position.line + 1} of event log {os.fspath(path)!s} has more than {LONGEST_LINE >> 20} "
-                    "MiB, which no run writes; cut it out, or use another log"
+                    "MiB. No run writes such lines; remove it, or use another log"
                 )
             if not line.endswith(b"\n"):
                 return
@@ -147,24 +149,24 @@ def whole_lines(path: StrPath, position: Position) -> Iterator[bytes]:
 
 
 class LineFile:
-    """Appends whole lines to a file that this process alone may write.
+    """Appends complete lines to a file that only this process may write.
 
-    Not thread-safe but for `sync`: the caller serialises `append` and `close`. In a forked child the file is closed,
-    so that a data loader worker that outlives its parent cannot keep the lock, and so is a copy of it.
+    Only `sync` is thread-safe: the caller must serialize `append` and `close`. In a forked child the file is closed, so
+    that a data loader worker that outlives its parent cannot keep the lock. A copy of the object is closed too.
 
     Attributes:
         path: The file.
-        last: The last whole line that was there when it was opened, decoded; None where there was none.
+        last: The last complete line of the file when it was opened, decoded; None if there was none.
         size: Bytes of the file.
-        lines: Lines that were appended since it was opened.
+        lines: Number of lines appended since it was opened.
 
     Args:
-        path: The file; it and its directories are created when absent.
-        decode: Decodes that last line; raises a ValueError for a file that holds something else.
-        tries: How often to try for the lock, 50 ms apart, where other writers hold it for a line only.
+        path: The file; it and its directories are created if absent.
+        decode: Decodes the last line; raises a ValueError if the file has other content.
+        tries: How often to try to take the lock, 50 ms apart; more than 1 if writers hold it only for a line.
 
     Raises:
-        EventLogError: The file is locked by another writer, cannot be opened, or holds something else.
+        EventLogError: Another writer has locked the file, it cannot be opened, or it has other content.
     """
 
     def __init__(self, path: StrPath, decode: Callable[[bytes], Any] = decode_object, *, tries: int = 1) -> None:
@@ -189,23 +191,23 @@ class LineFile:
         try:
             if has_long_holes(self._descriptor):
                 raise ValueError(f"more than {LONGEST_LINE >> 20} MiB of it were never written")
-            line, self.size = _last_whole_line(self._descriptor)
+            line, self.size = _last_complete_line(self._descriptor)
             self.last = None if line is None else decode(line)
             if self.size != os.fstat(self._descriptor).st_size:
                 self._cut_off()
                 os.fsync(self._descriptor)
-            if not self.size:  # with lines in it, the process that began the file has made its name durable
+            if not self.size:  # if it has lines, its first writer has made its name durable
                 fsync_directory(self.path.parent)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 raise EventLogError(f"cannot open {path}: {error.strerror}") from error
             if isinstance(error, (ValueError, RecursionError)):
-                raise EventLogError(f"{path} holds something else: {error}; write to another file") from error
+                raise EventLogError(f"{path} has other content: {error}; write to another file") from error
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None}  # which is that of one open file in one process
+        return {**vars(self), "_lock": None}  # a lock belongs to one open file in one process
 
     @property
     def _descriptor(self) -> int:
@@ -218,17 +220,17 @@ class LineFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether `path` still names the file that is written, which may have been removed or replaced meanwhile."""
+        """Whether `path` is still this file; False once it was removed or replaced."""
         try:
             return not self.closed and os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except OSError:
             return False
 
     def append(self, line: bytes) -> None:
-        """Write a line, which ends with its newline, whole or not at all.
+        """Write a line, including its newline, completely or not at all.
 
         Raises:
-            EventLogError: The file is closed, or the line could not be written; the file then ends with the one before.
+            EventLogError: The file is closed, or the line could not be written and was removed again.
         """
         lock = self._lock
         if lock is None or lock.descriptor < 0:
@@ -240,10 +242,10 @@ class LineFile:
             write_all(lock.descriptor, line)
             self.size, self.lines = self.size + len(line), self.lines + 1
         except BaseException as error:
-            # Also for a KeyboardInterrupt that lands between a write and its bookkeeping.
+            # This also handles a KeyboardInterrupt between the write and its bookkeeping.
             self.size, self.lines = before
             self._torn = True
-            with contextlib.suppress(EventLogError):  # the next append tries again, or reports that it cannot
+            with contextlib.suppress(EventLogError):  # the next append tries again and reports the error
                 self._cut_off()
             if isinstance(error, OSError):
                 raise EventLogError(f"cannot write to {self.path}: {error.strerror}") from error
@@ -253,7 +255,7 @@ class LineFile:
         """Make every line so far durable.
 
         Raises:
-            EventLogError: The device refused; what it holds of the last lines is unknown.
+            EventLogError: The device refused; the last lines may or may not be on it.
         """
         try:
             os.fdatasync(self._descriptor)
@@ -261,7 +263,7 @@ class LineFile:
             raise EventLogError(f"cannot make {self.path} durable: {error.strerror}") from error
 
     def close(self) -> None:
-        """Give up the file and its lock; a second call does nothing."""
+        """Close the file and release its lock; a second call does nothing."""
         if self._lock is not None:
             self._lock.release()
 
@@ -280,8 +282,8 @@ def _make_folder(directory: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, f"{directory} is not a directory") from None
 
 
-def _last_whole_line(descriptor: int) -> tuple[bytes | None, int]:
-    """The last complete line, and the offset of its end."""
+def _last_complete_line(descriptor: int) -> tuple[bytes | None, int]:
+    """Return the last complete line, and the offset of its end."""
     if not os.fstat(descriptor).st_size:
         return None, 0
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
@@ -289,7 +291,7 @@ def _last_whole_line(descriptor: int) -> tuple[bytes | None, int]:
         while end:
             start = content.rfind(b"\n", 0, end - 1) + 1
             line = content[start:end]
-            # JSON escapes NUL: a bare one is a block that never reached the disk before the power went.
+            # JSON escapes NUL. A bare one belongs to a block that did not reach the disk before a power cut.
             if b"\0" not in line:
                 return line, end
             end = start

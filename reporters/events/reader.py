@@ -1,4 +1,4 @@
-"""Reading an event log, also while it is being written and after a crash."""
+"""Read an event log, also while it is being written and after a crash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...adapter.plumbing.safe_open import open_regular
 from .attempts import Attempts
 from .event import MAX_STEP, TERMINAL_EVENTS, Event, Metric, Started, decode_event, decode_events
-from .json_lines import LONGEST_LINE, Position, decode_line, whole_lines
+from .json_lines import LONGEST_LINE, Position, complete_lines, decode_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -24,43 +24,44 @@ _LINES_AT_ONCE = 4096
 
 
 def log_of_run(run: str | os.PathLike[str]) -> Path:
-    """The event log of `run`, which is the log itself or a run's artifacts directory; it may be absent."""
+    """Return the event log of `run`, a log or the artifacts directory of a run; the log may be absent."""
     path = Path(run)
     candidates = [path / "metrics" / "events.jsonl", path / "events.jsonl"] if path.is_dir() else []
     return next((log for log in candidates if log.is_file()), path)
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of a log, oldest first, as dictionaries.
+    """Yield the events of a log, oldest first, as dictionaries.
 
-    A last line without its newline is not an event yet (it is being written, or was torn) and is skipped.
+    A last line without its newline is skipped: it is still being written, or was torn.
 
     Raises:
-        EventLogError: The log is absent or unreadable, or a line within it is not a JSON object.
+        EventLogError: The log is absent or unreadable, or one of its lines is not a JSON object.
     """
     position = Position()
-    for line in whole_lines(path, position):
+    for line in complete_lines(path, position):
         yield decode_line(path, position.line, line)
 
 
 def typed_events(
     path: str | os.PathLike[str], *, strict: bool = True, position: Position | None = None
 ) -> Iterator[Event]:
-    """The events of a log, oldest first, as structs: five times as fast as `read_events`.
+    """Yield the events of a log, oldest first, as structs: five times as fast as `read_events`.
 
-    A last line without its newline is skipped, as by `read_events`.
+    A last line without its newline is skipped, as in `read_events`.
 
     Args:
         path: The log.
-        strict: Whether a line that is no event is an error. Otherwise it is passed over if it is a JSON object, as
-            another release may have written it, or has NUL bytes, as a power cut leaves them.
-        position: Where to go on, of the same file; moved along, for those who come back for what was added.
+        strict: Whether a line that is not an event is an error. Otherwise the line is skipped if it is a JSON object
+            (another release may have written it) or has NUL bytes (a power cut leaves them).
+        position: The position to continue from, in the same file. It is advanced, so that a later call reads only new
+            lines.
 
     Raises:
-        EventLogError: The log is absent or unreadable, or a line is not an event; names the line.
+        EventLogError: The log is absent or unreadable, or a line is not an event; the message names the line.
     """
     position = Position() if position is None else position
-    lines = whole_lines(path, position)
+    lines = complete_lines(path, position)
     while block := list(islice(lines, _LINES_AT_ONCE)):
         try:
             decoded = decode_events(b"".join(block))
@@ -69,7 +70,7 @@ def typed_events(
         if len(decoded) == len(block):
             yield from decoded
             continue
-        for number, line in enumerate(block, start=position.line + 1 - len(block)):  # one is broken, or empty
+        for number, line in enumerate(block, start=position.line + 1 - len(block)):  # one of them is broken or empty
             event = _decoded(line)
             if event is not None:
                 yield event
@@ -80,7 +81,7 @@ def typed_events(
 
 
 def _decoded(line: bytes) -> Event | None:
-    """The event of a line; None if it is not one."""
+    """Return the event on a line; None if it is not an event."""
     try:
         return decode_event(line)
     except (ValueError, RecursionError):
@@ -88,7 +89,7 @@ def _decoded(line: bytes) -> Event | None:
 
 
 def read_metrics(run: str | os.PathLike[str], *, all_attempts: bool = False) -> pyarrow.Table:
-    """The metrics of a run as a table, in the order in which they were logged; the run may still be writing.
+    """Return the metrics of a run as a table, in the order of the log; the run may still be writing.
 
     ===========  ===================================================================================
     run_id       dictionary of string
@@ -100,9 +101,9 @@ def read_metrics(run: str | os.PathLike[str], *, all_attempts: bool = False) -> 
     ===========  ===================================================================================
 
     Args:
-        run: An event log, or the artifacts directory of a run. Of a log with several runs the table has all.
-        all_attempts: Whether to include steps that a later attempt made again, or that a roll-back undid. By default
-            the table has each step as it was made last.
+        run: An event log, or the artifacts directory of a run. If a log has several runs, the table has all of them.
+        all_attempts: Whether to include steps that a later attempt repeated, or that a roll-back undid. By default the
+            table has only the newest version of each step.
 
     Raises:
         EventLogError: The log is absent or unreadable, or a line is not JSON.
@@ -111,9 +112,9 @@ def read_metrics(run: str | os.PathLike[str], *, all_attempts: bool = False) -> 
 
     runs: dict[str, _Rows] = {}
     for event in typed_events(log_of_run(run), strict=False):
-        if event.run_id:  # a start may have failed before it knew its run
+        if event.run_id:  # an attempt that failed before its run was known has no id
             rows = runs.setdefault(event.run_id, _Rows())
-            undone_after = rows.attempts.goes_back_to(event)
+            undone_after = rows.attempts.take(event)
             if undone_after is not None and not all_attempts:
                 rows.go_back(undone_after)
             if isinstance(event, Metric):
@@ -131,7 +132,7 @@ class _Rows:
         self.attempts = Attempts()
         self._numbers: dict[str, int] = {}
         self._columns: list[array[Any]] = [array("q"), array("q"), array("q"), array("q"), array("d")]
-        """Attempts, steps, times, numbers of names, and values."""
+        """Attempts, steps, times, indices of names, and values."""
 
     def go_back(self, undone_after: int) -> None:
         """Remove the rows of later steps."""
@@ -164,22 +165,22 @@ class _Rows:
 
 
 def follow(path: str | os.PathLike[str], *, poll_every_s: float = 0.2) -> Iterator[dict[str, Any]]:
-    """The events of a log as they come, from its first line to the end of its last attempt.
+    """Yield the events of a log while it is written, from its first line to the end of its last attempt.
 
-    Waits for a log that is not there yet, and goes over to a new file that takes the place of the old one.
+    Waits for a log that does not exist yet, and continues with the new file if the log is replaced.
 
     Args:
         path: The log.
-        poll_every_s: Seconds between two looks at the file.
+        poll_every_s: Seconds between two checks of the file.
 
     Raises:
-        EventLogError: The log is unreadable, or a line within it is not a JSON object.
+        EventLogError: The log is unreadable, or one of its lines is not a JSON object.
     """
     position, ended = Position(), False
     while not ended:
         if not position.is_of(path):
             position = Position()
-        for line in whole_lines(path, position) if os.path.exists(path) else ():
+        for line in complete_lines(path, position) if os.path.exists(path) else ():
             event = decode_line(path, position.line, line)
             yield event
             ended = event.get("event") in TERMINAL_EVENTS
@@ -188,13 +189,15 @@ def follow(path: str | os.PathLike[str], *, poll_every_s: float = 0.2) -> Iterat
 
 
 def count_started(path: str | os.PathLike[str], run_id: str) -> int:
-    """Return how many attempts of a run the log has seen start."""
+    """Return the number of attempts of a run that have started."""
     return len(starts_of(path, run_id))
 
 
 def starts_of(path: str | os.PathLike[str], run_id: str) -> list[Started]:
-    """Return the ``started`` events of a run, oldest first; hardly any other line is parsed."""
+    """Return the ``started`` events of a run, oldest first; few other lines are parsed."""
     with os.fdopen(open_regular(path), "rb") as file:
-        lines = iter(lambda: file.readline(LONGEST_LINE), b"")  # a longer one is no event, and takes no memory
+        lines = iter(
+            lambda: file.readline(LONGEST_LINE), b""
+        )  # a longer line is not an event, and is not read into memory
         events = [_decoded(line) for line in lines if b"started" in line and line.endswith(b"\n")]
     return [event for event in events if isinstance(event, Started) and event.run_id == run_id]

@@ -1,7 +1,7 @@
 """The origin of a run, for records and event logs: code, packages, host, command line.
 
-Nothing here starts more than one process, which is git, and a machine without git is not an error. The command line is
-free of secrets: of those that are known, of values under secret names, and of values of the environment.
+The only process that this module starts is git; without git, the facts about the commit are absent. The command line
+is free of secrets: of known secrets, of values under secret names, and of values from the environment.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
 ]
 
 PACKAGES_OF_NUMBERS = ("genlight", "torch", "lightning", "numpy")
-"""Packages whose versions may decide bits."""
+"""Packages whose versions may affect the exact numbers."""
 
 GIT_SECONDS = 2.0
-"""How long git may take. The state of a working tree on a slow network disk is not worth more."""
+"""Time limit for git: on a slow network disk, the state of a working tree is not worth a longer wait."""
 LONGEST_COMMAND = 8192
-"""Characters of the command line that are kept."""
+"""Maximum length of the stored command line, in characters."""
 
 _STATUS = ("--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch")
 
@@ -54,19 +54,19 @@ def run_metadata(
     tags: Sequence[str] = (),
     notes: str = "",
 ) -> dict[str, Any]:
-    """The facts about this process as a JSON object; what is not known is left out.
+    """Return the facts about this process as a JSON object; unknown facts are absent.
 
-    ``command`` (text), ``git`` (``commit``, ``dirty``), ``host``, ``packages`` (versions by name), ``source`` (a digest
-    of the file of the class, which tells two states of a working tree apart that git has both as uncommitted), and
-    ``tags`` and ``notes`` as they were given.
+    The keys are ``command`` (text), ``git`` (``commit``, ``dirty``), ``host``, ``packages`` (versions by name),
+    ``source`` (a digest of the file of the class, to distinguish two uncommitted states of a working tree), ``tags``
+    and ``notes``.
 
     Args:
-        hosted: What is trained, an object of a class; git is asked about the folder of its file.
-        project: The folder that git is asked about where the class is an installed one or there is none; None takes the
-            working directory.
-        secrets: What no text may show.
+        hosted: The object that is trained. ``git`` describes the folder of its class.
+        project: The folder that ``git`` describes if the class is installed or `hosted` is None; None means the working
+            directory.
+        secrets: Values to remove from every text.
         tags: Words to find the run by.
-        notes: What the user wrote about the run.
+        notes: The user's notes on the run.
     """
     known = tuple(secrets)
     source = Path(getattr(sys.modules.get(type(hosted).__module__), "__file__", None) or "").absolute()
@@ -84,7 +84,7 @@ def run_metadata(
 
 
 def numerics() -> dict[str, Any]:
-    """The settings of this process that decide the bits of a training, as far as they are known."""
+    """Return the settings of this process that affect the exact numbers of a training, if they are known."""
     found: dict[str, Any] = {"python": platform.python_version()}
     torch = sys.modules.get("torch")
     if torch is None:
@@ -105,20 +105,20 @@ def numerics() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, read in reads.items():
-            # Torch refuses to read the older settings of TF32 once its newer ones were set.
+            # torch raises when the older TF32 settings are read after the newer ones were set.
             with contextlib.suppress(RuntimeError, AttributeError):
                 found[name] = read()
     return {name: value for name, value in found.items() if value is not None}
 
 
 def changed_numerics(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Whatever decides bits and differs between the ``metadata`` of two attempts, a phrase each."""
+    """Return the differences in ``numerics`` and packages between the ``metadata`` of two attempts, a phrase each."""
 
     def facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
         packages = metadata.get("packages", {})
         return {**metadata["numerics"], **{name: packages.get(name) for name in PACKAGES_OF_NUMBERS}}
 
-    if "numerics" not in before or "numerics" not in now:  # an older release did not know
+    if "numerics" not in before or "numerics" not in now:  # written by an older release
         return []
     old, new = facts(before), facts(now)
     return [
@@ -129,15 +129,15 @@ def changed_numerics(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def metadata_of_module(module: object) -> dict[str, Any]:
-    """`run_metadata` of a fit of a LightningModule, or of the trainer class that one hosts."""
+    """Return `run_metadata` for a LightningModule, or for the trainer class that it hosts."""
     return run_metadata(getattr(module, "plugin", module), secrets=secrets_of_module(module))
 
 
 @functools.cache
 def git_state(folder: str) -> dict[str, Any] | None:
-    """Commit and state of the working tree that `folder` is in; None where git does not say.
+    """Return the commit and state of the working tree that contains `folder`; None if git reports none.
 
-    ``dirty`` is whether tracked files differ from the commit; files that git does not know do not count.
+    ``dirty`` is whether tracked files differ from the commit; untracked files do not count.
     """
     command = ("git", "-C", folder, *_STATUS, "--untracked-files=no")
     try:
@@ -153,10 +153,10 @@ def git_state(folder: str) -> dict[str, Any] | None:
 
 @functools.cache
 def installed_packages() -> Mapping[str, str]:
-    """Version of every installed distribution, by name.
+    """Return the version of every installed distribution, by name.
 
-    From the names of their folders, ``NAME-VERSION.dist-info``, as the specification "Recording installed projects"
-    has them: reading each one's metadata takes a hundred times as long. The first on ``sys.path`` is what is imported.
+    They come from the names of the folders, ``NAME-VERSION.dist-info`` (specification "Recording installed projects"):
+    reading the metadata files takes a hundred times as long. Of two versions, the first on ``sys.path`` is imported.
     """
     folders = (folder for place in reversed(sys.path) for folder in Path(place).glob("*-*.dist-info"))
     found = {name.replace("_", "-"): version for name, _, version in (folder.stem.partition("-") for folder in folders)}
@@ -164,21 +164,21 @@ def installed_packages() -> Mapping[str, str]:
 
 
 def command_line(arguments: Sequence[str] | None = None, *, secrets: Iterable[str | None] = ()) -> str:
-    """The command by which this process was started, quoted for a shell, without secrets.
+    """Return the command that started this process, quoted for a shell, without secrets.
 
     Args:
-        arguments: The program and what it was given; None takes those of this process.
-        secrets: What no text may show.
+        arguments: The program and its arguments; None means ``sys.argv``.
+        secrets: Values to hide.
     """
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = Path(sys.argv[0]).name if module is None else f"python -m {module.name.removesuffix('.__main__')}"
-    program, *given = [program, *sys.argv[1:]] if arguments is None else arguments
-    hidden = [_without_secret(before, argument) for before, argument in pairwise(["", *given])]
+    program, *rest = [program, *sys.argv[1:]] if arguments is None else arguments
+    hidden = [_without_secret(before, argument) for before, argument in pairwise(["", *rest])]
     return shortened(hide_environment(f"{program} {shlex.join(hidden)}".rstrip(), secrets=secrets), LONGEST_COMMAND)
 
 
 def _without_secret(before: str, argument: str) -> str:
-    """`argument` with the value hidden that follows a secret name: ``a.token=X``, or ``X`` after ``--api-key``."""
+    """Return `argument` with the value after a secret name hidden: ``a.token=X``, or ``X`` after ``--api-key``."""
     name, sign, _ = argument.partition("=")
     if sign and is_secret_name(name):
         return f"{name}={HIDDEN}"

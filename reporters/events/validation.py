@@ -1,6 +1,6 @@
 """The rules of an event log: which event may follow which.
 
-The writer refuses what breaks them, and `validate_events` lists it, each fault with its line.
+The writer refuses events that break them, and `validate_events` lists such events with their lines.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .event import (
     decode_event,
     event_faults,
 )
-from .json_lines import Position, decode_object, encode_json, whole_lines
+from .json_lines import Position, complete_lines, decode_object, encode_json
 
 __all__ = ["Fault", "Phase", "Rules", "Violation", "iter_violations", "validate_events"]
 
 Phase = Literal["new", "started", "ended"]
 Fault = tuple[str, str]
-"""The name of a broken rule, as `Violation` has it, and the reason in words."""
+"""Name of a broken rule, as in `Violation`, and the reason."""
 
 
 class Rules:
     """The rules of an attempt: which event may come next. Not thread-safe.
 
     Attributes:
-        phase: ``new`` before ``started``, ``ended`` once the terminal event is there.
-        checkpointed: Steps of which a checkpoint was reported, and that take no further metric.
+        phase: ``new`` before ``started``, ``ended`` after the terminal event.
+        checkpointed: Steps with a reported checkpoint; no further metric of such a step is allowed.
     """
 
     def __init__(self) -> None:
@@ -52,10 +52,10 @@ class Rules:
         self._has_resumed = False
 
     def fault(self, event: Event) -> Fault | None:
-        """The rule that `event` would break as the next one; None if it may come.
+        """Return the rule that `event` would break as the next event; None if it is allowed.
 
-        An attempt that was killed has no end, so ``started`` may always come, and a ``failed`` that is none of this
-        attempt's is that of one that never started.
+        An attempt that was killed has no end, so ``started`` is always allowed. A ``failed`` of another run belongs to
+        an attempt that never started.
         """
         if isinstance(event, Started) or (isinstance(event, Failed) and event.run_id != self._run_id):
             return None
@@ -64,7 +64,7 @@ class Rules:
         if self.phase == "new":
             return None if isinstance(event, Failed) else ("started", "the attempt has not started")
         if event.run_id != self._run_id:
-            return "run_id", f"expected {self._run_id!r} of this attempt, found {event.run_id!r}"
+            return "run_id", f"this attempt has {self._run_id!r}, but the event has {event.run_id!r}"
         if not isinstance(event, Metric):
             return None
         name, step, value = event.name, event.step, event.value
@@ -74,20 +74,23 @@ class Rules:
                 "report the metrics of a step before its checkpoint"
             )
         if name == RESUMED_METRIC and (self._has_resumed or value != step):
-            return "resumed", f"{name!r} comes once in an attempt and its value is its step; got {value} at step {step}"
+            return (
+                "resumed",
+                f"{name!r} occurs once in an attempt and its value is its step; got {value} at step {step}",
+            )
         if name == ROLLED_BACK_METRIC and (value is None or not 0 <= value <= step):
             return "rolled_back", (
-                f"{name!r} has a step as its value that is not after its own; got {value} at step {step}"
+                f"the value of {name!r} is a step, and not after its own step; got {value} at step {step}"
             )
         return None
 
     def begin(self, run_id: str) -> None:
-        """An attempt of `run_id` has started."""
+        """Begin an attempt of `run_id`."""
         self.checkpointed, self._has_resumed, self._run_id = set(), False, run_id
         self.phase = "started"
 
     def take(self, event: Event) -> None:
-        """Go on to after `event`."""
+        """Take `event` as the next event."""
         if isinstance(event, Started):
             self.begin(event.run_id)
         elif isinstance(event, Completed | Failed):
@@ -109,10 +112,10 @@ class Violation:
     """A broken rule.
 
     Attributes:
-        line: Number of the line, from 1.
+        line: Line number, from 1.
         rule: ``json``, ``compact``, ``sorted``, ``schema``, ``seq``, ``started``, ``run_id``, ``attempt``,
             ``terminal``, ``order``, ``resumed`` or ``rolled_back``.
-        message: The fault, in words.
+        message: Description of the fault.
     """
 
     line: int
@@ -124,25 +127,25 @@ class Violation:
 
 
 def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
-    """Every violation of ``trainer_event.v1`` in a log; empty for a sound one.
+    """Return every violation of ``trainer_event.v1`` in a log; empty for a valid one.
 
     ==========  ====================================================================================================
-    json        each line is one JSON object in UTF-8, without bare NaN and without a key twice
-    compact     no white space between its parts
+    json        each line is one JSON object in UTF-8, without bare NaN and without duplicate keys
+    compact     no white space between the parts of the object
     sorted      keys in order
-    schema      the fields of its kind, as `event_schema` says
-    seq         1 on the first line, one more on each that follows
-    started     an attempt begins with ``started``; a ``failed`` may stand alone
+    schema      the fields of its kind, as in `event_schema`
+    seq         1 on the first line, one more on each following line
+    started     an attempt begins with ``started``, except for a single ``failed``
     run_id      the same on all lines of an attempt
-    attempt     of a ``started``: one more than its run had before, and left out when that is 1
-    terminal    nothing of an attempt follows its ``completed`` or ``failed``
+    attempt     in ``started``: one more than the earlier attempts of the run; absent if it is 1
+    terminal    no event of an attempt follows its ``completed`` or ``failed``
     order       no metric of a step after a checkpoint of that step, unless the run went back before it in between
-    resumed     ``trainer/resumed_from_step`` once an attempt, at the step that is its value
-    rolled_back ``trainer/rolled_back_to_step`` with a step as its value that is not after its own
+    resumed     ``trainer/resumed_from_step`` at most once in an attempt; its value is its step
+    rolled_back the value of ``trainer/rolled_back_to_step`` is a step, and not after its own step
     ==========  ====================================================================================================
 
-    A last line without a newline is not a line yet, and an attempt without terminal event was killed or still runs:
-    both are sound.
+    A last line without a newline is not complete yet, and an attempt without a terminal event was killed or is still
+    running: both are valid.
 
     Raises:
         EventLogError: The log is absent or unreadable.
@@ -151,19 +154,19 @@ def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
 
 
 def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
-    """Like `validate_events`, but one at a time, for a log that is larger than memory."""
+    """Like `validate_events`, but yield one violation at a time, for a log larger than memory."""
     log, position = _Log(), Position()
-    for line in whole_lines(path, position):
+    for line in complete_lines(path, position):
         event = _metric_as_written(line)
-        # Nearly all lines of a log are sound by themselves, and looking at how they are written costs the most.
+        # Nearly all lines are valid, and checking their form takes the most time.
         for rule, message in _faults(line, log) if event is None else log.check(event):
             yield Violation(position.line, rule, message)
 
 
 def _metric_as_written(line: bytes) -> Metric | None:
-    """The metric of a line that is written exactly as `EventLog` writes it; None for any other line.
+    """Return the metric on a line, if `EventLog` would write exactly the same line; None otherwise.
 
-    A line that comes out the same again is compact and sorted, has all keys, and none that is unknown or there twice.
+    Such a line is compact and sorted, and has every key once and no unknown key.
     """
     try:
         event = decode_event(line)
@@ -173,7 +176,7 @@ def _metric_as_written(line: bytes) -> Metric | None:
 
 
 def _faults(line: bytes, log: _Log) -> Iterator[Fault]:
-    """Every fault of a line: its form, its content and its position."""
+    """Yield every fault of a line: in its form, its content and its position."""
     try:
         found = decode_object(line[:-1])
     except (ValueError, RecursionError) as error:
@@ -183,9 +186,9 @@ def _faults(line: bytes, log: _Log) -> Iterator[Fault]:
     keys: list[str] = [key for key, _ in json.loads(line, object_pairs_hook=list)]
     for key, count in Counter(keys).items():
         if count > 1:
-            yield "json", f"key {key!r} comes {count} times"
+            yield "json", f"key {key!r} occurs {count} times"
     if keys != sorted(keys):
-        yield "sorted", f"keys are in the order {', '.join(keys)}"
+        yield "sorted", f"the order of the keys is {', '.join(keys)}"
     if _SPACE.search(_STRING.sub(b"", line[:-1])):
         yield "compact", "white space between the parts of the object"
     for fault in event_faults(found):
@@ -199,7 +202,7 @@ def _faults(line: bytes, log: _Log) -> Iterator[Fault]:
 
 
 class _Log:
-    """A log as far as it was read: the rules of its attempts, and its numbers."""
+    """The state of a log up to the current line: the rules of its attempts, and its counters."""
 
     def __init__(self) -> None:
         self._rules = Rules()
@@ -207,7 +210,7 @@ class _Log:
         self._attempts = Counter[str]()
 
     def check(self, event: Event) -> Iterator[Fault]:
-        """Faults in the position of `event`, a sound event, as the next one."""
+        """Yield the faults in the position of the valid `event` as the next one."""
         if self._seq is not None and event.seq != self._seq + 1:
             yield "seq", f"expected {self._seq + 1}, found {event.seq}"
         self._seq = event.seq
@@ -215,14 +218,14 @@ class _Log:
             self._attempts[event.run_id] += 1
             expected, found = self._attempts[event.run_id], event.attempt
             if expected != (1 if found is msgspec.UNSET else found):
-                yield "attempt", f"expected {expected} of run {event.run_id!r}, found {found!r}"
+                yield "attempt", f"expected {expected} for run {event.run_id!r}, found {found!r}"
         elif fault := self._rules.fault(event):
             yield fault
         self._rules.take(event)
 
-    def skip(self, found: dict[str, Any]) -> None:
-        """Pass over a line that is no sound event, but for whether an attempt begins or ends there."""
-        seq, kind, run_id = found.get("seq"), found.get("event"), str(found.get("run_id"))
+    def skip(self, line: dict[str, Any]) -> None:
+        """Skip a line that is not a valid event, but note if an attempt begins or ends there."""
+        seq, kind, run_id = line.get("seq"), line.get("event"), str(line.get("run_id"))
         self._seq = seq if type(seq) is int else None
         if kind == "started":
             self._attempts[run_id] += 1

@@ -1,4 +1,4 @@
-"""Uploads that arrive: a queue on disk, threads that empty it, and the wire format of the trainer contract."""
+"""Uploads: a queue on disk, threads that deliver its entries, and the wire format of the trainer contract."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 QUEUE_DIRECTORY = "uploads"
-"""Name of the queue within a run's artifacts directory."""
+"""Name of the queue in the artifacts directory of a run."""
 FILE_STORE, ENDPOINT = "file store", "endpoint"
-"""Names of the destinations that are not targets."""
+"""Names of the two destinations that are not in `targets`."""
 
 _TARGET = re.compile(r"hf://[^/@]+/[^/@]+/?(@.*)?|(?!hf:)[^:/]+://.+")
 _TOKEN = Rule(
@@ -66,7 +66,7 @@ Deadline: TypeAlias = Annotated[Seconds, variable("TRAINER_UPLOAD_DEADLINE_SECON
 
 
 class UploadUrls(Block, frozen=True, kw_only=True):
-    """Where results are uploaded; None means nowhere. URLs may hold credentials and are never shown."""
+    """Destinations of results; None means that nothing is sent. URLs may contain credentials and are never shown."""
 
     metrics_url: Annotated[Url, variable("TRAINER_UPLOAD_METRICS_URL")] | None = None
     """Gets a POST with the metrics at each cadence."""
@@ -80,7 +80,7 @@ class UploadUrls(Block, frozen=True, kw_only=True):
     """Further destinations for checkpoints and samples."""
 
     def urls(self) -> dict[str, str]:
-        """The endpoints that are set, by field name; they get the token."""
+        """Return the configured endpoints by field name; they get the token."""
         return {name: url for name in self.__struct_fields__ if name.endswith("_url") and (url := getattr(self, name))}
 
 
@@ -88,76 +88,79 @@ class UploadConfig(UploadUrls, frozen=True):
     """Destinations, credentials and limits of a run's uploads; a destination that is not set is not used.
 
     Raises:
-        ValueError: A value cannot be used; all that cannot are named.
+        ValueError: A value is invalid. The message lists every invalid value.
     """
 
     run_id: NonBlank
     queue_dir: str | Path
-    """Directory of the queue, best within the run's artifacts: paths inside its parent are kept relative, so that a
-    folder that was moved still delivers."""
+    """Directory of the queue, best inside the artifacts directory of the run: paths inside its parent are stored as
+    relative paths, so that uploads still work after the folder was moved."""
     owner: str = ""
     token: CapabilityToken | None = None
     file_store_url: FileStore | None = None
     """Base of the file store; used if `owner` and `token` are also set."""
     token_origins: TokenOrigins = frozenset()
-    """More origins that may receive the token, besides the origins of the URLs above."""
+    """Additional origins that may receive the token; the origins of the URLs above may already."""
     roots: Sequence[str | Path] = ()
-    """Folders that files of an earlier process may lie in, besides the parent of the queue; files that an
-    entry names elsewhere are not sent."""
+    """Additional folders that may contain files of an earlier process; the parent of the queue may already. Files
+    outside these folders are not sent."""
     deadline_s: Deadline = 60.0
-    """Seconds that the end of a run waits for uploads."""
+    """Seconds to wait for uploads at the end of a run."""
     timeout_s: Annotated[float, Meta(gt=0)] = 30.0
-    """Seconds without a byte moving after which a transfer counts as stalled."""
+    """Seconds without data after which a transfer counts as stalled."""
 
     def __post_init__(self) -> None:
         if faults := faults_of(self, UploadConfig):
             raise ValueError(" ".join(faults))
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], **given: Any) -> UploadConfig:
-        """Configuration from `environ`; values in `given` that are not None win.
+    def from_environment(cls, environ: Mapping[str, str], **settings: Any) -> UploadConfig:
+        """Return the configuration from `environ`; those of `settings` that are not None take precedence.
 
         Raises:
-            ValueError: As the constructor.
+            ValueError: A value is invalid.
         """
         texts = {name: environ.get(key.variable, "").strip() for name, key in keys_of(cls).items() if key.variable}
-        found = {name: value_of(keys_of(cls)[name], text) for name, text in texts.items() if text}
-        return cls(**{**found, **{name: value for name, value in given.items() if value is not None}})
+        values = {name: value_of(keys_of(cls)[name], text) for name, text in texts.items() if text}
+        return cls(**{**values, **{name: value for name, value in settings.items() if value is not None}})
 
     def origins(self) -> frozenset[str]:
-        """Origins that may receive the token."""
+        """Return the origins that may receive the token."""
         return trusted_origins(self.urls().values(), self.token_origins)
 
     def url_of(self, kind: str) -> str | None:
-        """The endpoint for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal`` message."""
+        """Return the endpoint for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal`` message."""
         return self.urls().get(f"{kind}_url")
 
     def stores_files(self) -> bool:
-        """Whether the bytes of artifacts go to the file store."""
+        """Return whether artifacts are sent to the file store."""
         return bool(self.file_store_url and self.owner and self.token)
 
-    def lacks_for_files(self) -> str | None:
-        """Why no bytes go to the configured file store, and what to do about it; None if they do."""
-        needed = {"`owner`": self.owner, "`TRAINER_CAPABILITY_TOKEN`": self.token}
-        lacking = " and ".join(name for name, value in needed.items() if not value)
-        if not self.file_store_url or not lacking:
+    def file_store_fault(self) -> str | None:
+        """Return why nothing is sent to the configured file store, and the remedy; None if artifacts are sent."""
+        required = {"`owner`": self.owner, "`TRAINER_CAPABILITY_TOKEN`": self.token}
+        missing = " and ".join(name for name, value in required.items() if not value)
+        if not self.file_store_url or not missing:
             return None
         store = safe_url(self.file_store_url)
-        return f"no files are sent to the file store {store}: set {lacking}, or leave the store out"
+        return f"no files are sent to the file store {store}: set {missing}, or remove the file store"
 
     def destinations(self, kind: str) -> tuple[str, ...]:
-        """Names of all destinations of ``metrics``, a ``checkpoint``, a ``sample`` or the ``terminal``, in order."""
+        """Return the names of all destinations of ``metrics``, ``checkpoint``, ``sample`` or ``terminal``, in order."""
         is_artifact = kind in ("checkpoint", "sample")
         store = [FILE_STORE] if is_artifact and self.stores_files() else []
         targets = map(safe_url, self.targets) if is_artifact else []
         return (*store, *targets, *([ENDPOINT] if self.url_of(kind) else []))
 
     def lanes(self, kind: str) -> list[tuple[str, ...]]:
-        """`destinations` in groups that do not wait for each other; a message names the file store's answer."""
+        """Return `destinations` in groups that do not wait for each other.
+
+        The message to an endpoint contains the file store's answer, so these two are in one group.
+        """
         names = self.destinations(kind)
         linked = tuple(name for name in names if name in (FILE_STORE, ENDPOINT))
         return [*([linked] if linked else []), *((name,) for name in names if name not in linked)]
 
     def wants(self, kind: str) -> bool:
-        """Whether anything is to be sent for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal``."""
+        """Return whether ``metrics``, ``checkpoint``, ``sample`` or ``terminal`` has a destination."""
         return bool(self.destinations(kind))

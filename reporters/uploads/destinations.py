@@ -1,4 +1,4 @@
-"""The destinations of uploads: endpoints and a file store by HTTP, repositories of Hugging Face, all that fsspec opens.
+"""Destinations of uploads: HTTP endpoints, an HTTP file store, Hugging Face repositories and fsspec URLs.
 
 Every error of a transfer becomes a `TransientError` or `Refused`.
 """
@@ -44,35 +44,35 @@ __all__ = [
 ]
 
 Target = Callable[[Iterable[tuple[str, Path]], str], None]
-"""Puts files somewhere, given the path there and the file here of each, the one that makes the others count last, and a
-title. Doing it again must leave the target as after the first time. Credentials are the target's own (``HF_TOKEN``,
-``AWS_…``); a run's token never reaches it."""
+"""Uploads files. Arguments: pairs of a path at the target and a local file (the commit record last), and a title. A
+repetition must not change the result. The target has separate credentials (``HF_TOKEN``, ``AWS_…``) and never gets the
+token of the run."""
 Send = Callable[[], UploadedFile | None]
 """Makes one transfer and returns the file store's answer, if there is one."""
 CHUNK_BYTES = 256 * 1024
 ANSWER_LIMIT_BYTES = 1 << 20
 MOST_TRIES = 8
-"""Tries in a row before an error that does not look like one of the network counts as final."""
-_OF_CREDENTIALS = re.compile("credential|auth|denied|forbidden|permission|signature|token", re.IGNORECASE)
-_OF_NETWORK = re.compile(
+"""Tries in a row after which an error that does not look like a network error counts as final."""
+_CREDENTIAL_ERRORS = re.compile("credential|auth|denied|forbidden|permission|signature|token", re.IGNORECASE)
+_NETWORK_ERRORS = re.compile(
     "connect|incomplete|network|payload|protocol|server|service|throttl|timeout|toomany|transport|unavailable", re.I
 )
-"""Names of the exceptions of clients (botocore, google, azure, aiohttp) that are no `OSError`."""
+"""Match the names of exceptions of clients (botocore, google, azure, aiohttp) that are not an `OSError`."""
 CONTRADICTIONS_ALLOWED = 4
-"""How often a store may report another digest than ours for one entry, before it counts as final."""
+"""How often the store may report a different digest for one entry before that counts as final."""
 _ADVICE_IF_SENT = "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`"
 _ADVICE_IF_NOT_SENT = "no token was sent; set `TRAINER_CAPABILITY_TOKEN`"
 
 
 class Contradicted(TransientError):
-    """The store received something else than was sent, by its own words; a repetition is worth little."""
+    """The store reports that it received other bytes than were sent. Only a few repetitions are worthwhile."""
 
 
 class Refused(Exception):
-    """The transfer cannot succeed by repetition.
+    """The transfer will not succeed if it is repeated.
 
     Args:
-        reason: Safe text for the operator.
+        reason: Text without secrets for the operator.
         auth: Whether the server refused our credentials.
     """
 
@@ -91,12 +91,12 @@ class Delivery:
 
     Args:
         config: Destinations and credentials.
-        queue: Where the files of an entry lie.
-        closing: Set when transfers are to end.
+        queue: Locates the files of an entry.
+        closing: Event that ends all transfers.
 
     Raises:
         UploadError: The package of a target is not installed.
-        StartupContractError: The environment's proxies or certificates cannot be used.
+        StartupContractError: A proxy or certificate of the environment cannot be used.
         ValueError: fsspec does not know a target's scheme.
     """
 
@@ -106,16 +106,16 @@ class Delivery:
         self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
         self._contradictions = Counter[int]()
         self._failures = Counter[str]()
-        """By destination: tries in a row that failed with an error that may be final."""
+        """Number of tries in a row that failed with a possibly final error, by destination."""
 
     def close(self) -> None:
         """Close all connections."""
         self._client.close()
 
     def parts(self, entry: Entry, lane: Collection[str] | None = None) -> dict[str, Send]:
-        """The transfers of an entry by name, in order; only those to the destinations in `lane`, if it is given.
+        """Return the transfers of an entry by name, in order; with `lane`, only those to its destinations.
 
-        They raise `TransientError` for what may pass, `Refused` for what can't succeed, and `Interrupted`.
+        A transfer raises `TransientError` if a repetition may succeed, `Refused` if it cannot, and `Interrupted`.
         """
         if not entry.files:
             return {"post": functools.partial(self._post, entry.kind, entry.payload, entry.key)}
@@ -123,7 +123,7 @@ class Delivery:
         for name in entry.to if lane is None else [name for name in entry.to if name in lane]:
             if name == FILE_STORE:
                 parts |= {f"put:{i}": functools.partial(self._put, entry, i) for i in range(len(entry.files))}
-            elif name == ENDPOINT and entry.kind == "sample":  # a picture can be shown by itself
+            elif name == ENDPOINT and entry.kind == "sample":  # each picture can be shown separately
                 parts |= {f"post:{i}": functools.partial(self._post_about, entry, i) for i in range(len(entry.files))}
             elif name == ENDPOINT:
                 parts["post"] = functools.partial(self._post_about, entry, entry.subject)
@@ -132,11 +132,11 @@ class Delivery:
         return parts
 
     def facts(self, entry: Entry, index: int | None) -> UploadedFile:
-        """Facts about a file of an artifact, from the store if it has them; for None, about the reported folder.
+        """Return the facts about a file of an artifact, from the store if available; None means the reported folder.
 
         Raises:
-            Refused: The file is gone, or may not be read.
-            OSError: It cannot be read now.
+            Refused: The file no longer exists, or this user may not read it.
+            OSError: The file cannot be read now.
         """
         if index is None:
             inside = [file for file in entry.files if Path(file.path).is_relative_to(entry.local_path)]
@@ -144,7 +144,7 @@ class Delivery:
         return entry.parts.get(f"put:{index}") or _facts_of(self._queue.location(entry, entry.files[index]))
 
     def _put(self, entry: Entry, index: int) -> UploadedFile:
-        """Stream a file to the store and check what the store says of it."""
+        """Stream a file to the store and check the answer."""
         config, path = self._config, self._queue.location(entry, entry.files[index])
         facts = _facts_of(path)
         sha256 = facts.sha256 or ""
@@ -161,14 +161,14 @@ class Delivery:
         try:
             return _checked_answer(self._exchange(request), facts, safe_url(url))
         except Contradicted as error:
-            _sha256_of.cache_clear()  # the file itself may have been replaced
+            _sha256_of.cache_clear()  # the local file may have been replaced
             self._contradictions[entry.seq] += 1
             if self._contradictions[entry.seq] > CONTRADICTIONS_ALLOWED:
                 raise Refused(error.reason) from error
             raise
 
     def _copy(self, entry: Entry, name: str) -> None:
-        """Copy all files to the target of that name, in the same layout."""
+        """Copy all files to the target `name`, in the same layout."""
         paths = [(file.layout, self._queue.location(entry, file)) for file in entry.files]
 
         def files() -> Iterator[tuple[str, Path]]:
@@ -184,32 +184,32 @@ class Delivery:
             raise
         except Exception as error:
             if gone := [path.name for _, path in paths if not path.exists()]:
-                raise Refused(f"{gone[0]} is gone") from error
+                raise Refused(f"{gone[0]} no longer exists") from error
             raise self._outcome_of(error, name) from error
         del self._failures[name]
 
     def _outcome_of(self, error: Exception, name: str) -> TransientError | Refused:
-        """Whether to try a target again after `error`. One that may come from its settings is tried a few times."""
+        """Return whether to try a target again after `error`. A possible mistake in its settings gets a few tries."""
         kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
-        is_auth = isinstance(error, PermissionError) or _OF_CREDENTIALS.search(kinds) is not None
+        is_auth = isinstance(error, PermissionError) or _CREDENTIAL_ERRORS.search(kinds) is not None
         why = f"{name} cannot be used: {getattr(error, 'strerror', None) or safe_text(error)}"
         if isinstance(error, PermissionError | ValueError):
             return Refused(why, auth=is_auth)
-        of_system = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-        if not is_auth and (of_system or _OF_NETWORK.search(kinds)):
+        is_system_error = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        if not is_auth and (is_system_error or _NETWORK_ERRORS.search(kinds)):
             return TransientError(why)
-        return self._final_after_some(name, why, auth=is_auth)
+        return self._final_after_tries(name, why, auth=is_auth)
 
-    def _final_after_some(self, name: str, why: str, *, auth: bool = False) -> TransientError | Refused:
+    def _final_after_tries(self, name: str, why: str, *, auth: bool = False) -> TransientError | Refused:
         self._failures[name] += 1
         if self._failures[name] < MOST_TRIES:
             return TransientError(why)
         return Refused(f"{why} (after {MOST_TRIES} tries; correct its address or its credentials)", auth=auth)
 
     def _post_about(self, entry: Entry, index: int | None) -> None:
-        """Send the message about a file of an artifact, or about the folder that it reports.
+        """Send the message about a file of an artifact, or about the folder that it is reported by.
 
-        Without a file store `file_ref` is empty, `uploaded_size_bytes` is null, and `sha256` is our own digest.
+        Without a file store, `file_ref` is empty, `uploaded_size_bytes` is null, and `sha256` is our digest.
         """
         path = entry.local_path if index is None else entry.files[index].path
         facts = self.facts(entry, index)
@@ -235,7 +235,7 @@ class Delivery:
         self._exchange(self._client.build_request("POST", url, content=encode_json(payload), headers=headers))
 
     def _exchange(self, request: httpx2.Request) -> bytes:
-        """The body of the answer, once the server acknowledged `request`."""
+        """Send `request` and return the body of the answer if the server acknowledged it."""
         where = safe_url(str(request.url))
         try:
             response = self._client.send(request, stream=True)
@@ -243,19 +243,19 @@ class Delivery:
                 content = bytearray()
                 for chunk in response.iter_bytes():
                     content += chunk
-                    if len(content) > ANSWER_LIMIT_BYTES:  # memory stays bounded whatever the server sends
+                    if len(content) > ANSWER_LIMIT_BYTES:  # the limit on memory
                         raise Refused(f"{where} answered with more than {ANSWER_LIMIT_BYTES} bytes")
             finally:
                 response.close()
         except (httpx2.TransportError, httpx2.StreamError, httpx2.DecodingError) as error:
             text = f"{failure_text(error)} at {where}"
             if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes_of(error)):
-                raise self._final_after_some(where, f"{text}: its certificate cannot be verified") from error
+                raise self._final_after_tries(where, f"{text}: its certificate cannot be verified") from error
             raise TransientError(text) from error
         except (httpx2.TooManyRedirects, httpx2.InvalidURL) as error:
             raise Refused(f"{failure_text(error)} at {where}") from error
         if response.request.method != request.method or response.is_redirect:
-            raise Refused(f"{where} redirects elsewhere (HTTP 301, 302 or 303), which loses an upload")
+            raise Refused(f"{where} redirects (HTTP 301, 302 or 303), and such a redirect loses the upload")
         advice = _ADVICE_IF_SENT if "authorization" in response.request.headers else _ADVICE_IF_NOT_SENT
         outcome = outcome_of_status(response.status_code, response.headers, where, advice=advice)
         if outcome is not None:
@@ -264,7 +264,7 @@ class Delivery:
 
 
 class FileBody(httpx2.SyncByteStream):
-    """The bytes of a file, read piece by piece, and from the start again when asked again."""
+    """The bytes of a file, read in pieces; each iteration starts from the beginning."""
 
     def __init__(self, path: Path, size: int, closing: threading.Event) -> None:
         self._path, self._size, self._closing = path, size, closing
@@ -283,10 +283,10 @@ class FileBody(httpx2.SyncByteStream):
 
 
 def _open(path: Path) -> Any:
-    """The file opened for reading.
+    """Open a file for reading.
 
     Raises:
-        Refused: It is gone, or may not be read.
+        Refused: The file no longer exists, or this user may not read it.
     """
     try:
         return os.fdopen(open_regular(path), "rb", buffering=0)
@@ -295,31 +295,31 @@ def _open(path: Path) -> Any:
 
 
 def _facts_of(path: Path) -> UploadedFile:
-    """Size and digest of a file; it is read again only if it has changed."""
+    """Return the size and digest of a file; it is read again only if it has changed."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise Refused(f"{path.name} cannot be read: {error.strerror}") from error
-    return UploadedFile(None, _sha256_of(path, found.st_size, found.st_mtime_ns), found.st_size)
+    return UploadedFile(None, _sha256_of(path, status.st_size, status.st_mtime_ns), status.st_size)
 
 
 @functools.lru_cache(maxsize=1024)
 def _sha256_of(path: Path, _size: int, _mtime_ns: int) -> str:
-    """The digest of a file, for as long as its size and time stay the same."""
+    """Return the digest of a file, cached while its size and time stay the same."""
     with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checked_answer(content: bytes, facts: UploadedFile, where: str) -> UploadedFile:
-    """The store's answer about a file, completed from our `facts`.
+    """Return the store's answer about a file, completed from our `facts`.
 
-    An empty answer says nothing, and a page of some proxy is not an acknowledgement. A store that names no digest
-    proves nothing, and the contract does not ask it to.
+    An answer that is not a JSON object, such as the page of a proxy, is not an acknowledgement; an empty one is. The
+    contract does not require a digest in the answer.
     """
     try:
         answer = msgspec.json.decode(content.strip() or b"{}", type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise TransientError(f"{where} answered with something else than a JSON object") from error
+        raise TransientError(f"{where} did not answer with a JSON object") from error
     sha256 = str(answer.get("sha256") or facts.sha256).lower().removeprefix("sha256:")
     if sha256 != facts.sha256:
         raise Contradicted(f"{where} reports sha256 {sha256[:64]!r}, but the file's is {facts.sha256!r}")
@@ -332,41 +332,41 @@ def _checked_answer(content: bytes, facts: UploadedFile, where: str) -> Uploaded
 def outcome_of_status(
     status: int, headers: Mapping[str, str], where: str, *, advice: str = ""
 ) -> TransientError | Refused | None:
-    """None for success, otherwise the exception to raise.
+    """Return None for success, otherwise the exception to raise.
 
     Args:
-        status: The status of the answer.
-        headers: Its headers.
-        where: The safe URL that goes into the reason.
-        advice: What to do about refused credentials.
+        status: The HTTP status.
+        headers: The headers of the answer.
+        where: The URL without secrets, for the reason.
+        advice: What the user can do about refused credentials.
     """
     if 200 <= status <= 299:
         return None
     reason = f"HTTP {status} from {where}"
     if is_transient(status):
-        # By the server's own clock if it sends the time: ours may be hours off.
+        # Use the server's clock if it sends the time: ours may be hours off.
         now = parsed_date(headers.get("Date", "")) or datetime.now(UTC)
-        asked_s = retry_after_s(headers.get("Retry-After"), now)
-        return TransientError(f"{reason}, which asks to wait {asked_s:.0f} s" if asked_s else reason, asked_s)
+        wait_s = retry_after_s(headers.get("Retry-After"), now)
+        return TransientError(f"{reason} (Retry-After: {wait_s:.0f} s)" if wait_s else reason, wait_s)
     if status in (401, 403):
         return Refused(f"{reason}; {advice}" if advice else reason, auth=True)
     return Refused(reason)
 
 
 def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -> str:
-    """A key that depends only on the content, so that it stays the same over retries and restarts."""
+    """Return a key that depends only on the content, so that it is the same after retries and restarts."""
     identity = encode_json([run_id, kind, step, name, digest])
     return hashlib.sha256(identity).hexdigest()[:40]
 
 
 def remote_name(step: int, relative_name: str, *, final: bool) -> str:
-    """Name of a file in the store, such as ``step-00000200-trainer_lora.safetensors``."""
+    """Return the name of a file in the store, such as ``step-00000200-trainer_lora.safetensors``."""
     prefix = "final" if final else f"step-{step:08d}"
     return f"{prefix}-{relative_name.replace('/', '_')}"
 
 
 def file_url(base: str, owner: str, run_id: str, kind: Kind, name: str) -> str:
-    """Address of a file in the store; a query of `base`, such as a signature, is kept."""
+    """Return the address of a file in the store; a query of `base`, such as a signature, is kept."""
     path, question_mark, query = base.partition("?")
     parts = (owner, "runs", run_id, f"{kind}s", name)
     joined = "/".join(quote(part, safe="") for part in parts)
@@ -374,7 +374,7 @@ def file_url(base: str, owner: str, run_id: str, kind: Kind, name: str) -> str:
 
 
 def open_target(url: str) -> Target:
-    """The target that `url` names: ``hf://owner/name[@revision]``, or any URL that fsspec knows. Connects to nothing.
+    """Return the target for `url`: ``hf://owner/name[@revision]``, or any URL that fsspec knows. Opens no connection.
 
     Raises:
         ValueError: fsspec does not know the scheme.
@@ -387,14 +387,14 @@ def open_target(url: str) -> Target:
     try:
         fsspec.get_filesystem_class(url.partition("://")[0])
     except ImportError as error:
-        raise UploadError(f"The upload target {safe_url(url)} needs another package: {error}") from error
+        raise UploadError(f"The upload target {safe_url(url)} needs a package: {error}") from error
     except ValueError as error:
         raise ValueError(f"Invalid upload target {safe_url(url)!r}. {str(error).removesuffix('.')}.") from error
     return functools.partial(_copy_below, url)
 
 
 def target_fault(url: str) -> str | None:
-    """The fault of `url` as a target, as far as this machine knows."""
+    """Return the fault of `url` as a target, if it can be detected without a connection."""
     try:
         open_target(url)
     except (UploadError, ValueError) as error:
@@ -403,9 +403,9 @@ def target_fault(url: str) -> str | None:
 
 
 def _commit(url: str, files: Iterable[tuple[str, Path]], title: str) -> None:
-    """Commit files to a repository of the Hugging Face hub, all at once, so that a reader never sees half of them.
+    """Commit files to a repository of the Hugging Face hub in one commit, so that a reader sees all of them or none.
 
-    It is made, private, when it does not exist; what it holds already is not sent again.
+    The repository is created as private if it does not exist. Files that it already has are not sent again.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -421,14 +421,14 @@ def _commit(url: str, files: Iterable[tuple[str, Path]], title: str) -> None:
         raise outcome or TransientError(safe_url(url)) from error
 
 
-def _copy_below(url: str, files: Iterable[tuple[str, Path]], title: str) -> None:  # noqa: ARG001 - of a commit
-    """Copy files below a folder that fsspec opens, one by one, each whole or not at all.
+def _copy_below(url: str, files: Iterable[tuple[str, Path]], title: str) -> None:  # noqa: ARG001 - a `Target`
+    """Copy files one by one below a folder that fsspec opens, each completely or not at all.
 
-    Object stores show an object once it is whole; file systems need the rename.
+    Object stores show an object only when it is complete; file systems need the rename.
     """
     import fsspec
 
-    filesystem, root = fsspec.core.url_to_fs(url)  # which is kept, and may connect
+    filesystem, root = fsspec.core.url_to_fs(url)  # fsspec caches the file system; this may connect
     protocols = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
     for name, path in files:
         destination = f"{str(root).rstrip('/')}/{name}"
@@ -439,4 +439,4 @@ def _copy_below(url: str, files: Iterable[tuple[str, Path]], title: str) -> None
         if arriving != destination:
             filesystem.mv(arriving, destination)
         if filesystem.size(destination) != path.stat().st_size:
-            raise OSError("the target holds another number of bytes")
+            raise OSError("the target reports another number of bytes")

@@ -1,14 +1,14 @@
-"""The queue of a run's uploads: a directory, which survives the process.
+"""The queue of a run's uploads: a directory that survives the process.
 
 ::
 
-    uploads/000000012.json            one thing to deliver, and how far its delivery has come
-    uploads/links/000000012/…         hard links to the files of a checkpoint, which may be deleted before they arrive
-    uploads/delivered/000000007.json  a checkpoint that has arrived, or an end of the run that was acknowledged
+    uploads/000000012.json            one entry, with the progress of its delivery
+    uploads/links/000000012/…         hard links to the files of a checkpoint, so that it may be deleted before delivery
+    uploads/delivered/000000007.json  a delivered checkpoint, or an acknowledged end of the run
     uploads/lock                      held by the process that delivers
 
-Every file appears whole, by a rename. What a disk refuses is kept in memory, and written once the disk takes it. The
-files hold paths, digests and payloads; never a token or a URL.
+Every file appears complete, by a rename. If the disk refuses a write, the entry stays in memory and is written later.
+The files contain paths, digests and payloads; never a token or a URL.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ Kind = Literal["metrics", "sample", "checkpoint", "terminal"]
 
 
 class File(msgspec.Struct, frozen=True):
-    """One file of a checkpoint or sample, as it was queued."""
+    """One file of a checkpoint or sample, as queued."""
 
     path: str
-    """Its path (relative to the run's folder if it is inside)."""
+    """Its path; relative to the run's folder if it is inside."""
     layout: str
     """Its path relative to the folder of the last file, the commit record."""
     size_bytes: int
@@ -66,7 +66,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class UploadedFile(msgspec.Struct, frozen=True):
-    """The facts about a file that was delivered."""
+    """Facts about a delivered file."""
 
     ref: str | None
     """The file store's reference; None without a store."""
@@ -76,7 +76,7 @@ class UploadedFile(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """One thing to deliver, and how far its delivery has come.
+    """One message or artifact to deliver, with the progress of its delivery.
 
     A checkpoint or sample has `files`; metrics and the end of a run have a `payload`.
     """
@@ -85,7 +85,7 @@ class Entry(msgspec.Struct, kw_only=True):
     kind: Kind
     step: int
     to: tuple[str, ...]
-    """Names of its destinations. Their addresses are not read from here: the folder may have come from elsewhere."""
+    """Names of its destinations. The addresses are not stored here: the folder may come from an unknown source."""
     seq: int = 0
     owner: str = ""
     """Owner of the files in the file store."""
@@ -101,22 +101,22 @@ class Entry(msgspec.Struct, kw_only=True):
     parts: dict[str, UploadedFile | None] = {}
     """The parts that were delivered, by name."""
     reason: str = ""
-    """Why the last try failed, in safe text."""
+    """Why the last try failed, without secrets."""
     refusals: dict[str, str] = {}
-    """Destinations to which it cannot be delivered in this attempt, each with the reason."""
+    """Destinations that cannot be reached in this attempt, each with the reason."""
     refused: bool = False
-    """Whether nothing more of it can be delivered in this attempt."""
+    """Whether no further part can be delivered in this attempt."""
     auth: bool = False
     """Whether the server refused our credentials."""
 
     def __post_init__(self) -> None:
-        """Refuse what no process of ours can have queued: a layout, say, that leads out of its folder."""
+        """Refuse entries that genlight never queues, such as one with a layout that leaves its folder."""
         if not self.to or (self.kind in ("checkpoint", "sample") and not self.files):
-            raise ValueError("it names no destination, or no file")
+            raise ValueError("it has no destination or no file")
         for file in self.files:
             layout = PurePosixPath(file.layout)
             if not layout.parts or layout.is_absolute() or ".." in layout.parts or "\0" in file.layout:
-                raise ValueError(f"its layout {file.layout!r} leads out of its folder")
+                raise ValueError(f"its layout {file.layout!r} leaves its folder")
             if "\0" in file.path:
                 raise ValueError(f"{file.path!r} is not a path")
 
@@ -126,14 +126,14 @@ class Entry(msgspec.Struct, kw_only=True):
 
     @property
     def subject(self) -> int | None:
-        """Index of the file that it is reported by; None for a folder."""
+        """Index of the reported file; None for a folder."""
         return next((index for index, file in enumerate(self.files) if file.path == self.local_path), None)
 
     def name_in_store(self, file: File) -> str:
-        """``trainer/lora.safetensors`` for ``step-00000200/trainer/lora.safetensors``.
+        """Return ``trainer/lora.safetensors`` for ``step-00000200/trainer/lora.safetensors``.
 
-        The folder of a checkpoint says no more than the step and the record's name; a step may have several samples,
-        whose folders distinguish them.
+        The folder of a checkpoint only repeats the step and the name of the record. The folder of a sample stays,
+        because a step may have several samples.
         """
         folder, _, rest = file.layout.partition("/")
         is_own_folder = folder.partition("~")[0] == PurePosixPath(self.files[-1].layout).stem
@@ -146,24 +146,24 @@ class Entry(msgspec.Struct, kw_only=True):
 
 
 def pack(root: Path, main: Path, files: Iterable[str | os.PathLike[str]]) -> tuple[File, ...]:
-    """Look at the files of a checkpoint or sample and put them in order.
+    """Return the files of a checkpoint or sample in order, with their sizes and times.
 
     Args:
-        root: The run's folder; paths inside it are remembered relative to it.
+        root: The run's folder; paths inside it are stored relative to it.
         main: The commit record of a checkpoint, or the JSON of a sample; it comes last.
-        files: The files that belong to it; a directory stands for all files in it.
+        files: The other files; a directory means all files in it.
 
     Raises:
         UploadError: A file does not exist, or two would have the same name in a store.
     """
     packed: dict[str, File] = {}
-    for path in (*dict.fromkeys(path for given in files for path in _files_in(given) if path != main), main):
+    for path in (*dict.fromkeys(path for each in files for path in _files_in(each) if path != main), main):
         layout = path.relative_to(main.parent).as_posix() if path.is_relative_to(main.parent) else path.name
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             raise UploadError(f"{path} cannot be uploaded: {error.strerror}") from error
-        file = File(stored_path(path, root), layout, found.st_size, found.st_mtime_ns)
+        file = File(stored_path(path, root), layout, status.st_size, status.st_mtime_ns)
         other = packed.setdefault(layout.replace("/", "_"), file)
         if other is not file:
             raise UploadError(f"{other.path} and {path} would have the same name in the file store; rename one.")
@@ -171,34 +171,34 @@ def pack(root: Path, main: Path, files: Iterable[str | os.PathLike[str]]) -> tup
 
 
 def stored_path(path: str | os.PathLike[str], root: Path) -> str:
-    """`path` as the queue remembers it: relative to `root` when inside, else absolute."""
+    """Return `path` as stored in the queue: relative to `root` if inside it, otherwise absolute."""
     absolute = Path(os.path.abspath(path))
     return str(absolute.relative_to(root) if absolute.is_relative_to(root) else absolute)
 
 
-def _files_in(given: str | os.PathLike[str]) -> Iterator[Path]:
-    """`given`, or all files in it if it is a directory, as absolute paths in a stable order."""
-    path = Path(os.path.abspath(given))
-    yield from sorted(each for each in path.rglob("*") if not each.is_dir()) if path.is_dir() else [path]
+def _files_in(path: str | os.PathLike[str]) -> list[Path]:
+    """Return `path`, or all files in it if it is a directory, as absolute paths in a stable order."""
+    absolute = Path(os.path.abspath(path))
+    return sorted(each for each in absolute.rglob("*") if not each.is_dir()) if absolute.is_dir() else [absolute]
 
 
 class Queue:
-    """The queue at `directory`, open for change by one process; its methods may be called from several threads.
+    """The queue at `directory`. One process at a time may change it, from any number of threads.
 
     Attributes:
         directory: Its directory.
         root: The run's folder, to which the paths of files are relative.
         changed: Guards the entries, and is notified when they change.
-        left_alone: Entries of other runs, or for other destinations.
+        foreign: Entries of other runs, or for other destinations. They stay as they are.
 
     Args:
-        directory: Where it lies; it is made when absent.
-        is_ours: Whether this process delivers an entry. The others stay as they are.
+        directory: The directory; it is created if absent.
+        is_ours: Returns whether this process delivers an entry.
 
     Raises:
-        StartupContractError: ``startup.artifacts_in_use``: another process has it open.
+        StartupContractError: ``startup.artifacts_in_use``: another process uses the queue.
             ``startup.invalid_artifact_paths``: it cannot be written.
-        UploadError: A file of it is damaged.
+        UploadError: A file in it is damaged.
     """
 
     def __init__(self, directory: str | os.PathLike[str], is_ours: Callable[[Entry], bool] = bool) -> None:
@@ -207,7 +207,7 @@ class Queue:
         self.changed = threading.Condition()
         self._closed = False
         self._refusal: OSError | None = None
-        """Why the disk does not hold what is in memory."""
+        """The error because of which the disk lacks something that is in memory."""
         try:
             make_directory(self.directory / DELIVERED)
             self._lock = FileLock(self.directory / LOCK)
@@ -232,31 +232,31 @@ class Queue:
 
     def _open(self, is_ours: Callable[[Entry], bool]) -> None:
         for folder in (self.directory, self.directory / DELIVERED):
-            for debris in folder.glob(f"{TEMPORARY_PREFIX}*.json-*"):  # of a process that was killed
+            for debris in folder.glob(f"{TEMPORARY_PREFIX}*.json-*"):  # left by a killed process
                 debris.unlink()
         self._delivered = {entry.seq: entry for entry in read_entries(self.directory / DELIVERED)}
         for entry in [*self._delivered.values()]:
-            if entry.files and not (self.root / entry.files[-1].path).exists():  # so it can't be queued once more
+            if entry.files and not (self.root / entry.files[-1].path).exists():  # so it cannot be queued again
                 self._path(entry.seq, DELIVERED).unlink()
                 del self._delivered[entry.seq]
-        for seq in self._delivered:  # a process may have been killed between the two
+        for seq in self._delivered:  # if a process was killed between writing one and removing the other
             self._path(seq).unlink(missing_ok=True)
         waiting = read_entries(self.directory)
         self._entries = {entry.seq: entry for entry in waiting if is_ours(entry)}
-        self.left_alone = [entry for entry in waiting if entry.seq not in self._entries]
+        self.foreign = [entry for entry in waiting if entry.seq not in self._entries]
         for entry in self._entries.values():
-            entry.reason, entry.refused, entry.auth, entry.refusals = "", False, False, {}  # a new start may deliver it
+            entry.reason, entry.refused, entry.auth, entry.refusals = "", False, False, {}  # this attempt may succeed
         self._next_seq = count(max([entry.seq for entry in waiting] + [*self._delivered], default=0) + 1)
         links = self.directory / LINKS
         for name in os.listdir(links) if links.is_dir() else ():
             if not (name.isdecimal() and any(entry.seq == int(name) for entry in waiting)):
-                shutil.rmtree(links / name, ignore_errors=True)  # of a process that died before it added their entry
+                shutil.rmtree(links / name, ignore_errors=True)  # left by a process that died before it added the entry
 
     def add(self, entry: Entry) -> None:
-        """Append an entry; it survives the process when this returns, unless `catch_up` says otherwise.
+        """Append an entry. It survives the process once this returns, unless `catch_up` reports an error.
 
-        Metrics, which come often and are best effort, survive a kill but not a power cut. The files of a checkpoint may
-        be deleted from now on, but for those that `unlinked_files` names.
+        Metrics are frequent and best effort: they survive a kill but not a power cut. The files of a checkpoint may
+        now be deleted, except for those in `unlinked_files`.
         """
         with self.changed:
             entry.seq = next(self._next_seq)
@@ -267,21 +267,21 @@ class Queue:
             self.changed.notify_all()
 
     def save(self, entry: Entry) -> None:
-        """Write down what has changed in an entry."""
+        """Write a changed entry to disk."""
         self._write(entry)
         with self.changed:
-            if not self.holds(entry):  # by now
+            if not self.holds(entry):  # removed meanwhile
                 self._unlink(self._path(entry.seq))
 
     def refuse(self, entry: Entry) -> None:
-        """`entry` can't be delivered in this attempt; it stays for the next one."""
+        """Mark `entry` as undeliverable in this attempt; it stays for the next one."""
         entry.refused = True
         self.save(entry)
         with self.changed:
             self.changed.notify_all()
 
     def finish(self, entry: Entry) -> None:
-        """`entry` was delivered. A checkpoint, or the end of a run, is remembered, so that it is not sent again."""
+        """Remove a delivered `entry`. A checkpoint, or the end of a run, is remembered so that it is not sent again."""
         if entry.kind in ("checkpoint", "terminal"):
             self._write(entry, DELIVERED)
             with self.changed:
@@ -296,7 +296,7 @@ class Queue:
         self._delivered[entry.seq] = entry
 
     def remove(self, entry: Entry) -> None:
-        """Forget `entry`, after it was delivered or given up for good."""
+        """Remove `entry` after it was delivered or dropped."""
         with self.changed:
             if self._entries.pop(entry.seq, None) is not None:
                 self._unlink(self._path(entry.seq))
@@ -304,47 +304,47 @@ class Queue:
             self.changed.notify_all()
 
     def entries(self, *kinds: Kind) -> list[Entry]:
-        """Waiting entries of `kinds` that are ours, oldest first; of all kinds if none is given."""
+        """Return our waiting entries of `kinds` (by default all), oldest first."""
         with self.changed:
             entries = list(self._entries.values())
         return [entry for entry in entries if not kinds or entry.kind in kinds]
 
     def delivered(self, kind: Kind) -> list[Entry]:
-        """The entries of `kind` that were delivered, by whichever process."""
+        """Return the delivered entries of `kind`, from all processes."""
         with self.changed:
             delivered = list(self._delivered.values())
         return [entry for entry in delivered if entry.kind == kind]
 
     def holds(self, entry: Entry) -> bool:
-        """Whether `entry` still waits; a newer one may have replaced it."""
+        """Return whether `entry` still waits; a newer one may have replaced it."""
         with self.changed:
             return entry.seq in self._entries
 
     def head(self, *kinds: Kind) -> Entry | None:
-        """The oldest entry of `kinds` that can be tried."""
+        """Return the oldest entry of `kinds` that can be tried."""
         return next((entry for entry in self.entries(*kinds) if not entry.refused), None)
 
     def location(self, entry: Entry, file: File) -> Path:
-        """Path that a file is sent from: its link, or the file itself."""
+        """Return the path to read a file from: its link, or the file itself."""
         link = self._links(entry) / file.layout
         return link if link.exists() else self.root / file.path
 
     def files_outside(self, entry: Entry, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
-        """The files of an entry that lie neither in the run's folder nor in one of `roots`, links followed.
+        """Return the files of an entry that are neither in the run's folder nor in `roots`, links followed.
 
-        The queue may have come with a folder from elsewhere. What it names there must not leave this machine.
+        The folder may come from an unknown source, so its queue could name any file of this machine.
         """
         allowed = [os.path.realpath(folder) for folder in (self.root, *roots)]
         places = {file.path: Path(os.path.realpath(self.location(entry, file))) for file in entry.files}
         return [path for path, place in places.items() if not any(place.is_relative_to(folder) for folder in allowed)]
 
     def unlinked_files(self) -> set[Path]:
-        """The files of checkpoints that wait and must not be deleted, since no link could be made to them."""
+        """Return the files of waiting checkpoints that must not be deleted because they could not be linked."""
         waiting = [entry for entry in self.entries("checkpoint") if not self._links(entry).is_dir()]
         return {self.root / file.path for entry in waiting for file in entry.files}
 
     def catch_up(self) -> OSError | None:
-        """Write what the disk has refused so far; return why that fails, or None if nothing is missing."""
+        """Retry the writes that the disk refused; return the error, or None if nothing is missing."""
         with self.changed:
             if self._refusal is not None and not self._closed:
                 self._refusal = None
@@ -352,9 +352,9 @@ class Queue:
             return self._refusal
 
     def _write_missing(self) -> None:
-        alone = {entry.seq for entry in self.left_alone}
+        foreign = {entry.seq for entry in self.foreign}
         for path in _entry_files(self.directory):
-            if int(path.stem) not in {*self._entries, *alone}:
+            if int(path.stem) not in {*self._entries, *foreign}:
                 self._unlink(path)
         for entry in self._delivered.values():
             if not self._path(entry.seq, DELIVERED).exists():
@@ -368,7 +368,7 @@ class Queue:
         if self._closed:
             return
         if (refusal := self.catch_up()) is not None:
-            log.error("not all that waits in %s could be kept there: %s", self.directory, refusal.strerror)
+            log.error("some entries of the upload queue %s could not be written: %s", self.directory, refusal.strerror)
         self._closed = True
         self._lock.release()
 
@@ -379,37 +379,39 @@ class Queue:
         return self.directory / LINKS / f"{entry.seq:09d}"
 
     def _link_files(self, entry: Entry) -> None:
-        """Make hard links to the files of a checkpoint. They keep the bytes at no cost.
+        """Make hard links to the files of a checkpoint: they keep the bytes without a copy.
 
-        Retention deletes checkpoints whether they have arrived or not.
+        Retention deletes checkpoints whether they were delivered or not.
         """
         links = self._links(entry)
         try:
             for file in entry.files:
                 make_directory((links / file.layout).parent)
                 os.link(os.path.realpath(self.root / file.path), links / file.layout)
-        except OSError as error:  # on another file system than the queue, or on one without hard links
+        except OSError as error:  # another file system than the queue's, or one without hard links
             shutil.rmtree(links, ignore_errors=True)
             path, reason = self.root / entry.files[-1].path, error.strerror or error
             log.warning(
-                "%s can't be kept from being deleted, but by `Checkpoint`, until it is uploaded: %s", path, reason
+                "%s cannot be linked, so do not delete it until it is uploaded (`Checkpoint` will not): %s",
+                path,
+                reason,
             )
 
     def _write(self, entry: Entry, folder: str = "") -> None:
         if self._closed:
             raise UploadError(f"The upload queue {self.directory} is closed.")
         data, waits = msgspec.json.encode(entry), entry.kind != "metrics"
-        with self._noting_refusal():
+        with self._keeping_refusal():
             write_bytes_durably(self._path(entry.seq, folder), data, mode=PRIVATE_FILE, waits_for_disk=waits)
 
     def _unlink(self, path: Path) -> None:
-        with self._noting_refusal():
+        with self._keeping_refusal():
             if not self._closed:
                 path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _noting_refusal(self) -> Iterator[None]:
-        """Writes that the disk refuses stay in memory until `catch_up`."""
+    def _keeping_refusal(self) -> Iterator[None]:
+        """Store an error of the disk until `catch_up` retries the write."""
         try:
             yield
         except OSError as error:
@@ -419,12 +421,12 @@ class Queue:
 
 
 def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
-    """The entries that wait in the queue at `directory`, oldest first; takes no lock and changes nothing.
+    """Return the waiting entries of the queue at `directory`, oldest first; take no lock and change nothing.
 
-    An empty file, as a power cut leaves it, is no entry.
+    An empty file, left by a power cut, is skipped.
 
     Raises:
-        UploadError: One is damaged.
+        UploadError: An entry is damaged.
     """
     entries = []
     for path in sorted(_entry_files(Path(directory)), key=lambda path: int(path.stem)):
@@ -433,18 +435,18 @@ def read_entries(directory: str | os.PathLike[str]) -> list[Entry]:
             if data.strip():
                 entry = msgspec.json.decode(data, type=Entry)
                 if entry.seq != int(path.stem):
-                    raise ValueError(f"it says that it is number {entry.seq}")
+                    raise ValueError(f"its number is {entry.seq}")
                 entries.append(entry)
         except FileNotFoundError:
             continue  # delivered meanwhile
         except (OSError, ValueError, RecursionError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise UploadError(f"The upload {path} is damaged ({why}). Move it aside to go on without it.") from error
+            raise UploadError(f"The upload {path} is damaged ({why}). Move it away to continue without it.") from error
     return entries
 
 
 def count_waiting(run: str | os.PathLike[str]) -> int:
-    """How many uploads wait in the queue of the run in folder `run`; reads only file names."""
+    """Return the number of waiting uploads of the run in folder `run`; only file names are read."""
     return len(_entry_files(Path(run, QUEUE_DIRECTORY)))
 
 

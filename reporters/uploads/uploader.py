@@ -1,8 +1,8 @@
-"""Delivers what a run produced, in the background.
+"""Deliver the results of a run in the background.
 
-Adding an entry costs the training thread the writing of one small file. A thread for each kind and target delivers its
-entries in order. So a metrics endpoint that is down does not hold up a checkpoint, nor a large checkpoint the metrics,
-and a target that cannot be used does not hold up the others.
+To add an entry, the training thread only writes one small file. There is a thread for each kind and target, and it
+delivers entries in order. So a metrics endpoint that is down does not delay checkpoints, a large checkpoint does not
+delay metrics, and a target that does not work does not delay the others.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ log = logging.getLogger(__name__)
 
 StrPath = str | os.PathLike[str]
 Lane = tuple[str, ...]
-"""Destinations that one thread serves, as `UploadConfig.lanes` has them."""
+"""Destinations that one thread serves; see `UploadConfig.lanes`."""
 RETRIES = RetryPolicy(sys.maxsize, first_delay_s=0.5, longest_delay_s=10.0, longest_retry_after_s=LONGEST_RETRY_AFTER_S)
-"""A pause is short compared with the deadline of a run's end, unless the server asks for a longer one."""
+"""Pauses are short compared with the deadline at the end of a run, unless the server requests a longer one."""
 MOST_WAITING_METRICS = 2000
-"""Metrics entries that are kept while the endpoint is away; the oldest are dropped first."""
+"""Maximum number of waiting metrics entries; the oldest are dropped first."""
 CLOSE_WAIT_S = 2.0
 METRICS_GRACE_S = 5.0
 SHORTEST_TERMINAL_WAIT_S = 0.25
-"""Minimum wait in seconds, after other uploads have used up the time."""
+"""Minimum wait in seconds for the terminal message, even if other uploads have used up the time."""
 PROGRESS_EVERY_S = 5.0
 """Seconds between progress lines."""
 
 
 class Uploader:
-    """Delivers what is enqueued, in the background, also what an earlier process of the run left behind.
+    """Delivers queued entries in the background, including those that an earlier process of the run left.
 
     Attributes:
         config: Destinations and limits.
-        queue: What waits.
-        failure: The first required upload that was refused for good in this attempt; None while there is none.
+        queue: The queue.
+        failure: Error of the first required upload that was finally refused in this attempt, or None.
 
     Args:
         config: Destinations and limits. The token stays in memory: pass it at each start.
-        keep_terminal: Whether a terminal message that an earlier attempt could not deliver is still wanted. A run that
-            starts anew will end in a way of its own, and drops it.
+        keep_terminal: Whether to keep a terminal message that an earlier attempt could not deliver. A new attempt of a
+            run drops it, because it will send another one.
 
     Raises:
         UploadError: A file of the queue is damaged, or a target's package is missing.
-        StartupContractError: As `Queue`, or the environment's proxies or certificates cannot be used.
+        StartupContractError: See `Queue`; or a proxy or certificate of the environment cannot be used.
         ValueError: fsspec does not know a target's scheme.
     """
 
@@ -73,48 +73,52 @@ class Uploader:
         self.failure: UploadError | None = None
         self._closing = threading.Event()
         self._threads: dict[tuple[Kind, Lane], threading.Thread] = {}
-        self._noting = threading.Lock()
-        """Held while a lane writes down what became of an entry, since several may work on the same one."""
+        self._results = threading.Lock()
+        """Held while a lane records the result of an entry, since several lanes may work on the same entry."""
         self._lost_metrics = 0
-        with contextlib.ExitStack() as unless_it_opens:
+        with contextlib.ExitStack() as on_error:
             self.queue = Queue(config.queue_dir, self._can_deliver)
-            unless_it_opens.callback(self.queue.close)
+            on_error.callback(self.queue.close)
             self._delivery = Delivery(config, self.queue, self._closing)
-            unless_it_opens.callback(self._delivery.close)
+            on_error.callback(self._delivery.close)
             for entry in self.queue.entries():
-                self._look_at(entry, keep_terminal=keep_terminal)
-            unless_it_opens.pop_all()
-        for run_id, to in {(entry.run_id, entry.to) for entry in self.queue.left_alone}:
+                self._check_inherited(entry, keep_terminal=keep_terminal)
+            on_error.pop_all()
+        for run_id, to in {(entry.run_id, entry.to) for entry in self.queue.foreign}:
             log.warning(
-                "uploads of run %r to %s wait in %s, and this start leaves them there; `genlight uploads retry %s` "
-                "delivers them",
+                "uploads of run %r to %s wait in %s. This run does not deliver them; use `genlight uploads retry %s`",
                 *(run_id, " and ".join(to), self.queue.directory, shlex.quote(str(self.queue.directory))),
             )
 
     def _can_deliver(self, entry: Entry) -> bool:
-        """Whether an entry belongs to this run and this start has all of its destinations."""
+        """Return whether an entry belongs to this run and all its destinations are configured."""
         if entry.run_id != self.config.run_id:
             return False
         return entry.kind == "terminal" or set(entry.to) <= set(self.config.destinations(entry.kind))
 
-    def _look_at(self, entry: Entry, *, keep_terminal: bool) -> None:
-        """Drop an entry of an earlier process that is out of date, and refuse one that names files of others.
+    def _check_inherited(self, entry: Entry, *, keep_terminal: bool) -> None:
+        """Drop an outdated entry of an earlier process, and refuse one with files outside the run's folders.
 
-        A queue that came with a folder from elsewhere could name any file of this machine.
+        The folder may come from an unknown source, so its queue could name any file of this machine.
         """
         gone = [file.path for file in entry.files if not self.queue.location(entry, file).exists()]
         if gone:
-            log.warning("the %s of step %d is no longer there to upload: %s", entry.kind, entry.step, gone)
+            log.warning(
+                "the %s of step %d cannot be uploaded, because these files no longer exist: %s",
+                entry.kind,
+                entry.step,
+                gone,
+            )
         if gone or (entry.kind == "terminal" and not keep_terminal):
             self.queue.remove(entry)
         elif outside := self.queue.files_outside(entry, self.config.roots):
-            entry.reason = f"{outside[0]} lies outside of the run's folders; name its folder as another root"
+            entry.reason = f"{outside[0]} is outside the run's folders; add its folder to the roots"
             self.queue.refuse(entry)
 
     # enqueueing, from the training thread
 
     def enqueue_metrics(self, metrics: Mapping[str, SupportsFloat], step: int) -> None:
-        """Queue metrics of a step, best effort: a full disk raises nothing, and the oldest go when too many wait."""
+        """Queue the metrics of a step, best effort: a full disk is no error, and old metrics give way to new ones."""
         if not self.config.wants("metrics"):
             return
         values = {name: float(value) for name, value in metrics.items()}
@@ -122,7 +126,7 @@ class Uploader:
         digest = hashlib.sha256(encode_json(payload)).hexdigest()
         for entry in self.queue.entries("metrics")[: -(MOST_WAITING_METRICS - 1)]:
             self.queue.remove(entry)
-            self._count_lost_metrics("too many wait for an endpoint that is away")
+            self._count_lost_metrics("too many wait for an endpoint that does not answer")
         key = idempotency_key(self.config.run_id, "metrics", step, "", digest)
         self.queue.add(self._entry("metrics", step, payload=payload, key=key))
 
@@ -136,20 +140,20 @@ class Uploader:
         final: bool = False,
         primary_path: StrPath | None = None,
     ) -> None:
-        """Queue a checkpoint or sample that is durable, instead of what waits under its name.
+        """Queue a durable checkpoint or sample. It replaces a waiting one with the same name.
 
-        Files of a checkpoint may be deleted from now on, but for `Queue.unlinked_files`.
+        Files of a checkpoint may now be deleted, except for `Queue.unlinked_files`.
 
         Args:
-            kind: Of a checkpoint one message is sent, of a sample one for each file.
-            main: The commit record, or the JSON of a sample, or what is one file; it is sent last.
-            files: The files that belong to it; a directory stands for all files in it.
+            kind: A checkpoint sends one message, a sample one for each file.
+            main: The commit record, the JSON of a sample, or the only file; it is sent last.
+            files: The other files; a directory means all files in it.
             step: Completed steps.
             final: Whether this is the end of the run.
-            primary_path: The file or folder that a checkpoint is reported by, instead of its record.
+            primary_path: The reported file or folder of a checkpoint, if it is not the record.
 
         Raises:
-            UploadError: A file is missing, or the queue cannot be written; it is tried from memory then.
+            UploadError: A file is missing, or the queue cannot be written; then it is delivered from memory.
         """
         if not self.config.wants(kind):
             return
@@ -164,15 +168,15 @@ class Uploader:
                     return
                 queue.remove(other)
         for other in self._delivered(kind):
-            if other.identity == entry.identity:  # a resumed run queues its first checkpoint again
+            if other.identity == entry.identity:  # a resumed run queues the checkpoint that it started from again
                 entry.parts = dict(other.parts)
         queue.add(entry)
         refusal = queue.catch_up()
         if refusal is not None:
             raise UploadError(
-                f"The {kind} of step {step}, {path}, cannot be kept for upload, since the queue "
-                f"{queue.directory} cannot be written: {refusal.strerror}. Make room there and resume the run, "
-                "which sends the newest checkpoint; what else did not arrive stays where it is."
+                f"The {kind} of step {step}, {path}, cannot be queued for upload, because the queue "
+                f"{queue.directory} cannot be written: {refusal.strerror}. Make room there and resume the run: it "
+                "sends the newest checkpoint. Other files that were not delivered stay where they are."
             )
 
     def _entry(self, kind: Kind, step: int, **fields: object) -> Entry:
@@ -181,20 +185,20 @@ class Uploader:
     # waiting and delivered entries
 
     def _delivered(self, kind: Kind) -> list[Entry]:
-        """Delivered entries of this run, also those of an earlier process."""
+        """Return the delivered entries of this run, from all processes."""
         return [entry for entry in self.queue.delivered(kind) if entry.run_id == self.config.run_id]
 
     def delivered(self, path: StrPath) -> UploadedFile | None:
-        """The facts about the checkpoint that is reported by `path` and was delivered, also by an earlier process."""
+        """Return the facts about a delivered checkpoint that is reported by `path`; None if it was not delivered."""
         stored = stored_path(path, self.queue.root)
         entry = next((each for each in self._delivered("checkpoint") if each.local_path == stored), None)
         try:
             return None if entry is None else self._delivery.facts(entry, entry.subject)
-        except (Refused, OSError):  # its file is gone
+        except (Refused, OSError):  # its file no longer exists
             return None
 
     def has_queued(self, path: StrPath) -> bool:
-        """Whether the checkpoint with this record waits or was delivered, by whichever process of the run."""
+        """Return whether the checkpoint with this record waits or was delivered by any process of the run."""
         stored = stored_path(path, self.queue.root)
         known = [*self.queue.entries("checkpoint"), *self._delivered("checkpoint")]
         return any(entry.files[-1].path == stored for entry in known)
@@ -208,18 +212,18 @@ class Uploader:
 
         Args:
             deadline_s: None means the configured deadline.
-            progress: Called with a line for the operator every few seconds while something is left.
+            progress: Called every few seconds with a line for the operator, until all is done.
 
-        Metrics are waited for a few seconds longer, within the deadline.
+        It then waits a few seconds for metrics, within the deadline.
 
         Returns:
-            The error that a run ends with, whose text is safe; None where all was acknowledged.
+            The error that ends the run, without secrets; None if everything was acknowledged.
         """
         end = time.monotonic() + (self.config.deadline_s if deadline_s is None else deadline_s)
         try:
             self.start()
         except ThreadLimitError as error:
-            log.error("what waits stays in the queue: %s", error)  # noqa: TRY400 - its message says all
+            log.error("waiting uploads stay in the queue: %s", error)  # noqa: TRY400 - the message is complete
         else:
             self._wait_for("checkpoint", "sample", end=end, progress=progress)
             self._wait_for("metrics", end=min(end, time.monotonic() + METRICS_GRACE_S))
@@ -235,21 +239,21 @@ class Uploader:
         *,
         deadline_s: float | None = None,
     ) -> UploadError | None:
-        """Send the one message that says how a run ended, and wait at most `deadline_s` for its acknowledgement.
+        """Send the message about the end of a run, and wait at most `deadline_s` for its acknowledgement.
 
-        That a run completed is never sent again once it was acknowledged, in no process. A message that could not be
-        delivered waits in the queue for ``genlight uploads retry``; the next start of the run drops it, because that
-        will end in a way of its own. Where the disk does not take the message, it is sent from memory.
+        Once acknowledged, the completion of a run is never sent again, by any process. A message that could not be
+        delivered waits in the queue for ``genlight uploads retry``; the next attempt of the run drops it, because it
+        will send another one. If the disk refuses the message, it is sent from memory.
 
         Args:
-            status: How it ended.
-            step: Completed steps, or the one that failed.
-            final_checkpoint: Its path; reference and digest are those of its upload.
-            error: Category and safe text, as in the terminal event.
+            status: How the run ended.
+            step: Completed steps, or the step that failed.
+            final_checkpoint: Its path. The message has the reference and digest of its upload.
+            error: Category and text, as in the terminal event.
             deadline_s: Seconds; None means the configured deadline.
 
         Returns:
-            The error, where a message was asked for and not acknowledged.
+            The error if a message was to be sent and was not acknowledged, otherwise None.
         """
         if not self.config.wants("terminal"):
             return None
@@ -275,11 +279,11 @@ class Uploader:
         return self.deliver_waiting_terminal(deadline_s)
 
     def deliver_waiting_terminal(self, deadline_s: float | None = None) -> UploadError | None:
-        """Send the terminal message that waits in the queue, if there is one, as `deliver_terminal` does.
+        """Send the terminal message that waits in the queue, if there is one, like `deliver_terminal`.
 
-        In a thread that is left behind at the deadline: no timeout of a connection catches a server that sends a byte
-        now and then, or a name server that does not answer. Where no thread can be started it is tried once in this
-        one, and those timeouts have to do.
+        A thread sends it, and is abandoned at the deadline: connection timeouts do not end the wait for a server that
+        sends a byte now and then, or for a name server that does not answer. If no thread can be started, this thread
+        tries once, with only those timeouts.
         """
         entry = self.queue.head("terminal")
         if entry is None or not self.config.wants("terminal"):
@@ -296,7 +300,7 @@ class Uploader:
         return _undelivered(self.queue.entries("terminal"), None)
 
     def _wait_for(self, *kinds: Kind, end: float, progress: Callable[[str], None] = lambda _: None) -> None:
-        """Wait until nothing of `kinds` is left to try, or the time is `end` on the monotonic clock."""
+        """Wait until no entry of `kinds` is left to try, or until `end` on the monotonic clock."""
         changed, head = self.queue.changed, self.queue.head
         while head(*kinds) is not None and (left_s := end - time.monotonic()) > 0:
             with changed:
@@ -312,10 +316,10 @@ class Uploader:
     # life
 
     def start(self) -> None:
-        """Begin to deliver, oldest entries first, also those of an earlier process. Calling it again has no effect.
+        """Begin to deliver, oldest entries first. Calling this again has no effect.
 
         Raises:
-            ThreadLimitError: The system has no room for its threads; the terminal message can be delivered without.
+            ThreadLimitError: The system allows no more threads. The terminal message can be delivered without one.
         """
         for kind in ("metrics", "sample", "checkpoint"):  # the terminal message is sent on request
             if self.config.wants(kind):
@@ -351,7 +355,7 @@ class Uploader:
     def _run(self, kind: Kind, lane: Lane) -> None:
         """Deliver the entries of `kind` to `lane` in order, until the uploader closes."""
         queue = self.queue
-        with contextlib.suppress(Interrupted, UploadError):  # of an uploader that closes, or of its queue
+        with contextlib.suppress(Interrupted, UploadError):  # the uploader or its queue is closing
             while not self._closing.is_set():
                 with queue.changed:
                     queue.changed.wait_for(lambda: self._closing.is_set() or self._next(kind, lane) is not None)
@@ -359,33 +363,33 @@ class Uploader:
                     self._deliver(entry, lane, RETRIES)
 
     def _next(self, kind: Kind, lane: Lane) -> Entry | None:
-        """The oldest entry of which something is left to do for `lane`, or nothing for any."""
+        """Return the oldest entry with parts left for `lane`, or with no parts left for any lane."""
         waiting = (entry for entry in self.queue.entries(kind) if not entry.refused)
         return next((each for each in waiting if self._left(each, lane) or not self._left(each, each.to)), None)
 
     def _left(self, entry: Entry, lane: Lane) -> dict[str, Send]:
-        """The parts of `entry` that can still be delivered to `lane`, in order."""
+        """Return the parts of `entry` that can still be delivered to `lane`, in order."""
         open_to = [name for name in lane if name not in entry.refusals]
         parts = self._delivery.parts(entry, open_to) if open_to else {}
         return {part: send for part, send in parts.items() if part not in entry.parts}
 
     def _deliver(self, entry: Entry, lane: Lane, policy: RetryPolicy) -> None:
-        """Deliver the remaining parts of an entry. Each part that arrives is noted, so that nothing sends it again.
+        """Deliver the remaining parts of an entry. Each delivered part is recorded, so that it is not sent again.
 
         Raises:
-            TransientError: The tries of `policy` are used up.
+            TransientError: All tries of `policy` failed.
             Interrupted: The uploader is closing.
         """
         try:
             for part, send in self._left(entry, lane).items():
                 result = with_retries(functools.partial(self._try, entry, send), policy, self._pause)
-                with self._noting:
+                with self._results:
                     entry.parts[part] = result
                     if entry.files:
                         self.queue.save(entry)
         except Refused as error:
             self._refuse(entry, lane, error)
-        with self._noting:
+        with self._results:
             if not self.queue.holds(entry) or entry.refused or self._left(entry, entry.to):
                 return
             if entry.refusals:
@@ -395,16 +399,16 @@ class Uploader:
                 self.queue.finish(entry)
 
     def _try(self, entry: Entry, send: Send) -> UploadedFile | None:
-        """The result of `send`. Its errors are sorted: worth another try, final, or caused by closing."""
-        if not self.queue.holds(entry):  # and its files may be those of the one that replaced it
-            raise Refused("it is out of date")
+        """Return the result of `send`. Classify its errors: worth another try, final, or caused by closing."""
+        if not self.queue.holds(entry):  # its files may now belong to the entry that replaced it
+            raise Refused("it is outdated")
         try:
             return send()
         except (Refused, Interrupted):
             raise
         except TransientError as error:
             failed = error
-        except OSError as error:  # a network file system may have it again soon
+        except OSError as error:  # a network file system may recover
             failed = TransientError(f"its files cannot be read: {error.strerror or error}")
         except Exception as error:
             if self._closing.is_set():
@@ -423,14 +427,14 @@ class Uploader:
             raise Interrupted
 
     def _refuse(self, entry: Entry, lane: Lane, error: Refused) -> None:
-        """Give `entry` up for `lane` in this attempt."""
+        """Stop trying to deliver `entry` to `lane` in this attempt."""
         if not self.queue.holds(entry):
             return
         if entry.kind == "metrics" and not error.auth:
             self.queue.remove(entry)
             self._count_lost_metrics(error.reason)
             return
-        with self._noting:
+        with self._results:
             entry.reason, entry.auth = error.reason, entry.auth or error.auth
             entry.refusals |= dict.fromkeys(lane, error.reason)
         log.error("upload of %s, step %d, was refused: %s", entry.kind, entry.step, error.reason)
@@ -440,17 +444,17 @@ class Uploader:
     def _count_lost_metrics(self, why: str) -> None:
         self._lost_metrics += 1
         if self._lost_metrics == 1:
-            log.warning("metrics are not uploaded: %s; further ones are only counted", why)
+            log.warning("metrics are not uploaded: %s; this is logged only once", why)
 
 
 def _undelivered(left: Sequence[Entry], refusal: OSError | None) -> UploadError | None:
-    """The error about required uploads that are `left`, and about a disk that did not take them all."""
+    """Return the error about required uploads that are `left`, and about a disk that refused to store them."""
     if not left:
         return None
     first = next((entry for entry in left if entry.auth), left[0])
     others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    kept = "; kept for the next start"
+    kept = ", but kept for the next start"
     if refusal:
         why = refusal.strerror or refusal
-        kept = f", nor kept for the next start, since the queue cannot be written: {why}"
+        kept = f", nor stored for the next start, because the queue cannot be written: {why}"
     return UploadError(f"{first}{others} not delivered{kept}", auth=first.auth)

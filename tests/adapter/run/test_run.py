@@ -25,7 +25,7 @@ from genlight.callbacks.checkpoint import read_record, verify
 from genlight.callbacks.checkpoint.format.record import RECORD_MARKER
 from genlight.callbacks.stop.sources import process_age_s
 from genlight.reporters import read_events
-from genlight.reporters.events.json_lines import Position, whole_lines
+from genlight.reporters.events.json_lines import Position, complete_lines
 from genlight.reporters.events.validation import validate_events
 from support.forked import Forked, run_forked
 
@@ -285,7 +285,7 @@ def test_a_damaged_line_of_an_earlier_attempt_does_not_fail_a_run_that_completes
         caplog.clear()
         assert run(write_job(max_steps=5, checkpoint_every=2, resume_from_latest=True)) == 0
         assert "Traceback" not in caplog.text
-    assert list(whole_lines(log, Position()))[-1].startswith(b'{"event":"completed"')
+    assert list(complete_lines(log, Position()))[-1].startswith(b'{"event":"completed"')
 
 
 def test_checkpoint_events_name_the_hooks_primary_path(write_job):

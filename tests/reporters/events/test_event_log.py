@@ -97,11 +97,11 @@ def test_attempts_are_counted_per_run_and_only_when_they_started(path):
     [b'{"event":"met', b'{"event":"started","run_id":"r"}', b"\0" * 4096, b"\0\0\n\0\0", b"{\xff", b"{"],
     ids=["half a line", "a line without its newline", "lost blocks", "lost blocks with newline", "bytes", "a brace"],
 )
-@pytest.mark.parametrize("whole_lines", [0, 2])
-def test_a_torn_last_line_is_cut_off_and_never_glued_to_the_next(path, tail, whole_lines):
+@pytest.mark.parametrize("complete_lines", [0, 2])
+def test_a_torn_last_line_is_cut_off_and_never_glued_to_the_next(path, tail, complete_lines):
     path.parent.mkdir()
     path.touch()
-    if whole_lines:
+    if complete_lines:
         with EventLog(path, run_id="r") as log:
             log.started()
             log.metric(name="a", value=1, step=1)
@@ -109,7 +109,7 @@ def test_a_torn_last_line_is_cut_off_and_never_glued_to_the_next(path, tail, who
         file.write(tail)
     with EventLog(path, run_id="r") as log:
         log.started()
-    assert [event["seq"] for event in lines(path)] == list(range(1, whole_lines + 2))
+    assert [event["seq"] for event in lines(path)] == list(range(1, complete_lines + 2))
     assert validate_events(path) == []
 
 
@@ -117,12 +117,12 @@ def test_a_torn_last_line_is_cut_off_and_never_glued_to_the_next(path, tail, who
     ("content", "message"),
     [
         (b"a shopping list", "does not hold JSON lines"),
-        (b"eggs\nmilk\n", "holds something else"),
-        (b'["a"]\n', "holds something else"),
-        (b'{"a":"\xff"}\n', "holds something else"),
-        (b'{"event":"heartbeat"}\n', "holds something else"),
-        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "holds something else"),
-        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "holds something else"),
+        (b"eggs\nmilk\n", "has other content"),
+        (b'["a"]\n', "has other content"),
+        (b'{"a":"\xff"}\n', "has other content"),
+        (b'{"event":"heartbeat"}\n', "has other content"),
+        (b'{"schema_version":"trainer_event.v2","seq":3}\n', "has other content"),
+        (b'{"schema_version":"trainer_event.v1","seq":"3"}\n', "has other content"),
     ],
 )
 def test_a_file_that_is_no_event_log_is_refused_and_left_as_it_was(path, content, message):
@@ -205,7 +205,7 @@ REFUSED = {
     "a roll-back to a later step": (
         [started],
         metric(4, "trainer/rolled_back_to_step", 5),
-        "a step as its value that is not after its own",
+        "is a step, and not after its own step",
     ),
 }
 

@@ -286,7 +286,7 @@ def test_metrics_at_a_step_whose_checkpoint_is_reported_are_left_out_with_one_wa
     with caplog.at_level(logging.WARNING):
         make_trainer(tmp_path, LogEpochAsStep()).fit(Line())
     assert not [event for event in sound_events(path) if event.get("name") == "late"]
-    assert caplog.text.count("metrics late are left out of") == 1
+    assert caplog.text.count("metrics late are not written to") == 1
 
 
 def test_an_attached_logger_adds_metrics_and_leaves_the_rest_to_the_owner(tmp_path, path):
@@ -434,5 +434,5 @@ def test_texts_are_left_to_the_loggers_that_take_them(tmp_path, path, caplog):
     assert not [event for event in events if event.get("name") in ("phase", "shapes")]
     assert "warm-up" in Path(csv_logger.log_dir, "metrics.csv").read_text()
     assert [record.message for record in caplog.records if "not numbers" in record.message] == [
-        f"metrics phase, shapes are left out of {path}: they are not numbers"
+        f"metrics phase, shapes are not written to {path}: they are not numbers"
     ]

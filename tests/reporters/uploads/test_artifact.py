@@ -122,4 +122,4 @@ def test_where_nothing_can_be_kept_the_files_themselves_are_queued(
     uploader.enqueue("checkpoint", record, files, step=1)
     assert uploader.settle() is None
     assert len(chaos.files()) == 3
-    assert "can't be kept from being deleted" in caplog.text
+    assert "do not delete it until it is uploaded" in caplog.text

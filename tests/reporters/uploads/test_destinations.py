@@ -68,7 +68,7 @@ def test_a_file_that_is_gone_is_final(send, tmp_path):
         shutil.rmtree(tmp_path / "run" / "uploads" / "links")
         files[0].unlink()
 
-    assert "model.safetensors is gone" in str(send(lose).settle())
+    assert "model.safetensors no longer exists" in str(send(lose).settle())
 
 
 def test_a_fault_of_the_file_system_may_pass(send, tmp_path):

@@ -177,7 +177,7 @@ def test_retry_after_is_honoured_in_place_of_a_shorter_back_off_and_said(chaos, 
     wait_until(lambda: chaos.requests("/metrics"))
     result = uploader.settle(0.3)
     assert len(chaos.requests("/metrics")) == 1
-    assert "which asks to wait 30 s" in caplog.text
+    assert "(Retry-After: 30 s)" in caplog.text
     assert result is None
     assert len(uploader.queue.entries("metrics")) == 1
 
@@ -276,7 +276,7 @@ def test_what_neither_arrived_nor_could_be_kept_is_said_to_be_lost_to_the_next_s
             uploader.enqueue("checkpoint", record, files, step=1)
         error = str(settle_once_tried(uploader))
     assert error.startswith("checkpoint of step 1 (step-00000001.json): ConnectError")
-    assert "not delivered, nor kept for the next start, since the queue cannot be written: File too large" in error
+    assert "not delivered, nor stored for the next start, because the queue cannot be written: File too large" in error
     assert "kept for the next start" in str(uploader.settle(0.1)).partition("not delivered; ")[2]
 
 
@@ -328,7 +328,7 @@ def test_what_vanished_between_two_attempts_is_dropped_with_a_warning(chaos, upl
     shutil.rmtree(uploader.queue.directory / LINKS)
     files[0].unlink()
     assert uploader_for(chaos).settle() is None
-    assert "no longer there" in caplog.text
+    assert "no longer exist" in caplog.text
 
 
 def test_what_waits_for_another_run_is_never_sent_under_this_ones_name(chaos, uploader_for, write_checkpoint, caplog):

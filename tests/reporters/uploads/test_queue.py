@@ -293,7 +293,7 @@ def test_entries_that_are_none_of_ours_stay_as_they_are(open_queue, full_disk, t
     other = Queue(queue.directory, lambda each: each.run_id == "q")
     with full_disk():
         other.add(Entry(run_id="q", kind="metrics", step=1, to=("endpoint",)))
-    assert _names(other.left_alone) == ["a"]
+    assert _names(other.foreign) == ["a"]
     other.remove(*other.entries())
     other.close()
     assert sorted(path for path in queue.directory.rglob("0*")) == before
