@@ -5,7 +5,7 @@ it, metrics are queued every 10 steps and a checkpoint every 100, while the endp
 refused (``refused``), or accepted and never answered (``silent``). Both arms write the same checkpoints.
 
 Prints one JSON object for each kind of outage: steps per second of both arms (medians), the median of the ratios of
-neighbours, and the processor time that the whole process spent per step.
+neighbours, and the processor time of the process per step.
 
 Usage: ``python examples/benchmarks/upload_outage.py [--steps 300] [--rounds 7]``
 """
