@@ -34,7 +34,7 @@ SCHEMA_FILE = ROOT / "adapter" / "job" / "job.schema.json"
 
 
 def classes_reference(classes: Iterable[type], *, brief: bool = False) -> str:
-    """One section for each class: its docstring, if `brief` only the beginning, and a table of its arguments."""
+    """Return one section for each class: its docstring, only the beginning if `brief`, and a table of its arguments."""
     return "\n".join(line for cls in classes for line in _section(cls, brief))
 
 
@@ -56,7 +56,7 @@ def _section(cls: Any, brief: bool) -> list[str]:
 
 
 def python_reference() -> str:
-    """The functions and classes of `genlight.adapter` as Markdown, and a table of its exceptions."""
+    """Return the functions and classes of `genlight.adapter` as Markdown, with a table of its exceptions."""
     named = [getattr(genlight.adapter, name) for name in sorted(genlight.adapter.__all__)]
     errors = [each for each in named if inspect.isclass(each) and issubclass(each, Exception)]
     classes = [each for each in named if inspect.isclass(each) and each not in errors]
@@ -89,7 +89,7 @@ def _one_line(text: str) -> str:
 
 
 def job_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a job file; other keys are allowed, as a newer orchestrator may write them."""
+    """Return the JSON Schema (draft 2020-12) of a job file; other keys are allowed, for newer orchestrators."""
     _, definitions = msgspec.json.schema_components(
         [JobSpec], ref_template="#/$defs/{name}", schema_hook=lambda _: {"type": "string"}
     )
@@ -101,7 +101,7 @@ def job_schema() -> dict[str, Any]:
             shape["properties"][name] = {"description": texts[name], **shape["properties"][name]}
         aliases = {key.alias: name for name, key in keys_of(block).items() if key.alias}
         shape["properties"] |= {alias: shape["properties"][name] for alias, name in aliases.items()}
-    root["required"] = []  # the environment and `--set` may give them
+    root["required"] = []  # the environment and `--set` may set them
     items = root["properties"]["sample_prompts"]
     items["items"] = {"anyOf": [{"type": "string"}, items["items"]]}
     root["properties"]["$schema"] = {"type": "string", "description": "This file, for editors."}
@@ -110,19 +110,19 @@ def job_schema() -> dict[str, Any]:
 
 
 def _texts_below(block: Any) -> dict[str, str]:
-    """The text below each field of a block."""
+    """Return the text below each field of a block."""
     classes = [cls for cls in reversed(block.__mro__) if "__annotations__" in vars(cls)]
     fields = [field for cls in classes for field in docstring_parser.parse_from_object(cls).params]
     return {field.arg_name: " ".join((field.description or "").split()) for field in fields}
 
 
 def schema_text() -> str:
-    """`job_schema` as the file holds it."""
+    """Return `job_schema` as the text of its file."""
     return json.dumps(job_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def job_reference() -> str:
-    """Every key of a job as Markdown: type, default, meaning and example, one table for each block."""
+    """Return every key of a job as Markdown: type, default, meaning and example, one table for each block."""
     tables: list[tuple[str, Any]] = [("Top level", JobSpec)]
     tables += [(f"`{key.name}`", key.block) for key in keys_of(JobSpec).values() if key.block is not None]
     tables.append(("Each of `sample_prompts`", SampleRequest))
@@ -154,7 +154,7 @@ def _default_of(key: Key) -> str:
 
 
 def variables_reference() -> str:
-    """Every environment variable as Markdown, with the setting that it gives."""
+    """Return every environment variable as Markdown, with its setting."""
     lines = ["| variable | setting | meaning |", "|---|---|---|"]
     for variable, setting in VARIABLES.items():
         in_file = "" if setting.partition(".")[0] in keys_of(JobSpec) else ", not in a job file"
@@ -166,7 +166,7 @@ def variables_reference() -> str:
 
 
 def callbacks_reference() -> str:
-    """Which callbacks run without being asked for, as Markdown."""
+    """Return the callbacks that run by default, as Markdown."""
     lines = ["| callback | what it does | in a job | in a fit |", "|---|---|---|---|"]
     for name, callback in STANDARD_CALLBACKS.items():
         in_job = "always" if callback.required else "yes" if callback.arguments else "add it"
@@ -175,7 +175,7 @@ def callbacks_reference() -> str:
 
 
 def events_reference() -> str:
-    """Every event with the fields of its own, from the JSON Schema."""
+    """Return every event with its own fields, from the JSON Schema."""
     schema = genlight.reporters.event_schema()
     events = [each["$ref"].rpartition("/")[2] for each in schema["oneOf"]]
     of_every_line = {"schema_version", "event", "run_id", "seq", "timestamp_ms"}
@@ -202,13 +202,13 @@ def _type(shape: dict[str, object]) -> str:
 
 
 def classes_of(package: object) -> list[type]:
-    """The public classes of a package that are configured by arguments, in the order of their names."""
+    """Return the public classes of a package that have arguments, sorted by name."""
     named = [getattr(package, name) for name in sorted(package.__all__)]  # type: ignore[attr-defined]
     return [cls for cls in named if inspect.isclass(cls) and "Args:" in (inspect.getdoc(cls) or "")]
 
 
 def _callbacks(*, trainer_hooks: bool) -> list[type]:
-    """The callbacks of their own page, or all others."""
+    """Return the callbacks of the page on other styles, or all others."""
     named = classes_of(genlight.callbacks)
     return [cls for cls in named if cls.__module__.endswith(".trainer_hooks") == trainer_hooks]
 
@@ -232,7 +232,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
 
 
 def page_with_parts(page: str, parts: Iterable[tuple[str, Callable[[], str]]]) -> str:
-    """`page` with every part made anew.
+    """Return `page` with every part made again.
 
     Raises:
         ValueError: The page lacks the markers of a part.

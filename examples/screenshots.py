@@ -1,4 +1,4 @@
-"""Take the pictures of runs that the README shows: the list, a run, and two runs over each other.
+"""Take the pictures of runs in the README: the list, a run, and a comparison of two runs.
 
 Trains the digits example twice, shows both by ``genlight serve``, and has Debian's Chromium take the pictures::
 
@@ -37,7 +37,7 @@ def train(folder: Path, steps: int) -> None:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address of the runs below `folder`."""
+    """Serve the runs below `folder`; yield the address."""
     process = subprocess.Popen(["genlight", "serve", str(folder), "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
         yield process.stdout.readline().strip()
@@ -47,11 +47,11 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def take(page: Page, address: str, target: Path, *, height: int, at: str = "h1") -> None:
-    """A picture of the page at `address`, from the element `at` on."""
+    """Take a picture of the page at `address`, from the element `at` on."""
     page.set_viewport_size({"width": 1000, "height": height})
     page.goto(address)
     page.wait_for_selector("tbody tr, canvas")
-    page.wait_for_timeout(1000)  # pictures of samples are loaded once they are seen
+    page.wait_for_timeout(1000)  # pictures of samples are loaded when they become visible
     page.locator(at).first.evaluate("(element) => element.scrollIntoView()")
     page.wait_for_timeout(1000)
     page.screenshot(path=target)
@@ -59,7 +59,7 @@ def take(page: Page, address: str, target: Path, *, height: int, at: str = "h1")
 
 
 def main() -> None:
-    """Train if no runs are named, and take the pictures."""
+    """Train if the command names no runs, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=Path, help="folder with runs; default: the digits example is trained")
     parser.add_argument("--steps", type=int, default=3000, help="of that training")

@@ -3,7 +3,7 @@
     python examples/benchmarks/checkpoint.py --mb 100 --rounds 5
     python examples/benchmarks/checkpoint.py --mb 1000 --rounds 3 --json
 
-The state is a model and the AdamW moments of it, a third of the bytes each. Every round runs every variant once, in an
+The state is a model and its two AdamW moments, a third of the bytes each. Every round runs every variant once, in an
 order that rotates, and each figure is the median over the rounds. *Stall* is how long the training thread waits,
 *durable* how long until the bytes are surely on the disk ("-": the variant never syncs), *CPU* the seconds of all
 threads, *memory* the growth of the resident set at its peak as a share of the state. The two first rows are the limits:
@@ -39,7 +39,7 @@ LAYERS = 24
 
 
 def make_state(megabytes: int) -> dict:
-    """A model of some layers, and AdamW's state of it."""
+    """Return a model of some layers, and AdamW's state for it."""
     torch.manual_seed(0)
     elements = megabytes * 1_000_000 // 4 // 3 // LAYERS
     names = [f"layers.{i}.weight" for i in range(LAYERS)]
@@ -67,7 +67,7 @@ def write_all(descriptor: int, tensors: list[torch.Tensor]) -> None:
 
 
 class Variants:
-    """Every way to save; each returns its stall and its time to durable in seconds, None for never."""
+    """Return all ways to save; each returns its stall and its time until durable in seconds, None for never."""
 
     def __init__(self, state: dict, directory: Path) -> None:
         self.state, self.directory = state, directory
@@ -187,7 +187,8 @@ def clear(directory: Path, tensors: list[torch.Tensor]) -> None:
     shutil.rmtree(directory)
     directory.mkdir()
     os.sync()
-    with tempfile.TemporaryFile(dir=directory) as file:  # Gone before it reaches the disk; its memory stays warm.
+    # The file is removed before it reaches the disk, but its memory stays warm.
+    with tempfile.TemporaryFile(dir=directory) as file:
         write_all(file.fileno(), tensors)
 
 
@@ -208,7 +209,7 @@ def measure(variants: Variants, rounds: int) -> dict[str, dict[str, float | None
             cpu[name].append(time.process_time() - begin)
             written[name] = bytes_below(variants.directory)
             if number == 0:
-                memory[name].append(grown / variants.nbytes)  # Also what is kept for later: warm buffers.
+                memory[name].append(grown / variants.nbytes)  # Includes buffers that are kept for later saves.
                 continue
             stalls[name].append(stall)
             durable[name].append(until_durable)
@@ -240,7 +241,7 @@ def measure_verification(state: dict, directory: Path, rounds: int) -> dict[str,
 
 
 def measure_work(variants: Variants, rounds: int) -> dict[str, float]:
-    """A training thread of one core beside a background save: what each of the two keeps of its speed."""
+    """Measure how much of their speed a training thread and a background save keep on one core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     a = torch.randn(256, 256)

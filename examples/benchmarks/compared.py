@@ -2,11 +2,10 @@
 
     python examples/benchmarks/compared.py
 
-Each program below trains two epochs of a shuffled `DataLoader` with dropout, saves every five steps by the means of its
-framework, and goes on by the means of its framework when it is started again. It is killed (SIGKILL) and stopped
-(SIGTERM) after the seventh step of the second epoch, and once more killed with the largest file of its newest
-checkpoint cut in half, as a machine that loses power can leave it. Its weights at the end are compared with those of a
-training without a break. Frameworks that are not installed are left out.
+Each program below trains two epochs of a shuffled `DataLoader` with dropout, and saves every five steps and resumes as
+its framework does it. It is killed (SIGKILL) and stopped (SIGTERM) after the seventh step of the second epoch, and
+killed again with the largest file of its newest checkpoint cut in half, as after a power cut. Its final weights are
+compared with the weights of an uninterrupted training. Frameworks that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ def main() -> None:
 
 
 def tried(program: str, folder: Path) -> list[str]:
-    """The behaviour of the program after each kind of end."""
+    """Return the outcome of the program after each kind of end."""
     run(program, folder / "whole")
     expected = (folder / "whole.end").read_text()
     lines = []
@@ -183,7 +182,7 @@ def tried(program: str, folder: Path) -> list[str]:
 
 
 def run(program: str, folder: Path, killed_by: signal.Signals | None = None) -> tuple[int, str]:
-    """Run a program once: its exit code, and the last line of what it said on standard error."""
+    """Run a program once; return its exit code and the last line on standard error."""
     killed = {} if killed_by is None else {"KILL_AT": str(KILL_AT), "KILLED_BY": str(int(killed_by))}
     environ = {**os.environ, **killed, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -195,12 +194,12 @@ def run(program: str, folder: Path, killed_by: signal.Signals | None = None) -> 
 
 
 def cut(folder: Path) -> None:
-    """Cut the largest file of the newest checkpoint in half; copies of it that are links stay links."""
+    """Cut the largest file of the newest checkpoint in half; symbolic links to it stay."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     newest = max(path.stat().st_mtime for path in files)
     recent = [path for path in files if path.stat().st_mtime > newest - 0.5 and path.stat().st_size > 1000]
     for path in (max(recent, key=lambda each: (each.stat().st_mtime, each.stat().st_size)),):
-        shutil.copy(path, f"{path}.tmp")  # not a hard link, of which an older checkpoint has the other end
+        shutil.copy(path, f"{path}.tmp")  # a new file, since an older checkpoint may share the old one
         os.replace(f"{path}.tmp", path)
         os.truncate(path, path.stat().st_size // 2)
 

@@ -2,8 +2,8 @@
 
     python examples/benchmarks/diagnosis.py
 
-CPU time of the training thread within its methods and hooks, over steps of several intervals; the reduction over ranks
-is one for each check, and is not in it. The step itself is a small one: what it costs does not count.
+The figure is the CPU time of the training thread within its methods and hooks, over steps of several intervals. It does
+not include the one reduction over ranks of each check. The step itself is small, and its cost does not count.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Trainer:
 
 
 class Steps:
-    """As many batches as there are steps."""
+    """A source of one batch for each step."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -81,7 +81,7 @@ class Steps:
 
 
 def cost_us(layers: int, width: int, checks: int, interval: int) -> float:
-    """CPU microseconds of `Diagnosis` for each step, after the first check, which loads code."""
+    """Return the CPU microseconds of `Diagnosis` for each step; the first check loads code and does not count."""
     spent = [0.0]
     at_first_check = [0.0]
     is_inside = [False]

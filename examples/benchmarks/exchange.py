@@ -1,4 +1,4 @@
-"""How much of the exchange of gradients hides behind backward, on a network that is not a machine's own memory.
+"""The part of the gradient exchange that is hidden behind backward, over a network instead of shared memory.
 
     python examples/benchmarks/exchange.py      unshaped, 1 and 4 Gbit/s; one and four backward calls
     python examples/benchmarks/exchange.py --calls 4 --over-steps    one update in four steps, of a backward call each
@@ -6,8 +6,8 @@
 
 Two network namespaces, joined by a pair of virtual interfaces whose rate `tc` shapes, with one rank and one thread in
 each: an MLP of 23.6 M parameters at batch 128, over gloo. Each host and bare ``DistributedDataParallel`` (with
-``no_sync`` by hand where an update has several backward calls) take turns in the same two processes. Needs root,
-iproute2 and two cores; nothing of it is left when the script ends.
+``no_sync`` by hand if an update has several backward calls) take turns in the same two processes. Needs root,
+iproute2 and two cores; the script removes everything at its end.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Mlp:
 
 
 def measure(chosen: argparse.Namespace) -> None:
-    """The program of one rank: every host in turns with bare DDP."""
+    """The program of one rank: every host takes turns with bare DDP."""
     import lightning.pytorch as pl
     import torch
     import torch.distributed as dist
@@ -153,7 +153,7 @@ def measure(chosen: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def record(chosen: argparse.Namespace) -> Iterator[None]:
-    """Write down when each backward call of genlight ran, and when each of its buckets was on its way."""
+    """Record the times of genlight's backward calls and of the transfer of each bucket."""
     import torch
 
     from genlight.adapter.gradients.ddp.buckets import Bucket
@@ -183,7 +183,7 @@ def record(chosen: argparse.Namespace) -> Iterator[None]:
 
 
 def draw(timeline: Path) -> None:
-    """The last steps of a recording, as a picture."""
+    """Draw the last steps of a recording."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -215,7 +215,7 @@ def draw(timeline: Path) -> None:
 
 @contextlib.contextmanager
 def network() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Two namespaces that are joined; gives their names and those of their interfaces."""
+    """Make two connected namespaces; yield their names and the names of their interfaces."""
     spaces = (f"gl{os.getpid()}a", f"gl{os.getpid()}b")
     links = (f"v{os.getpid()}a", f"v{os.getpid()}b")
     try:
@@ -233,7 +233,7 @@ def network() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
 
 
 def shape(spaces: tuple[str, str], links: tuple[str, str], rate: str) -> None:
-    """Give both directions this rate."""
+    """Set the rate of both directions."""
     for space, link in zip(spaces, links, strict=True):
         where = ["tc", "-n", space, "qdisc"]
         subprocess.run([*where, "delete", "dev", link, "root"], check=False, capture_output=True)

@@ -2,12 +2,11 @@
 
     python examples/benchmarks/exchange_memory.py
 
-Two ranks over gloo on this machine, an MLP of 23.6 M parameters (90 MiB of weights), plain SGD. Each host has processes
-of its own; what is printed is the largest resident size of rank 0 in five steps, and that at the end of the last
-forward, less what it had before the model was built, from the kernel's own count (``VmHWM`` and ``VmRSS``, Linux).
-Before that, each host has trained a small model: what it imports and which threads it starts is no part of the figures.
-The allocator (glibc's) is told to give memory back at once: otherwise they also say what it happened to keep, which
-differs by 40 MiB from run to run.
+Two ranks over gloo on this machine, an MLP of 23.6 M parameters (90 MiB of weights), plain SGD. Each host has its own
+processes. The figures are the largest resident size of rank 0 in five steps, and the size at the end of the last
+forward, minus the size before the model was built, as counted by the kernel (``VmHWM`` and ``VmRSS``, Linux). Before
+that, each host has trained a small model, so the figures exclude its imports and threads. The allocator (glibc) returns
+memory at once; otherwise the figures would include memory that it happened to keep, 40 MiB more or less in each run.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from exchange import ROWS, WIDTH, Mlp
 
 STEPS = 5
 LONGEST_WAIT = timedelta(minutes=1)
-"""Ranks that wait longer for each other fail: now and then those of bare DDP stall in a backward call over gloo."""
+"""Ranks that wait longer for each other fail: bare DDP sometimes stalls in a backward call over gloo."""
 SMALL = 256
-"""Width of the model that is trained first; its gradients need several buckets, too."""
+"""Width of the model that is trained first; its gradients need several buckets too."""
 HOSTS: dict[str, dict[str, Any]] = {
     "one rank alone": {},
     "bare DDP": {},
     "bare DDP, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "genlight": {},
 }
-"""And the arguments of their DDP."""
+"""Hosts, with the arguments of their DDP."""
 
 
 def taken_mib(host: str, rank: int, store: str) -> tuple[float, float]:
-    """The memory of one rank of `host`, at most and at the end of its last forward, in MiB."""
+    """Return the memory of one rank of `host` in MiB: the peak, and at the end of its last forward."""
     import torch
     import torch.distributed as dist
 
@@ -49,15 +48,15 @@ def taken_mib(host: str, rank: int, store: str) -> tuple[float, float]:
     gc.collect()
     dist.barrier()
     before = _of_status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the largest size counts from here on
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     forward = train(host, rank, WIDTH)
     peak = _of_status("VmHWM")
-    dist.barrier()  # not before the other rank has what it needs of this one
+    dist.barrier()  # not before the other rank has received everything from this one
     return (peak - before) / 1024, (forward - before) / 1024
 
 
 def train(host: str, rank: int, width: int) -> float:
-    """A few steps; the resident size at the end of the last forward, in KiB."""
+    """Train a few steps; return the resident size at the end of the last forward, in KiB."""
     import lightning.pytorch as pl
     import torch
     from lightning.pytorch.strategies import DDPStrategy
@@ -67,7 +66,7 @@ def train(host: str, rank: int, width: int) -> float:
     from genlight.adapter import ContractModule, TrainingJobSpec
 
     class Watched(Mlp):
-        """Looks at the resident size whenever a forward ends."""
+        """Reads the resident size at the end of each forward."""
 
         def configure(self, ctx: Any) -> dict[str, Any]:
             state = super().configure(ctx)
@@ -116,7 +115,7 @@ class _Same:
 
 
 def _of_status(name: str) -> float:
-    """A line of the kernel's account of this process, in KiB."""
+    """Return a line of this process's ``/proc`` status, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
@@ -131,7 +130,7 @@ def main() -> None:
         peak, forward = taken_mib(chosen.host, chosen.rank, chosen.store)
         if chosen.rank == 0:
             print(f"{chosen.host:36}{peak:8.0f} MiB{forward:8.0f} MiB", flush=True)
-        os._exit(0)  # without waiting for the other rank, which may have left
+        os._exit(0)  # do not wait for the other rank, since it may have ended
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 * 2**10)}
     for host in HOSTS:
         with tempfile.TemporaryDirectory() as folder:

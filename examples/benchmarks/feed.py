@@ -1,23 +1,23 @@
-"""Rows per second and resume time of the feed, beside other ways to read 32-row batches from Parquet.
+"""Rows per second and resume time of the feed, compared with other ways to read 32-row batches from Parquet.
 
     python examples/benchmarks/feed.py --rows 204800 --repeats 7 --json feed.json
 
-All contenders read the same files and hand out batches of 32 rows. They run interleaved, one after the other in each
-round; the first round does not count, and the table gives the median over the others. A ratio is that of the medians.
-`limit` decodes batches of 65,536 rows and slices them in the same thread, which is the least that any feed of this kind
-has to do. `datasets` and `litdata` take part where they are installed.
+All contenders read the same files and return batches of 32 rows. They run one after the other in each round; the first
+round does not count, and the table has the median over the others. A ratio is the ratio of two medians. `limit` decodes
+batches of 65,536 rows and slices them in the same thread; any feed of this kind has to do at least that. `datasets` and
+`litdata` take part if they are installed.
 
-How often the scanner's speed the feed can reach is decided by the rows. Narrow ones take little to decode, so that the
-cost of a batch, which the feed saves, is most of the scanner's time. Of the time that wide ones take, the decoder has
-almost all (two thirds of it for the vectors: Parquet stores two levels for each of their numbers), so that even `limit`
-is less than twice the scanner. What the feed itself costs is told by the ratio to `limit`. Neither larger nor smaller
+The rows decide how much faster than the scanner the feed can be. Narrow rows need little decoding, so most of the
+scanner's time is the cost per batch that the feed avoids. For wide rows, decoding takes almost all of the time (two
+thirds of it for the vectors, because Parquet stores two levels for each of their numbers), so that even `limit` is less
+than twice as fast as the scanner. The ratio to `limit` shows the cost of the feed itself. Neither larger nor smaller
 units, nor buffering ahead, nor a thread for each column changed the CPU time of decoding by more than a tenth.
 
 Resume is the time from opening the files to the first batch after the position, at 25% and 75% of 20 row groups and in
 the middle of a row group, whose first half has to be decoded; `read and drop` skips the batches before the position.
-A resume costs the footer (about half of it for many columns) and the first pages of one row group, whatever lies before
-them. Reading and dropping costs in proportion to the bytes, so the ratio grows with the size of the row groups: of the
-wide table they have 3 MB, a fraction of what files for training mostly have. `--rows` makes them larger.
+A resume costs the footer (about half of it for many columns) and the first pages of one row group, for any position.
+Reading and dropping costs in proportion to the bytes, so the ratio grows with the size of the row groups: the wide
+table has groups of 3 MB, a fraction of the usual size in training data. `--rows` makes them larger.
 """
 
 from __future__ import annotations
@@ -69,24 +69,24 @@ def wide_table(rows: int) -> pa.Table:
 
 
 def scanner(path: Path) -> Iterator[Any]:
-    """A dataset scanner that is asked for 32 rows."""
+    """A dataset scanner with batches of 32 rows."""
     return iter(ds.dataset(path).to_batches(batch_size=BATCH))
 
 
 def iter_batches(path: Path) -> Iterator[Any]:
-    """`ParquetFile.iter_batches` that is asked for 32 rows."""
+    """`ParquetFile.iter_batches` with batches of 32 rows."""
     return iter(pq.ParquetFile(path).iter_batches(BATCH))
 
 
 def limit(path: Path) -> Iterator[Any]:
-    """Large batches, sliced."""
+    """Large batches that are sliced."""
     for large in pq.ParquetFile(path).iter_batches(65_536):
         for start in range(0, large.num_rows, BATCH):
             yield large.slice(start, BATCH)
 
 
 def feed(path: Path) -> Iterator[Any]:
-    """The feed as a job gets it."""
+    """The feed as in a job."""
     return iter(ArrowFeed(path, batch_size=BATCH, epochs=1))
 
 
@@ -118,7 +118,7 @@ def lit_data(path: Path) -> Iterator[Any]:
 
 
 def contenders() -> dict[str, Contender]:
-    """Everybody who can take part here."""
+    """Return all contenders that are installed."""
     found: dict[str, Contender] = {
         "feed": feed,
         "feed, readahead=0": feed_in_thread,
@@ -135,7 +135,7 @@ def contenders() -> dict[str, Contender]:
 
 
 def drained(make: Contender, path: Path) -> tuple[float, float, int]:
-    """Wall-clock and CPU seconds for all batches, and how many there were."""
+    """Return wall-clock and CPU seconds for all batches, and their number."""
     start, start_cpu, count = time.perf_counter(), time.process_time(), 0
     for _ in make(path):
         count += 1
@@ -143,7 +143,7 @@ def drained(make: Contender, path: Path) -> tuple[float, float, int]:
 
 
 def throughput(path: Path, rows: int, size: int, repeats: int) -> list[dict[str, Any]]:
-    """One line of figures for each contender."""
+    """Return one line of figures for each contender."""
     chosen = contenders()
     measured: dict[str, list[tuple[float, float, int]]] = {name: [] for name in chosen}
     for _ in range(repeats + 1):
@@ -172,7 +172,7 @@ def throughput(path: Path, rows: int, size: int, repeats: int) -> list[dict[str,
 
 
 def resumed(path: Path, state: dict[str, Any]) -> float:
-    """Seconds from opening to the first batch after the position."""
+    """Return the seconds from opening to the first batch after the position."""
     start = time.perf_counter()
     again = ArrowFeed(path, batch_size=BATCH, epochs=1)
     again.load_state_dict(state)
@@ -183,7 +183,7 @@ def resumed(path: Path, state: dict[str, Any]) -> float:
 
 
 def read_and_dropped(path: Path, batches: int) -> float:
-    """Seconds to the first batch after `batches` batches were skipped by reading them."""
+    """Return the seconds to the first batch after reading and dropping `batches` batches."""
     start = time.perf_counter()
     for number, _ in enumerate(scanner(path)):
         if number >= batches:
@@ -192,7 +192,7 @@ def read_and_dropped(path: Path, batches: int) -> float:
 
 
 def position(path: Path, batches: int) -> dict[str, Any]:
-    """The state of a feed after `batches` batches."""
+    """Return the state of a feed after `batches` batches."""
     first = ArrowFeed(path, batch_size=BATCH, epochs=1)
     for number, _ in enumerate(first, 1):
         if number == batches:
@@ -203,7 +203,7 @@ def position(path: Path, batches: int) -> dict[str, Any]:
 
 
 def resume(path: Path, rows: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each way to resume."""
+    """Return the median milliseconds of each way to resume."""
     places = {"25%": rows // 4, "75%": rows * 3 // 4, "77.5%": rows * 31 // 40}
     states = {where: position(path, place // BATCH) for where, place in places.items()}
     three = places["75%"] // BATCH

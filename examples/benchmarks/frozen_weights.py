@@ -1,12 +1,12 @@
-"""The cost of a checkpoint where a small part of the model is trained: bytes on the disk, and how long a save stalls.
+"""The cost of a checkpoint if only a small part of the model is trained: bytes on disk, and the stall of a save.
 
     python examples/benchmarks/frozen_weights.py --frozen-mb 200 --trained-mb 2 --saves 10
 
-A frozen base and a trained part, with AdamW's state of that. Each way of saving writes the same sequence of
-checkpoints, between which the trained part changes. *Stall* is how long the training thread waits: for the first save,
-which writes the base where it is written at all, and the median of the others. *MB on disk* are those of all
-checkpoints together, each inode once. *Look* is the first look at the base, at the start of training. A copy of the
-trained part into warm memory, and the digest of the base, are the least that a save can take.
+The model has a frozen base and a trained part with AdamW's state. Each way of saving writes the same sequence of
+checkpoints; the trained part changes between them. *Stall* is how long the training thread waits: in the first save,
+the only one that may write the base, and the median of the others. *MB on disk* counts all checkpoints together, each
+inode once. *Look* is the first check of the base, at the start of training. The lower limit of a save is a copy of the
+trained part into warm memory and a digest of the base.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LAYERS = 24
 
 
 class Model:
-    """The tensors of a base and of what is trained beside it."""
+    """Return the tensors of a base and of the trained part."""
 
     def __init__(self, frozen_mb: int, trained_mb: int) -> None:
         torch.manual_seed(0)
         self.base = {f"base.{i}.weight": torch.randn(frozen_mb * 250_000 // LAYERS) for i in range(LAYERS)}
-        # A third is the weights, the rest AdamW's moments of them.
+        # A third are weights, the rest are their AdamW moments.
         self.trained = {f"adapter.{i}.weight": torch.randn(trained_mb * 250_000 // LAYERS) for i in range(LAYERS)}
         self.moments = {
             i: {"exp_avg": torch.randn_like(weight), "exp_avg_sq": torch.rand_like(weight)}
@@ -85,7 +85,7 @@ def run(model: Model, directory: Path, saves: int, way: str) -> dict[str, float]
 
 
 def least(model: Model) -> dict[str, float]:
-    """Milliseconds that a copy of what changes and a digest of what does not take."""
+    """Return the milliseconds for a copy of the trained part and a digest of the base."""
     warm = [torch.zeros_like(tensor) for tensor in model.changing()]
     base = list(model.base.values())
     content_digests(base)

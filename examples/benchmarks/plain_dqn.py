@@ -17,7 +17,7 @@ LEAST_RANDOM, RANDOM_UNTIL = 0.04, 8_000
 
 
 def phases(seed: int, max_steps: int) -> Iterator[tuple[list[Tensor], float]]:
-    """After each rollout and its updates: the weights, and the mean return of the last hundred episodes."""
+    """Yield the weights and the mean return of the last hundred episodes after each rollout and its updates."""
     torch.manual_seed(seed)
     envs = gymnasium.make_vec("CartPole-v1", POLES, vectorization_mode="vector_entry_point").unwrapped
     observation = torch.from_numpy(envs.reset(seed=seed)[0])

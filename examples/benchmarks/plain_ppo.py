@@ -24,7 +24,7 @@ def network(outputs: int, gain: float) -> nn.Sequential:
 
 
 def phases(seed: int, max_steps: int) -> Iterator[tuple[list[Tensor], float]]:
-    """After each rollout and its update: the weights, and the mean return of the last hundred episodes."""
+    """Yield the weights and the mean return of the last hundred episodes after each rollout and its update."""
     torch.manual_seed(seed)
     envs = gymnasium.make_vec("CartPole-v1", POLES, vectorization_mode="vector_entry_point").unwrapped
     observation = torch.from_numpy(envs.reset(seed=seed * 1000)[0])

@@ -1,15 +1,15 @@
-"""Samples and writes a second of the replay buffer, beside those of torchrl and cpprb where these are installed.
+"""Samples and writes per second of the replay buffer, and of torchrl and cpprb if they are installed.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/replay.py
 
 A million rows of 8 + 2 + 1 + 8 floats and a flag, samples of 256 rows, writes of 64, one thread. All buffers take
-turns; a figure is the median over the rounds of calls in a second of CPU time.
+turns; a figure is the median over the rounds of the calls in a second of CPU time.
 
-For the comparison, in a folder of their own that ``PYTHONPATH`` names: ``pip install --no-deps --target FOLDER
-torchrl==0.14.1 tensordict==0.14.3 pyvers hoptorch cpprb``. The sum tree of torchrl is a C++ extension that was built
-for another torch. Where its prioritised buffer says that it is not available, build it from the sources that torchrl
-brings, ``torchrl/csrc/pybind.cpp`` and ``utils.cpp``, with ``torch.utils.cpp_extension.load("_torchrl", SOURCES,
-extra_cflags=["-O3"], build_directory=…)``, and put what that makes in place of ``torchrl/_torchrl.*.so``.
+For the comparison, install the others into a separate folder and add it to ``PYTHONPATH``: ``pip install --no-deps
+--target FOLDER torchrl==0.14.1 tensordict==0.14.3 pyvers hoptorch cpprb``. The sum tree of torchrl is a C++ extension
+that may be built for another torch. If its prioritized buffer reports that it is not available, build it from the
+sources in torchrl, ``torchrl/csrc/pybind.cpp`` and ``utils.cpp``, with ``torch.utils.cpp_extension.load("_torchrl",
+SOURCES, extra_cflags=["-O3"], build_directory=…)``, and replace ``torchrl/_torchrl.*.so`` with the result.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python examples/benchmarks/replica_guard.py
 
-A comparison makes one number of all parameters and of the moments that AdamW keeps. `ReplicaGuard` makes one after
-steps 1, 2, 4, 8, …, so its share of a run falls with the length of that. CPU time of one thread; the exchange of 32
-bytes goes on beside the training and is not in it.
+A comparison computes one number from all parameters and AdamW's moments. `ReplicaGuard` compares after steps 1, 2, 4,
+8, …, so its share falls with the length of a run. The figure is the CPU time of one thread, without the exchange of 32
+bytes in the background.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODELS = {
 
 
 def comparison_ms(shapes: list[tuple[int, int]], repeats: int) -> float:
-    """Median CPU milliseconds of one comparison, with the search for what is compared."""
+    """Return the median CPU milliseconds of one comparison, including the search for tensors."""
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for parameter in model:

@@ -1,10 +1,10 @@
-"""How long torchrun takes from the death of a rank until the run trains again, and how many restarts that costs.
+"""The time from the death of a rank until the run trains again under torchrun, and the number of restarts.
 
     python examples/benchmarks/restart_time.py --pairs 5
 
-Each pair is one run whose ranks meet in the store of torchrun's agent, as Lightning does it, and one whose ranks meet
-in a store of each start, as genlight does it; they take turns, since other work on the machine slows both. CPU time
-tells more than the clock on a busy machine: it is that of one rank from its start to its first step.
+Each pair is one run whose ranks meet in the store of torchrun's agent, as in Lightning, and one whose ranks meet in a
+new store for each start, as in genlight. They take turns, since other work on the machine slows both. On a busy machine
+CPU time is more exact than the clock; it is measured for one rank from its start to its first step.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ AS_LIGHTNING = {"class_path": "lightning.fabric.plugins.environments.TorchElasti
 
 
 def measure(folder: Path, plugins: list[dict[str, str]], patience_s: float) -> tuple[float, float, int] | None:
-    """Seconds from the kill to the first step after it, CPU seconds of a rank until there, and restarts.
+    """Return the seconds from the kill to the next step, the CPU seconds of a rank until then, and the restarts.
 
-    None where that took longer than `patience_s`, or torchrun gave up.
+    Returns None if that took longer than `patience_s`, or torchrun gave up.
     """
     (folder / "tiny.py").write_text(TRAINER)
     lightning = {"accelerator": "cpu", "strategy": "ddp", "plugins": plugins}
@@ -97,7 +97,7 @@ def measure(folder: Path, plugins: list[dict[str, str]], patience_s: float) -> t
 
 
 def wait_for(look: Callable[[], list[Mark]], process: psutil.Popen, seconds: float) -> list[Mark]:
-    """The result of `look`, or None once the process has ended or the time is over."""
+    """Return the result of `look`, or None if the process has ended or the time is over."""
     end = time.monotonic() + seconds
     while not (found := look()) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)

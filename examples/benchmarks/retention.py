@@ -3,8 +3,8 @@
     python examples/benchmarks/retention.py --kept 1000 --removed 1000
     python examples/benchmarks/retention.py --kept 10000 --removed 1000 --directory /dev/shm
 
-*Start* is what a training looks at before its first step: the sweep of what killed processes left, and the list of
-records. *Removal* happens in the background, after a save.
+*Start* is the work of a training before its first step: removing files of killed processes, and listing records.
+*Removal* happens in the background, after a save.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The cost of the examples of reinforcement learning over plain loops of the same algorithms, and how fast PPO learns.
+"""The cost of the reinforcement learning examples compared with plain loops, and the time until PPO has learned.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/rl_overhead.py
     OMP_NUM_THREADS=1 python examples/benchmarks/rl_overhead.py --to-solution
 
 The job of `examples/rl`, with its events every 100 steps and its checkpoints, takes turns with `plain_ppo.py` or
 `plain_dqn.py` in one process: a phase (rollout and update) of one, then one of the other. Both draw the same random
-numbers, and after each phase their weights are compared. The CPU time of the job is that of all threads of the process
-in its turns, the plain loop's that of its own thread. Evaluations are left out, which the plain loops do not have, and
-the first phases do not count, in which torch warms up.
+numbers, and their weights are compared after each phase. The CPU time of the job counts all threads of the process
+during its turns; the CPU time of the plain loop counts its own thread. The job has no evaluations, because the plain
+loops have none, and the first phases do not count, because torch warms up.
 
-`--to-solution` runs the job of PPO as it is for several seeds, each in a process of its own, from the start of the
+`--to-solution` runs the job of PPO unchanged for several seeds, each in a separate process, from the start of the
 process to its end.
 """
 
@@ -39,12 +39,12 @@ MINIBATCHES = {"ppo": 20, "dqn": 128}
 
 
 class Turns(pl.Callback):
-    """Runs a phase of the plain loop after each phase of the job, and writes down how long both took.
+    """Runs a phase of the plain loop after each phase of the job, and records the times of both.
 
     Args:
         algorithm: ``ppo`` or ``dqn``.
-        seed: Of the plain loop, as of the job.
-        max_steps: Of the plain loop, as of the job.
+        seed: Seed of the plain loop and of the job.
+        max_steps: Limit of the plain loop and of the job.
         result: The JSON file that is written at the end.
     """
 
@@ -86,13 +86,13 @@ class Turns(pl.Callback):
 
 
 def environment() -> dict[str, str]:
-    """That of a job which finds the examples and this file."""
+    """Return the environment of a job that can import the examples and this file."""
     folders = [str(RL), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
 
 
 def run_job(job: dict[str, Any], folder: Path) -> None:
-    """Run a job in a process of its own.
+    """Run a job in a separate process.
 
     Raises:
         CalledProcessError: It failed.
@@ -103,7 +103,7 @@ def run_job(job: dict[str, Any], folder: Path) -> None:
 
 
 def take_turns(algorithm: str, phases: int) -> dict[str, Any]:
-    """The figures of `phases` phases of the job and as many of the plain loop."""
+    """Return the figures of `phases` phases of the job and of the plain loop."""
     job = json.loads((RL / f"{algorithm}.json").read_text())
     steps = (phases + WARM_UP) * MINIBATCHES[algorithm]
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +117,7 @@ def take_turns(algorithm: str, phases: int) -> dict[str, Any]:
 
 
 def to_solution(seed: int) -> dict[str, float]:
-    """How long the job of PPO took for `seed`, and when it first had a mean return of 475 in 100 episodes."""
+    """Return the time of the PPO job for `seed`, and when it first had a mean return of 475 in 100 episodes."""
     from genlight.reporters import read_events
 
     job = json.loads((RL / "ppo.json").read_text()) | {"hyperparams": {"seed": seed}}
@@ -140,7 +140,7 @@ def to_solution(seed: int) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    """Print and return what was measured."""
+    """Print and return the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", choices=["ppo", "dqn"], nargs="+", default=["ppo", "dqn"])
     parser.add_argument("--phases", type=int, default=60)

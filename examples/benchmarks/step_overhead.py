@@ -6,14 +6,14 @@
     python examples/benchmarks/step_overhead.py --scale 1000000
     python examples/benchmarks/step_overhead.py --device cuda --trace step.json
 
-Each host trains one linear layer at batch 8, so small that the host shows, and takes turns with its floor: a block of
-steps of a bare loop, one of the host, and so on in one process. The floor of bf16 runs under autocast, that of several
-ranks over ``DistributedDataParallel``. Figures are medians over all pairs of blocks, with quartiles; the ratio of sums
-also holds what happens in few blocks. CPU time is that of the process with all its threads.
+Each host trains one linear layer at batch 8, so small that the cost of the host is visible, and takes turns with its
+floor: a block of steps of a bare loop, a block of the host, and so on in one process. The floor of bf16 runs under
+autocast, the floor of several ranks with ``DistributedDataParallel``. Figures are medians over all pairs of blocks,
+with quartiles; the ratio of sums also includes events in few blocks. CPU time counts all threads of the process.
 
-`standard` is what ``genlight run`` puts together: an event log with metrics every 10 steps, stop checks with a cancel
-file and a runtime limit, a watch for hangs, checkpoints and samples (a cadence far away).
-torchtnt, accelerate and transformers take part where they are installed, and the picture needs matplotlib.
+`standard` is the configuration of ``genlight run``: an event log with metrics every 10 steps, stop checks with a cancel
+file and a runtime limit, a watch for hangs, checkpoints and samples (which are never due).
+torchtnt, accelerate and transformers take part if they are installed, and the picture needs matplotlib.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from step_cost.hosts import Host, hosts_of_one
 
 
 def measured(hosts: dict[str, Host], chosen: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The figures of each host; in each round every host runs once."""
+    """Return the figures of each host; every host runs once in each round."""
     pairs: dict[str, list[Pair]] = {name: [] for name in hosts}
     replicated = chosen.ranks > 1
     meet = torch.distributed.barrier if replicated else (lambda: None)
@@ -49,7 +49,7 @@ def measured(hosts: dict[str, Host], chosen: argparse.Namespace) -> dict[str, di
 
 
 def measure_steps(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Every host beside its floor, on one rank or several."""
+    """Measure every host and its floor, on one rank or several."""
     of_ranks = norms.hosts_with_norms if chosen.norms else ranks.hosts_of_ranks
     hosts = hosts_of_one() if chosen.ranks == 1 else of_ranks(chosen.rank, chosen.ranks)
     hosts = {name: host for name, host in hosts.items() if any(text in name for text in chosen.only or [""])}

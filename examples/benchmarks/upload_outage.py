@@ -1,11 +1,11 @@
-"""The cost of an outage of every upload endpoint for training.
+"""The slowdown of training during an outage of all upload endpoints.
 
 The same small network is trained with and without `UploadArtifacts`, in turns, so that both see the same machine. With
-it, metrics are queued every 10 steps and a checkpoint every 100, while the endpoints are away: nobody listens
-(``refused``), or somebody accepts connections and never answers (``silent``). Both arms write the same checkpoints.
+it, metrics are queued every 10 steps and a checkpoint every 100, while the endpoints are down: connections are
+refused (``refused``), or accepted and never answered (``silent``). Both arms write the same checkpoints.
 
 Prints one JSON object for each kind of outage: steps per second of both arms (medians), the median of the ratios of
-neighbours, and the processor time that the whole process spent per step.
+neighbours, and the processor time of the process per step.
 
 Usage: ``python examples/benchmarks/upload_outage.py [--steps 300] [--rounds 7]``
 """
@@ -90,7 +90,7 @@ def train(steps: int, width: int, upload: UploadArtifacts | None) -> Clock:
 
 @contextmanager
 def outage(kind: str) -> Iterator[str]:
-    """A URL at which nobody answers."""
+    """Return a URL that never answers."""
     server = socket.create_server(("127.0.0.1", 0), backlog=128)
     url = f"http://127.0.0.1:{server.getsockname()[1]}"
     held: list[socket.socket] = []
@@ -118,7 +118,7 @@ def outage(kind: str) -> Iterator[str]:
 
 
 def measure(kind: str, steps: int, rounds: int, width: int) -> dict[str, object]:
-    """Train in turns without and with uploads to endpoints that are away."""
+    """Train in turns without and with uploads to endpoints that are down."""
     without, during = [], []
     with outage(kind) as url:
         for number in range(rounds):

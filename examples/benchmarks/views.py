@@ -1,11 +1,11 @@
-"""How long the page of a thousand runs takes to open, and what the report of a log of millions of events costs.
+"""The time to open the page of a thousand runs, and the cost of a report on a log of millions of events.
 
     python examples/benchmarks/views.py --runs 1000 --events 5000000
 
-The runs are folders with an event log of `--events-of-a-run` lines each and a lock, as runs without checkpoints leave
-them; the server has never seen them before the first request, which is the one that counts. The report is that of one
-run with a single attempt and ten metrics. CPU time is that of the command's process, which a busy machine changes less
-than the clock; memory is its peak.
+The runs are folders with an event log of `--events-of-a-run` lines each and a lock, like runs without checkpoints. Only
+the first request counts, when the server sees them for the first time. The report covers one run with a single attempt
+and ten metrics. CPU time is measured for the process of the command, because a busy machine changes it less than the
+clock; memory is its peak.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training on two ranks with planted faults, and a table of what was said and done: ``python faults.py [FOLDER]``."""
+"""A training on two ranks with planted faults, and a table of reports and reactions: ``python faults.py [FOLDER]``."""
 
 import sys
 import time
@@ -14,9 +14,9 @@ from genlight.callbacks import Checkpoint, Diagnosis, Hook, Recover
 from genlight.reporters.telemetry import read_events
 
 SLEEPS = range(61, 90)
-"""Steps in which rank 1 takes longer."""
+"""Steps in which rank 1 is slow."""
 NAN = (137, 251, 252, 253)
-"""Batches of which the second layer makes nan."""
+"""Batches for which the second layer returns nan."""
 SPIKE = 185
 """The batch with a value that is far too large."""
 NO_RATE = range(205, 225)
@@ -35,7 +35,7 @@ class Breaks(nn.Linear):
 
 
 class Planted:
-    """A trainer class that knows nothing of its observers."""
+    """A trainer class without any code for its observers."""
 
     def setup(self, ctx):
         self.is_slow = ctx.rank == 1
@@ -57,7 +57,7 @@ class Planted:
         if self.is_slow and state["step"] in SLEEPS:
             time.sleep(0.05)
         body = state["model"]["body"]
-        body[2].fails = self.is_slow and number in NAN  # on rank 1 alone
+        body[2].fails = self.is_slow and number in NAN  # only on rank 1
         loss = (body(x) - x.sum(1, keepdim=True)).square().mean()
         state["optimizer"].zero_grad()
         loss.backward()
@@ -73,7 +73,7 @@ class Planted:
 
 
 class Batches:
-    """Numbered batches, other ones on each rank; keeps its place."""
+    """Numbered batches, different on each rank; its state is its position."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.number = rank, 0
@@ -92,7 +92,7 @@ class Batches:
 
 
 class NoteRungs(Hook):
-    """Keeps what `Recover` reports."""
+    """Keeps the reports of `Recover`."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
@@ -104,7 +104,7 @@ class NoteRungs(Hook):
 
 
 def tell(path: Path, rungs: NoteRungs) -> None:
-    """Print what was said and done, and when."""
+    """Print the reports and reactions with their steps."""
     lines = list(rungs.lines)
     for event in read_events(path):
         facts = event["artifacts"]

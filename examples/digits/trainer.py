@@ -1,7 +1,7 @@
 """A class-conditional flow-matching model of 8x8 handwritten digits, as a trainer class.
 
 Plain PyTorch: the class builds its model, optimizer and schedule, and its ``train_step`` runs backward and update.
-It knows nothing of what runs it.
+It has no code for the program that runs it.
 
 The model learns a velocity field. Between noise x0 and a digit x1 lies the straight line x_t = (1-t) x0 + t x1, whose
 velocity is x1 - x0; the network predicts it from x_t, t and the class. A sample follows the predicted velocity from
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 SIDE = 8
 PIXELS = SIDE * SIDE
 CLASSES = 10
-NO_CLASS = CLASSES  # the label of "any digit", which guidance steers away from
+NO_CLASS = CLASSES  # the label of "any digit"; guidance steers away from it
 MAX_GREY = 16
 PICTURE_SCALE = 6  # picture points along each side of a model pixel
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.modulation = nn.Linear(width, 3 * width)
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
-        # A block that starts as the identity lets a deep stack learn from the first step.
+        # A block that begins as the identity lets a deep stack learn from the first step.
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
@@ -79,7 +79,7 @@ class VelocityModel(nn.Module):
 
 @dataclass
 class DigitsState:
-    """Everything that training changes, and how a picture is made from it."""
+    """Everything that training changes, and a method to draw pictures."""
 
     model: VelocityModel
     ema: VelocityModel
@@ -93,7 +93,7 @@ class DigitsState:
     ) -> dict[str, Any]:
         """Draw digits into a picture: a grid of one digit for "0" to "9", a row of each for "all" or no prompt.
 
-        The noise comes from `seed` alone, so that pictures of different steps show the same digits improve.
+        The noise depends only on `seed`, so that pictures of different steps show the same digits improve.
         """
         wanted = "all" if prompt in (None, "") else str(prompt).strip()  # a YAML file may say 3 without quotes
         labels = labels_of_prompt(wanted)
@@ -113,7 +113,7 @@ class DigitsTrainer:
     def setup(self, ctx: StepContext) -> None:
         seed_everything(int(ctx.job.hyperparams.get("seed", 0)))
         threads = int(ctx.job.hyperparams.get("threads", 0))
-        if threads:  # handing work of this size to a second core costs more than it saves
+        if threads:  # a second core costs more than it saves for work of this size
             torch.set_num_threads(threads)
 
     def configure(self, ctx: StepContext) -> DigitsState:
@@ -181,13 +181,13 @@ class DigitsTrainer:
     def save_checkpoint(
         self, *, state: DigitsState, step: int, output_dir: str | Path, final: bool, ctx: StepContext
     ) -> dict[str, str]:
-        """The weights that one would sample with, as a file of their own."""
+        """Save the averaged weights for sampling in a separate file."""
         save_file(state.ema.state_dict(), Path(output_dir) / "digits.safetensors", {"step": str(step)})
         return {"primary_path": "digits.safetensors"}
 
 
 def warmup_cosine(step: int, warmup: int, total: int) -> float:
-    """Share of the learning rate: rises over `warmup` steps, then falls along a cosine to 0 at `total`."""
+    """Return the share of the learning rate: rises over `warmup` steps, then falls along a cosine to 0 at `total`."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -201,7 +201,7 @@ def update_ema(ema: nn.Module, model: nn.Module, decay: float) -> None:
 
 
 def labels_of_prompt(prompt: str) -> list[int]:
-    """The digits that a prompt asks for.
+    """Return the digits of a prompt.
 
     Raises:
         ValueError: The prompt is neither a digit nor "all".
@@ -217,7 +217,7 @@ def labels_of_prompt(prompt: str) -> list[int]:
 def sample_digits(model: VelocityModel, labels: list[int], *, seed: int, steps: int, guidance: float) -> np.ndarray:
     """Digits [len(labels), 8, 8] as grey values from 0 to 255, by Heun's method with classifier-free guidance."""
     device = next(model.parameters()).device
-    # A generator of its own: drawing pictures must not change what training draws next.
+    # A separate generator: pictures must not change the random numbers of training.
     noise = torch.randn(len(labels), PIXELS, generator=torch.Generator().manual_seed(seed))
     x = noise.to(device)
     wanted = torch.tensor(labels, device=device)
@@ -256,6 +256,6 @@ def write_png(path: Path, grey: np.ndarray) -> None:
 
     height, width = grey.shape
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    lines = b"".join(b"\0" + line.tobytes() for line in grey)  # each line says that it is stored unfiltered
+    lines = b"".join(b"\0" + line.tobytes() for line in grey)  # each line begins with its filter type, 0 for none
     data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines, 9)) + chunk(b"IEND", b"")
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + data)

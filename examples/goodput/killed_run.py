@@ -1,4 +1,4 @@
-"""Trains the digits, is killed three times on the way, and shows where the time of the run went.
+"""Train the digits, kill the run three times on the way, and show the use of its time.
 
 python examples/goodput/killed_run.py          writes to runs/killed below the working directory
 """
@@ -14,15 +14,15 @@ DIGITS = Path(__file__).parents[1] / "digits"
 RUN = Path("runs/killed")
 EVENTS = RUN / "metrics" / "events.jsonl"
 KILLS = (350, 650, 950)
-"""At which steps. A checkpoint is saved every 200, so each kill costs up to that many."""
+"""Steps of the kills. A checkpoint is saved every 200 steps, so each kill costs up to that many."""
 STEPS = 2000
-"""So many that no attempt which is to be killed comes to the end first, however late the kill is."""
+"""So many steps that no attempt reaches the end before it is killed, however late the kill is."""
 RESTART_S = 0.5
-"""How long the run lies idle after each kill, until it is started again; a scheduler takes longer."""
+"""Seconds between a kill and the next start; a scheduler takes longer."""
 
 
 def train():
-    """Train to the end, from the newest checkpoint where there is one."""
+    """Train to the end, from the newest checkpoint if there is one."""
     from lightning.pytorch import Trainer
 
     from genlight.adapter import ArrowDataModule, ContractModule, TrainingJobSpec
@@ -47,7 +47,7 @@ def train():
 
 
 def kill_at(process, step, attempt):
-    """End `process` as a machine does that goes away, once attempt number `attempt` has come to `step`."""
+    """Kill `process` like a lost machine, once attempt number `attempt` has reached `step`."""
     attempts = 0
     for event in follow(EVENTS):
         attempts += event["event"] == "started"

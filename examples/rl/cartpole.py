@@ -1,4 +1,4 @@
-"""CartPole-v1 for several episodes at once, with its whole state, and how well a policy does in it."""
+"""CartPole-v1 for several episodes at once, with its complete state, and the return of a policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OBSERVATION, ACTIONS = 4, 2
 
 
 class CartPoles:
-    """`count` poles; an episode that has ended begins anew in the step after, which is no step of the new one."""
+    """`count` poles; the step after the end of an episode only begins a new one."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.env: Any = gymnasium.make_vec("CartPole-v1", count, vectorization_mode="vector_entry_point").unwrapped
@@ -25,7 +25,7 @@ class CartPoles:
         """Returns of the last hundred episodes."""
 
     def step(self, action: Tensor) -> dict[str, Tensor]:
-        """One step of each pole; ``is_real`` is false where it only began an episode."""
+        """Take one step with each pole; ``is_real`` is false if it only began an episode."""
         before, is_real = self.observation, torch.from_numpy(~self.env.prev_done)
         observation, reward, terminated, truncated, _ = self.env.step(action.numpy())
         self.observation = torch.from_numpy(observation)
@@ -44,7 +44,7 @@ class CartPoles:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
+        """Return everything that the next step depends on."""
         return {
             "observation": self.observation,
             "returns": self.returns.copy(),
@@ -56,19 +56,19 @@ class CartPoles:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, in the middle of an episode too."""
+        """Continue from the state of `state_dict`, also in the middle of an episode."""
         self.observation, self.returns, self.finished = state["observation"], state["returns"], state["finished"]
         self.env.state, self.env.steps, self.env.prev_done = state["poles"], state["steps"], state["prev_done"]
         self.env.np_random.bit_generator.state = state["generator"]
 
     def mean_return(self) -> float:
-        """Of the last hundred episodes; 0 before the first has ended."""
+        """Mean return of the last hundred episodes; 0 before the first has ended."""
         return sum(self.finished) / max(1, len(self.finished))
 
 
 @torch.no_grad()
 def mean_return(act: Callable[[Tensor], Tensor], episodes: int = 100, seed: int = 10_000) -> float:
-    """The mean return of the first episode of so many poles that the policy has not seen."""
+    """Return the mean return of the first episode of poles that the policy has not seen."""
     poles = CartPoles(episodes, seed)
     returns, lasts = torch.zeros(episodes), torch.ones(episodes)
     while lasts.any():

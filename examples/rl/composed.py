@@ -1,4 +1,4 @@
-"""A trainer class whose objective is a set of loss objects, with hooks of their own."""
+"""A trainer class whose objective is a set of loss objects with their own hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from genlight.callbacks import TrainerState
 
 
 class Policy(nn.Module):
-    """Logits of the actions, and the value of an observation."""
+    """Return the logits of the actions and the value of an observation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Composed:
         return [*state["losses"].values(), self]
 
     def on_new_training_run(self, trainer_state: TrainerState) -> None:
-        self.trainer_state = trainer_state  # what losses are handed in `rollout` and `train`
+        self.trainer_state = trainer_state  # losses get it in `rollout` and `train`
 
     @torch.no_grad()
     def rollout(self, state: dict[str, Any], ctx: StepContext) -> Any:

@@ -17,9 +17,9 @@ UPDATES, ROWS = 128, 64
 CAPACITY, FIRST_UPDATE_AFTER = 50_000, 1_000
 GAMMA, RATE = 0.99, 1e-3
 TARGET_EVERY = 32
-"""Steps after which the target network becomes what the other one is."""
+"""Steps between copies of the network to the target network."""
 LEAST_RANDOM, RANDOM_UNTIL = 0.04, 8_000
-"""The part of random actions in the end, and the environment steps until then."""
+"""Final share of random actions, and the environment steps until then."""
 
 ROW = {
     "observation": torch.zeros(OBSERVATION),
@@ -33,7 +33,7 @@ ROW = {
 
 
 class DQN:
-    """A rollout is 32 steps of 8 poles, then come 128 minibatches of whatever the buffer holds."""
+    """A rollout is 32 steps of 8 poles, followed by 128 minibatches from the buffer."""
 
     def setup(self, ctx: StepContext) -> None:
         torch.set_num_threads(1)  # the networks are so small that threads would wait for each other
@@ -71,7 +71,7 @@ class DQN:
             following = state["target"](batch["next_observation"]).gather(1, best).squeeze(1)
             wanted = batch["reward"] + GAMMA * following * ~batch["terminated"]
         values = state["net"](batch["observation"]).gather(1, batch["action"][:, None]).squeeze(1)
-        # A row that only began an episode is none of the policy's.
+        # A row that only began an episode has no action of the policy.
         loss = (nn.functional.smooth_l1_loss(values, wanted, reduction="none") * batch["is_real"]).mean()
         state["optimizer"].zero_grad()
         loss.backward()

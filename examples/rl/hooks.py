@@ -1,4 +1,4 @@
-"""Trainer hooks of a project, for what is not training: they get the state that the losses get."""
+"""Trainer hooks of a project for work other than training; they get the same state as the losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from genlight.callbacks import TrainerHook, TrainerState
 
 
 class EvaluationHook(TrainerHook):
-    """Plays 20 episodes every so many phases."""
+    """Plays 20 episodes at a cadence of phases."""
 
     writes = ("eval_scores",)
 
@@ -27,7 +27,7 @@ class EvaluationHook(TrainerHook):
 
 
 class MetricsHook(TrainerHook):
-    """Writes a line of JSON at the end of each phase: what the losses, the evaluation and the rollout have said."""
+    """Writes a line of JSON at the end of each phase: metrics of the losses, the evaluation and the rollout."""
 
     reads = ("eval_scores", "loss_stats", "rollout_stats")
 

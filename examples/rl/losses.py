@@ -1,6 +1,6 @@
-"""Losses as objects: each is a part of the objective, with hooks and a state of its own.
+"""Losses as objects: each is a part of the objective, with its own hooks and state.
 
-They know nothing of genlight; a project that has such losses brings them as they are. Their hooks take a trainer state
+They have no code for genlight; a project with such losses uses them unchanged. Their hooks take a trainer state
 with ``agent_step``, ``epoch``, ``update_epoch``, ``mb_idx``, ``stop_update_epoch``, ``policy``, ``optimizer`` and more.
 """
 
@@ -16,17 +16,17 @@ Rows = dict[str, Tensor]
 
 
 class BaseLoss:
-    """Does nothing in any hook, and adds nothing to the objective."""
+    """Base class: its hooks do nothing, and it adds nothing to the objective."""
 
     def __init__(self, trainer_cfg: Mapping[str, Any], device: str, policy: nn.Module) -> None:
         self.trainer_cfg, self.device, self.policy = trainer_cfg, device, policy
         self.tracked: dict[str, list[Tensor]] = {}
 
     def on_new_training_run(self, trainer_state: Any) -> None:
-        """Training begins, or goes on."""
+        """Training begins or resumes."""
 
     def on_rollout_start(self, trainer_state: Any) -> None:
-        """Means of `stats` are those of one phase."""
+        """A phase begins: clear the metrics of the previous one."""
         self.tracked = {}
 
     def on_mb_end(self, trainer_state: Any) -> None:
@@ -39,18 +39,18 @@ class BaseLoss:
         """Add to one step of the environments what `train` will need."""
 
     def train(self, rows: Rows, shared: Rows, trainer_state: Any) -> Tensor:
-        """The loss of a minibatch; `shared` has what several losses need, such as the distribution of actions."""
+        """Return the loss of a minibatch; `shared` has values for several losses, such as action distributions."""
         return torch.zeros((), device=self.device)
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Those that belong to this loss alone."""
+        """Parameters that only this loss has."""
         return ()
 
     def track(self, name: str, value: Tensor) -> None:
         self.tracked.setdefault(name, []).append(value.detach())
 
     def stats(self) -> dict[str, Tensor]:
-        """Metrics of the loss, as means over the phase."""
+        """Return the metrics of the loss, as means over the phase."""
         return {name: torch.stack(values).mean() for name, values in self.tracked.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class BaseLoss:
 
 
 class ClippedPolicyLoss(BaseLoss):
-    """The clipped objective of PPO (Schulman et al. 2017), which ends an update that has gone too far."""
+    """The clipped objective of PPO (Schulman et al. 2017); it ends an update that has gone too far."""
 
     stopped_updates = 0
 
@@ -104,7 +104,7 @@ class ValueLoss(BaseLoss):
 
 
 class EntropyLoss(BaseLoss):
-    """Rewards a policy that is undecided, less with each phase."""
+    """Rewards the entropy of the policy, less with each phase."""
 
     def __init__(self, trainer_cfg: Mapping[str, Any], device: str, policy: nn.Module) -> None:
         super().__init__(trainer_cfg, device, policy)
@@ -127,7 +127,7 @@ class EntropyLoss(BaseLoss):
 
 
 class DynamicsLoss(BaseLoss):
-    """A network of its own learns what an action leads to."""
+    """Trains a separate network to predict the change of the observation."""
 
     def __init__(self, trainer_cfg: Mapping[str, Any], device: str, policy: nn.Module) -> None:
         super().__init__(trainer_cfg, device, policy)
@@ -145,6 +145,6 @@ class DynamicsLoss(BaseLoss):
 
 
 def init_losses(trainer_cfg: Mapping[str, Any], device: str, policy: nn.Module) -> dict[str, BaseLoss]:
-    """The losses of a job by name, in the order in which their hooks are called."""
+    """Return the losses of a job by name, in the order of their hooks."""
     kinds = {"ppo": ClippedPolicyLoss, "value": ValueLoss, "entropy": EntropyLoss, "dynamics": DynamicsLoss}
     return {name: kinds[name](trainer_cfg, device, policy) for name in trainer_cfg["losses"]}

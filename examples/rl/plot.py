@@ -11,7 +11,7 @@ WIDTH, HEIGHT, EDGE = 640, 320, 48
 
 
 def curve(run: Path, name: str) -> list[tuple[float, float]]:
-    """Environment steps and values of a metric."""
+    """Return environment steps and values of a metric."""
     by_step: dict[int, dict[str, float]] = {}
     for event in read_events(run / "metrics" / "events.jsonl"):
         if event["event"] == "metric":
@@ -21,7 +21,7 @@ def curve(run: Path, name: str) -> list[tuple[float, float]]:
 
 
 def picture(points: list[tuple[float, float]], title: str) -> str:
-    """An SVG with axes from 0 to the largest values."""
+    """Return an SVG with axes from 0 to the largest values."""
     right, top = max(x for x, _ in points), max(y for _, y in points)
 
     def place(x: float, y: float) -> tuple[float, float]:

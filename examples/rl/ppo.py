@@ -92,7 +92,7 @@ class PPO:
 
 
 def advantages(rows: dict[str, Tensor], values: Tensor) -> Tensor:
-    """Generalized advantage estimates (Schulman et al. 2016), by step and pole."""
+    """Return generalized advantage estimates (Schulman et al. 2016) by step and pole."""
     goes_on = (~(rows["terminated"] | rows["truncated"])).float()
     errors = rows["reward"] + GAMMA * values[1:] * (~rows["terminated"]).float() - values[:-1]
     found, after = torch.zeros_like(errors), torch.zeros(errors.shape[1])

@@ -1,4 +1,4 @@
-"""A trainer class as it may already lie in a project: it classifies digits, in plain PyTorch."""
+"""An existing trainer class of a project: it classifies digits in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains an existing trainer class with a plain Lightning Trainer: ``python examples/wrap_existing/wrap.py``."""
+"""Train an existing trainer class with a plain Lightning Trainer: ``python examples/wrap_existing/wrap.py``."""
 
 from pathlib import Path
 

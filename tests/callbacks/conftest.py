@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def fit_plain(quiet):
-    """Train a LightningModule of Lightning's own kind for some steps with the given callbacks; returns the trainer."""
+    """Train a plain LightningModule for some steps with some callbacks; return the trainer."""
 
     def run(callbacks=(), *, steps=4, **arguments):
         import lightning.pytorch as pl

@@ -1,4 +1,4 @@
-"""A hook with a cadence acts once for each boundary, also where it is not called in between."""
+"""A hook with a cadence acts once for each boundary, also if it was not called in between."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from genlight.callbacks.hook.cadence import Boundaries
 from genlight.callbacks.hook.events import run_state_of
 
 
-class Waits:
-    """What `Boundaries` knows of a hook."""
+class Periodic:
+    """The part of a hook that `Boundaries` uses."""
 
     def __init__(self, every):
         self.every_n_steps = every
@@ -21,16 +21,16 @@ class Waits:
 
 @given(every=st.integers(1, 12), jumps=st.lists(st.integers(1, 30), min_size=1))
 def test_a_counter_that_jumps_misses_no_boundary(every, jumps):
-    boundaries, step = Boundaries(Waits(every)), 0
+    boundaries, step = Boundaries(Periodic(every)), 0
     for jump in jumps:
         assert boundaries.crosses(step + jump) == ((step + jump) // every > step // every)
         step += jump
 
 
-def noting(base):
-    """A class of `base` that notes its steps instead of acting in them."""
+def recording(base):
+    """Return a subclass of `base` that records its steps instead of acting."""
 
-    class Noting(base):
+    class Recording(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.acted = []
@@ -41,15 +41,15 @@ def noting(base):
         def write(self, trainer, pl_module, step):
             self.acted.append(step)
 
-    return Noting
+    return Recording
 
 
 @pytest.fixture
 def hooks(tmp_path):
-    """Each of genlight's hooks with a cadence of steps, as a function of that cadence."""
+    """Functions that make a hook with a cadence of steps, by name."""
     return {
-        "checkpoint": lambda every: noting(Checkpoint)(tmp_path, every_n_steps=every, save_final=False),
-        "samples": lambda every: noting(WriteSamples)(tmp_path, every),
+        "checkpoint": lambda every: recording(Checkpoint)(tmp_path, every_n_steps=every, save_final=False),
+        "samples": lambda every: recording(WriteSamples)(tmp_path, every),
     }
 
 
@@ -62,7 +62,7 @@ def test_a_second_fit_counts_its_own_steps(fit, counting_trainer, hooks, name):
 
 
 class StopsAt(Hook):
-    """Asks for a stop after a step."""
+    """Requests a stop after a step."""
 
     ranks = "all"
     writes = ("stop_reason",)
@@ -75,7 +75,7 @@ class StopsAt(Hook):
             run_state_of(trainer).stop_reason = "canceled"
 
 
-def test_a_stop_in_a_second_fit_saves_the_step_that_the_first_one_saved_last(fit, counting_trainer, tmp_path):
+def test_a_stop_in_a_second_fit_saves_a_step_that_the_first_fit_saved_too(fit, counting_trainer, tmp_path):
     checkpoint = Checkpoint(tmp_path / "first", every_n_steps=4, save_final=False)
     fit(counting_trainer(), [checkpoint], steps=4, enable_checkpointing=True)
     checkpoint.dirpath, checkpoint.every_n_steps = tmp_path / "second", 0

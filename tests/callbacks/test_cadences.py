@@ -1,4 +1,4 @@
-"""A cadence or a time that makes no sense is refused where it is given, by every callback."""
+"""Every callback refuses an invalid cadence or time in its constructor."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ TIMES = {
 }
 
 
-@pytest.mark.parametrize("given", [-1, math.nan, 2.5, "10", True])
+@pytest.mark.parametrize("value", [-1, math.nan, 2.5, "10", True])
 @pytest.mark.parametrize("name", CADENCES)
-def test_a_cadence_that_is_not_a_whole_number_from_0_on_is_refused(name, given):
+def test_a_cadence_that_is_not_an_integer_of_at_least_0_is_refused(name, value):
     argument, others = CADENCES[name]
-    with pytest.raises((ValueError, TypeError), match=argument if not isinstance(given, str) else "."):
-        getattr(callbacks, name)(**{**others, argument: given})
+    with pytest.raises((ValueError, TypeError), match=argument if not isinstance(value, str) else "."):
+        getattr(callbacks, name)(**{**others, argument: value})
 
 
-@pytest.mark.parametrize("given", [-1.0, math.nan])
+@pytest.mark.parametrize("value", [-1.0, math.nan])
 @pytest.mark.parametrize("name", TIMES)
-def test_a_time_that_is_negative_or_nan_is_refused(name, given):
+def test_a_time_that_is_negative_or_nan_is_refused(name, value):
     argument, others = TIMES[name]
     with pytest.raises(ValueError, match=argument):
-        getattr(callbacks, name)(**{**others, argument: given})
+        getattr(callbacks, name)(**{**others, argument: value})

@@ -1,4 +1,4 @@
-"""Training ends once the monitored value stays as it is; a monitor that is missing or nan is one clear error."""
+"""Training ends if the monitored value stops improving; a missing or nan monitor is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.messages import refusal
 
 
 class Falls:
-    """Its loss falls by one each step, down to `floor`; its score is the loss."""
+    """A trainer class whose loss falls by one each step, down to `floor`; its score is the loss."""
 
     def __init__(self, floor: float = 20.0, values: dict[int, float] | None = None) -> None:
         self.floor, self.values, self.step = floor, values or {}, 0
@@ -47,7 +47,7 @@ class Falls:
         self.step = payload["step"]
 
 
-def test_it_ends_after_so_many_steps_without_an_improvement(fit) -> None:
+def test_training_ends_after_some_steps_without_an_improvement(fit) -> None:
     trainer, module = fit(Falls(floor=90.0), [LogMetrics(5), EarlyStopping("loss", patience=20)], steps=100)
 
     assert trainer.global_step == 30  # the last improvement came with step 10
@@ -62,13 +62,13 @@ def test_min_delta_and_mode(fit) -> None:
     assert trainer.global_step == 25
 
 
-def test_scores_of_an_evaluation_are_monitored_at_the_step_at_which_they_come(fit) -> None:
+def test_scores_of_an_evaluation_are_monitored(fit) -> None:
     trainer, _ = fit(Falls(floor=90.0), [Evaluate(4), EarlyStopping("val/loss", 12)], steps=100)
 
     assert trainer.global_step == 24  # the best score came with step 12
 
 
-def test_it_works_with_a_module_that_logs_by_itself(quiet) -> None:
+def test_a_plain_module_with_its_own_logging_is_monitored(quiet) -> None:
     class Logs(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -103,22 +103,18 @@ def test_a_resumed_run_continues_the_count(fit, tmp_path: Path) -> None:
     assert trainer.global_step == 30
 
 
-def test_a_monitor_that_no_one_gives_is_an_error_that_names_those_there_are(fit) -> None:
+@pytest.mark.parametrize(
+    ("values", "evaluates", "monitor"),
+    [({}, False, "train/los"), ({}, True, "val/accuracy"), ({10: float("nan")}, False, "loss")],
+    ids=["unknown metric", "unknown score", "nan"],
+)
+def test_a_monitor_that_is_missing_or_nan_is_an_error(fit, values, evaluates, monitor) -> None:
+    callbacks = [LogMetrics(5), *([Evaluate(5)] if evaluates else []), EarlyStopping(monitor, 20)]
     with refusal(MonitorError):
-        fit(Falls(), [LogMetrics(5), EarlyStopping("train/los", 20)], steps=50)
+        fit(Falls(values=values), callbacks, steps=50)
 
 
-def test_a_score_that_never_comes_is_an_error_after_the_patience(fit) -> None:
-    with refusal(MonitorError):
-        fit(Falls(), [LogMetrics(5), Evaluate(5), EarlyStopping("val/accuracy", 20)], steps=50)
-
-
-def test_a_monitor_that_is_nan_is_an_error_with_its_step(fit) -> None:
-    with refusal(MonitorError):
-        fit(Falls(values={10: float("nan")}), [LogMetrics(5), EarlyStopping("loss", 20)], steps=50)
-
-
-def test_arguments_that_make_no_sense_are_all_named_at_once() -> None:
+def test_all_invalid_arguments_are_named_at_once() -> None:
     with refusal(ValueError):
         EarlyStopping("loss", -1, min_delta=-0.5, mode="best")
 
@@ -137,7 +133,7 @@ class Runs:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("callback", "said"),
+    ("callback", "message"),
     [
         (
             {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val/acc"}},
@@ -149,8 +145,8 @@ class Runs:
         ),
     ],
 )
-def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, callback, said: str) -> None:
-    """Lightning's own callback raises a RuntimeError at the end of the epoch."""
+def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, callback, message: str) -> None:
+    """Lightning's own callback raises a `RuntimeError` at the end of the epoch."""
     (tmp_path / "runs_it.py").write_text(TRAINER)
     spec = {
         **TrainingJobSpec("r", 5, metric_every=1).__dict__,
@@ -163,7 +159,7 @@ def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, 
     done = run_forked("run", "job.json", folder=tmp_path)
 
     assert done.returncode == 1, done.stdout + done.stderr
-    assert said in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     last = json.loads((tmp_path / "runs" / "r" / "metrics" / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["category"]) == ("failed", "train-step")

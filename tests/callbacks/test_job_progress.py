@@ -1,4 +1,4 @@
-"""Whoever watches a run sees step, loss, speed and what is left: one line on a terminal, several elsewhere."""
+"""The progress of a run shows step, loss, speed and remaining time: one line on a terminal, several lines in a file."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Boom(Hook):
 
 @pytest.fixture
 def lines(capsys):
-    """The lines on standard error, which under a test is no terminal."""
+    """A function that returns the progress lines on standard error; in a test, that is no terminal."""
     return lambda: [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A block with a terminal for standard error; it gives what was drawn once the block has ended."""
+    """A context with a terminal as standard error; its value has everything drawn after the context has ended."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm-256color")
 
@@ -59,7 +59,7 @@ def read_all(descriptor, into):
     try:
         while data := os.read(descriptor, 4096):
             into.extend(data)
-    except OSError:  # how Linux says that the other end was closed
+    except OSError:  # on Linux: the other end was closed
         pass
 
 
@@ -71,7 +71,7 @@ def test_lines_show_step_loss_speed_and_remaining_time(fit, counting_trainer, li
     assert [match[1] for match in shown] == ["1", "2", "3", "4"]
     assert {match[2] for match in shown} == {"4"}
     assert [match[3] for match in shown] == ["1", "0.5", "0.3333", "0.25"]
-    assert (shown[0][4], shown[0][5]) == (None, None), "the first step's own time says nothing about the others"
+    assert (shown[0][4], shown[0][5]) == (None, None), "the time of the first step is not typical"
     assert all(float(match[4]) > 0 for match in shown[1:])
     assert all(re.fullmatch(r"\d+:\d\d:\d\d", match[5]) for match in shown[1:-1])
     assert shown[-1][5] is None
@@ -83,9 +83,7 @@ def test_lines_come_at_their_interval_and_at_the_end(fit, counting_trainer, line
     assert [LINE.fullmatch(line)[1] for line in lines()] == ["1", "50"]
 
 
-def test_the_loss_of_a_step_is_that_of_the_same_step_although_progress_was_registered_first(
-    fit, counting_trainer, lines
-):
+def test_a_line_has_the_loss_of_its_step_although_progress_was_registered_first(fit, counting_trainer, lines):
     fit(counting_trainer(), [JobProgress(line_every_s=1e-9), LogMetrics(1)], steps=2)
 
     assert [LINE.fullmatch(line)[3] for line in lines()] == ["1", "0.5"]
@@ -103,7 +101,7 @@ def test_without_a_loss_and_without_a_limit_the_line_has_neither(fit_plain, line
     assert etas[-1] is None
 
 
-def test_data_that_ends_before_the_last_step_ends_the_remaining_time_too(fit_plain, lines, monkeypatch):
+def test_the_remaining_time_takes_the_end_of_the_data_into_account(fit_plain, lines, monkeypatch):
     times = iter(float(second) for second in range(100))
     monkeypatch.setattr("genlight.callbacks.job_progress.time", SimpleNamespace(monotonic=lambda: next(times)))
     fit_plain([JobProgress(line_every_s=1e-9)], steps=1000, max_epochs=1)  # 16 batches
@@ -115,7 +113,7 @@ def test_speed_counts_only_the_steps_of_this_attempt(fit, counting_trainer, line
     from genlight.adapter import ContractModule
 
     times = iter([130.0, 140.0, 140.0])
-    # The name in that module alone: other threads of the process look at the clock, too.
+    # Only the name in that module: other threads of the process read the clock too.
     monkeypatch.setattr("genlight.callbacks.job_progress.time", SimpleNamespace(monotonic=lambda: next(times)))
     module = ContractModule(counting_trainer())
     module.resume_from(step=1000)
@@ -135,7 +133,7 @@ def test_a_terminal_gets_one_line_that_reaches_the_end(fit, counting_trainer, te
     assert drawn.decode().count("\n") == 2, "the header and this line"
 
 
-def test_a_narrow_terminal_gets_what_has_room_on_a_line(fit, counting_trainer, terminal, monkeypatch):
+def test_a_narrow_terminal_gets_a_truncated_line(fit, counting_trainer, terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     with terminal() as drawn:
         fit(counting_trainer(), [LogMetrics(1), JobProgress()], steps=3)
@@ -144,7 +142,7 @@ def test_a_narrow_terminal_gets_what_has_room_on_a_line(fit, counting_trainer, t
     assert "\u2026" in drawn.decode()
 
 
-def test_it_gives_the_cursor_back_also_when_training_fails(fit, counting_trainer, terminal):
+def test_the_cursor_is_shown_again_also_if_training_fails(fit, counting_trainer, terminal):
     with terminal() as drawn, refusal(RuntimeError):
         fit(counting_trainer(), [JobProgress(), Boom()])
 
@@ -158,14 +156,14 @@ def test_an_interval_that_is_not_positive_is_refused(interval):
         JobProgress(line_every_s=interval)
 
 
-def test_a_header_says_what_is_trained(fit, fit_plain, counting_trainer, capsys):
+def test_a_header_describes_the_training(fit, fit_plain, counting_trainer, capsys):
     fit(counting_trainer(), [JobProgress()], steps=3)
     assert re.match(r"\w+: \d+ parameters, cpu, 32-true, 3 steps\n", capsys.readouterr().err)
     fit_plain([JobProgress()], steps=-1, max_epochs=2)
     assert "Plain: 5 parameters, cpu, 32-true, 2 epochs\n" in capsys.readouterr().err
 
 
-def test_scores_returns_and_checkpoints_stand_beside_the_loss(fit, counting_trainer, lines):
+def test_a_line_has_scores_returns_and_checkpoints_after_the_loss(fit, counting_trainer, lines):
     class Scores(Hook):
         writes = ("eval_scores",)
 
@@ -178,16 +176,16 @@ def test_scores_returns_and_checkpoints_stand_beside_the_loss(fit, counting_trai
     assert "acc\\x1b[31m 0.75  rollout/episode_return 12.5  lr 0.5  saved 3" in lines()[-1]
 
 
-def test_speed_is_that_of_the_last_half_minute(fit, counting_trainer, lines, monkeypatch):
+def test_speed_is_measured_over_the_last_half_minute(fit, counting_trainer, lines, monkeypatch):
     times = iter([0.0, *(100.0 * step for step in range(1, 5)), *(400.0 + step for step in range(1, 60)), 459.0])
     monkeypatch.setattr("genlight.callbacks.job_progress.time", SimpleNamespace(monotonic=lambda: next(times)))
     fit(counting_trainer(), [JobProgress(line_every_s=1e-9)], steps=63)
     shown = {match[1]: (match[4], match[5]) for match in map(LINE.fullmatch, lines())}
-    assert shown["4"] == ("0.01", "1:38:20"), "of two looks at least"
-    assert shown["62"] == ("1.0", "0:00:01"), "and no longer of the slow steps at the beginning"
+    assert shown["4"] == ("0.01", "1:38:20"), "over two readings at least"
+    assert shown["62"] == ("1.0", "0:00:01"), "without the slow steps at the beginning"
 
 
-def test_a_stop_leaves_a_line_that_has_the_last_step(fit, counting_trainer, lines):
+def test_a_stop_leaves_a_line_with_the_last_step(fit, counting_trainer, lines):
     class Stop(Hook):
         critical = True
 

@@ -1,4 +1,4 @@
-"""Names that another package takes away are told by an import, and not in the middle of a run."""
+"""If another package removes a name, the import fails, rather than a run."""
 
 import tomllib
 from importlib import metadata, util
@@ -16,7 +16,7 @@ from genlight.callbacks.lightning_internals import SUPPORTED
 
 
 def other_constructor(trainer):
-    """Sets nothing."""
+    """A constructor that sets no attribute."""
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def other_constructor(trainer):
         ("callbacks.lightning_internals", _TrainingEpochLoop, "update_restart_stage", "lightning"),
     ],
 )
-def test_a_protected_name_that_is_gone_is_an_import_error_that_names_it(module, owner, name, package, monkeypatch):
+def test_a_missing_protected_name_is_an_import_error_that_names_it(module, owner, name, package, monkeypatch):
     if hasattr(owner, name):
         monkeypatch.delattr(owner, name)
     else:
@@ -43,7 +43,7 @@ def test_a_protected_name_that_is_gone_is_an_import_error_that_names_it(module, 
     assert f", which genlight uses; install a supported release: {package}>=" in str(raised.value)
 
 
-def test_the_releases_that_are_named_are_those_that_an_installation_takes():
+def test_the_supported_releases_are_those_of_the_installation():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     taken = {required.name: required for required in map(Requirement, project["dependencies"])}
     for package, supported in SUPPORTED.items():
@@ -51,7 +51,7 @@ def test_the_releases_that_are_named_are_those_that_an_installation_takes():
 
 
 @pytest.mark.parametrize("release", ["2.6.2", "2.6.3"])
-def test_releases_of_lightning_that_were_malware_are_not_taken(release):
+def test_malicious_releases_of_lightning_are_excluded(release):
     specifier = Requirement(SUPPORTED["lightning"]).specifier
     assert not specifier.contains(release)
     assert specifier.contains("2.6.1")

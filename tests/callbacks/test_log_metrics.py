@@ -19,21 +19,21 @@ from support.messages import refusal
 
 
 class Recorder(DummyLogger):
-    """Keeps what it is told."""
+    """Records each call."""
 
     def __init__(self):
         super().__init__()
-        self.told = []
+        self.calls = []
 
     def log_metrics(self, metrics, step=None):
-        self.told.append((step, metrics))
+        self.calls.append((step, metrics))
 
 
 @pytest.mark.parametrize(
     ("every", "steps", "start", "reported"),
     [(1, 3, 0, [1, 2, 3]), (2, 5, 0, [2, 4]), (5, 4, 0, []), (0, 4, 0, []), (3, 10, 4, [6, 9])],
 )
-def test_every_logger_is_told_at_the_cadence(fit, counting_trainer, every, steps, start, reported):
+def test_every_logger_gets_metrics_at_the_cadence(fit, counting_trainer, every, steps, start, reported):
     from genlight.adapter import ContractModule
 
     loggers = [Recorder(), Recorder()]
@@ -42,10 +42,10 @@ def test_every_logger_is_told_at_the_cadence(fit, counting_trainer, every, steps
 
     fit(None, [LogMetrics(every)], module=module, steps=steps, logger=loggers)
 
-    assert [[step for step, _ in logger.told] for logger in loggers] == [reported, reported]
+    assert [[step for step, _ in logger.calls] for logger in loggers] == [reported, reported]
 
 
-def test_progress_bars_see_what_was_sent_last_at_any_step_and_afterwards(fit, counting_trainer):
+def test_progress_bars_see_the_last_metrics_at_any_step_and_afterwards(fit, counting_trainer):
     seen = []
 
     class Bar(Hook):
@@ -60,7 +60,7 @@ def test_progress_bars_see_what_was_sent_last_at_any_step_and_afterwards(fit, co
     assert trainer.progress_bar_metrics["train/loss"] == 0.25
 
 
-def test_reported_are_names_of_the_contract_with_the_rate_and_plain_floats(fit, counting_trainer):
+def test_metrics_have_names_of_the_contract_the_rate_and_plain_floats(fit, counting_trainer):
     class Mine(counting_trainer):
         def train_step(self, batch, state, ctx):
             super().train_step(batch, state, ctx)
@@ -70,13 +70,13 @@ def test_reported_are_names_of_the_contract_with_the_rate_and_plain_floats(fit, 
     trainer, _ = fit(Mine(), [LogMetrics(1)], steps=1, logger=logger)
 
     expected = {"train/loss": 0.25, "grad_norm": 2.0, "train/lr": 0.5}
-    assert logger.told == [(1, expected)]
+    assert logger.calls == [(1, expected)]
     assert run_state_of(trainer).loss_stats == expected
     assert {name: value.item() for name, value in trainer.callback_metrics.items()} == expected
     assert trainer.progress_bar_metrics == expected
 
 
-def test_a_step_that_asked_to_be_skipped_is_not_reported_and_not_made_up_for(fit, counting_trainer):
+def test_a_step_that_skips_cadences_is_not_reported_later_either(fit, counting_trainer):
     class Mine(counting_trainer):
         def train_step(self, batch, state, ctx):
             result = super().train_step(batch, state, ctx)
@@ -86,12 +86,12 @@ def test_a_step_that_asked_to_be_skipped_is_not_reported_and_not_made_up_for(fit
     logger = Recorder()
     fit(Mine(), [LogMetrics(2)], steps=5, logger=logger)
 
-    assert [step for step, _ in logger.told] == [4]
+    assert [step for step, _ in logger.calls] == [4]
 
 
 def test_tensors_between_two_cadences_are_not_read(fit, counting_trainer):
     class Unreadable:
-        """Stands for a tensor whose reading would wait for the device."""
+        """A tensor whose reading would wait for the device."""
 
         def __float__(self):
             raise AssertionError("read outside of the cadence")
@@ -103,10 +103,10 @@ def test_tensors_between_two_cadences_are_not_read(fit, counting_trainer):
     logger = Recorder()
     fit(Mine(), [LogMetrics(3)], steps=6, logger=logger)
 
-    assert [step for step, _ in logger.told] == [3, 6]
+    assert [step for step, _ in logger.calls] == [3, 6]
 
 
-def test_a_module_brings_its_own_with_the_cadence_of_the_job_unless_there_is_one(fit, counting_trainer):
+def test_a_module_adds_log_metrics_with_the_cadence_of_the_job_unless_there_is_one(fit, counting_trainer):
     job = TrainingJobSpec(run_id="r", max_steps=4, metric_every=2)
 
     trainer, _ = fit(counting_trainer(), [], job=job)
@@ -125,18 +125,18 @@ def test_a_metric_that_is_no_number_ends_the_run_with_its_name(fit, counting_tra
         fit(Mine(), [LogMetrics(1)])
 
 
-def test_with_a_module_that_hosts_no_trainer_it_says_that_it_does_nothing(fit_plain, caplog):
+def test_a_module_that_hosts_no_trainer_class_causes_a_warning(fit_plain, caplog):
     logger = Recorder()
 
     trainer = fit_plain([LogMetrics(1)], logger=logger)
 
     assert trainer.global_step == 4
-    assert logger.told == []
+    assert logger.calls == []
     assert "LogMetrics has no effect: Plain does not host a trainer and logs by itself" in caplog.messages
 
 
 @pytest.mark.parametrize("value", [2**70, Fraction(1, 3), np.uint64(2**64 - 1), np.longdouble(0.25)])
-def test_a_number_that_torch_has_no_type_for_is_seen_by_monitors_all_the_same(fit, counting_trainer, value):
+def test_monitors_see_numbers_that_have_no_torch_type(fit, counting_trainer, value):
     class Mine(counting_trainer):
         def train_step(self, batch, state, ctx):
             super().train_step(batch, state, ctx)
@@ -148,7 +148,7 @@ def test_a_number_that_torch_has_no_type_for_is_seen_by_monitors_all_the_same(fi
 
 
 class Measures(Hook):
-    """Publishes a figure after the given steps."""
+    """Publishes a figure after some steps."""
 
     critical = True
     writes = ("figures",)
@@ -164,15 +164,15 @@ class Measures(Hook):
 def rows(fit, plugin, callbacks, **settings):
     logger = Recorder()
     trainer, _ = fit(plugin, callbacks, logger=logger, **settings)
-    others = [(step, {name: row[name] for name in row if not name.startswith("train/")}) for step, row in logger.told]
+    others = [(step, {name: row[name] for name in row if not name.startswith("train/")}) for step, row in logger.calls]
     return trainer, others
 
 
 def test_loss_rollout_scores_and_figures_of_a_step_are_one_record(quiet, counting_trainer):
     class Acts(counting_trainer):
         def rollout(self, state, ctx):
-            given = {"reward": [0.5, 1.5], "length": torch.tensor(3), "map": "maze", "empty": [], "none": None}
-            return range(2), {**given, "nested": {"a": 1}}
+            values = {"reward": [0.5, 1.5], "length": torch.tensor(3), "map": "maze", "empty": [], "none": None}
+            return range(2), {**values, "nested": {"a": 1}}
 
     class Scores(Hook):
         writes = ("eval_scores",)
@@ -181,13 +181,13 @@ def test_loss_rollout_scores_and_figures_of_a_step_are_one_record(quiet, countin
             if trainer.global_step == 4:
                 publish_scores(trainer, {"val": 0.25}, 4)
 
-    hooks = [LogMetrics(2), Measures({4}), Scores()]  # in an order that would be wrong
+    hooks = [LogMetrics(2), Measures({4}), Scores()]  # in the wrong order
     logger = Recorder()
     trainer = pl.Trainer(**{**quiet, "logger": logger}, callbacks=hooks, max_steps=4)
     trainer.fit(ContractModule(Acts(), TrainingJobSpec("r", 4)))
 
-    assert [step for step, _ in logger.told] == [2, 4]
-    record = logger.told[1][1]
+    assert [step for step, _ in logger.calls] == [2, 4]
+    record = logger.calls[1][1]
     assert {"train/loss": 0.25, "val": 0.25, "measured": 4.0}.items() <= record.items()
     rollout = {"rollout/reward": 1.0, "rollout/length": 3.0}
     assert {name: value for name, value in record.items() if name.startswith("rollout/")} == rollout
@@ -195,12 +195,12 @@ def test_loss_rollout_scores_and_figures_of_a_step_are_one_record(quiet, countin
 
 
 @pytest.mark.parametrize("every", [0, 1000])
-def test_figures_come_at_their_step_also_between_two_cadences(fit, counting_trainer, every):
-    _, told = rows(fit, counting_trainer(), [LogMetrics(every), Measures({3})], steps=5)
-    assert told == [(3, {"measured": 3.0})]
+def test_figures_are_logged_at_their_step_also_between_two_cadences(fit, counting_trainer, every):
+    _, logged = rows(fit, counting_trainer(), [LogMetrics(every), Measures({3})], steps=5)
+    assert logged == [(3, {"measured": 3.0})]
 
 
-def test_a_score_that_comes_later_says_which_step_it_is_about(fit, counting_trainer):
+def test_a_late_score_is_logged_with_its_step(fit, counting_trainer):
     class Scores(Hook):
         writes = ("eval_scores",)
 
@@ -208,5 +208,5 @@ def test_a_score_that_comes_later_says_which_step_it_is_about(fit, counting_trai
             if trainer.global_step == 4:
                 publish_scores(trainer, {"val": 0.25}, 2)
 
-    _, told = rows(fit, counting_trainer(), [LogMetrics(0), Scores()], steps=4)
-    assert told == [(4, {"val": 0.25, "trainer/evaluated_step": 2.0})]
+    _, logged = rows(fit, counting_trainer(), [LogMetrics(0), Scores()], steps=4)
+    assert logged == [(4, {"val": 0.25, "trainer/evaluated_step": 2.0})]

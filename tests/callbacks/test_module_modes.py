@@ -1,4 +1,4 @@
-"""Hooks of a trainer class that leave modules in another mode."""
+"""Hooks of a trainer class that change the mode of modules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from genlight.adapter import StepResult
 from genlight.callbacks import Checkpoint, Evaluate, WriteSamples
 
 
-class Leaves:
-    """One of its hooks leaves the model in another mode, and a teacher in eval mode as it was."""
+class ChangesMode:
+    """One of its hooks changes the mode of the model, but not of a teacher in eval mode."""
 
     def __init__(self, hook: str) -> None:
         self.hook, self.modes = hook, []
@@ -23,9 +23,13 @@ class Leaves:
     def configure(self, ctx: Any) -> Any:
         layers = [torch.nn.Linear(1, 1), torch.nn.Dropout(), torch.nn.BatchNorm1d(1).eval()]
         self.model, self.teacher = torch.nn.Sequential(*layers), torch.nn.Linear(1, 1).eval()
-        return {"model": self.model, "teacher": self.teacher, "generate_sample": lambda: self.leave("generate_sample")}
+        return {
+            "model": self.model,
+            "teacher": self.teacher,
+            "generate_sample": lambda: self.change_mode("generate_sample"),
+        }
 
-    def leave(self, hook: str) -> dict[str, float]:
+    def change_mode(self, hook: str) -> dict[str, float]:
         if hook == self.hook:
             self.model.eval()
         if hook == "evaluate" and self.hook == "trains a frozen layer":
@@ -33,10 +37,10 @@ class Leaves:
         return {}
 
     def evaluate(self, state: Any, ctx: Any) -> Any:
-        return self.leave("evaluate")
+        return self.change_mode("evaluate")
 
     def save_checkpoint(self, *, state: Any, step: int, output_dir: str, final: bool, ctx: Any) -> Any:
-        self.leave("save_checkpoint")
+        self.change_mode("save_checkpoint")
 
     def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Any, ctx: Any) -> None: ...
 
@@ -54,7 +58,7 @@ class Leaves:
 
 
 @pytest.mark.parametrize(
-    ("hook", "named"),
+    ("hook", "message"),
     [
         ("evaluate", "`evaluate` changed the mode of modules"),
         ("generate_sample", "`generate_sample` changed"),
@@ -63,17 +67,17 @@ class Leaves:
         ("none", ""),
     ],
 )
-def test_training_goes_on_in_the_modes_that_it_had_and_the_hook_is_named_once(
-    fit: Any, tmp_path: Path, caplog: Any, hook: str, named: str
+def test_training_continues_in_its_modes_and_the_hook_is_named_once(
+    fit: Any, tmp_path: Path, caplog: Any, hook: str, message: str
 ) -> None:
-    plugin = Leaves(hook)
+    plugin = ChangesMode(hook)
     callbacks = [Evaluate(2), WriteSamples(tmp_path / "s", 2), Checkpoint(tmp_path / "c", every_n_steps=2)]
 
     fit(plugin, callbacks, steps=6, enable_checkpointing=True)
 
     assert plugin.modes == [[True, True, True, False, False]] * 6
     assert caplog.text.count("changed the mode of modules") == (hook != "none")
-    assert named in caplog.text
+    assert message in caplog.text
     if hook in ("evaluate", "generate_sample", "save_checkpoint"):
         assert 'state["model"].' in caplog.text
         assert 'state["model"].1' not in caplog.text

@@ -1,4 +1,4 @@
-"""State of optimizers gets back the devices that it had."""
+"""The state of optimizers returns to its devices."""
 
 import copy
 
@@ -8,7 +8,7 @@ from genlight.callbacks.optimizer_state import restore_as_stored, unusual_device
 
 
 def test_state_returns_to_the_device_that_it_was_stored_from():
-    """A meta tensor stands for one on an accelerator: its values are elsewhere."""
+    """A meta tensor stands for a tensor on an accelerator."""
     optimizer = torch.optim.SGD([torch.zeros(2, device="meta", requires_grad=True)], lr=0.1)
     (parameter,) = optimizer.param_groups[0]["params"]
     count = torch.tensor(2, device="meta")
@@ -27,7 +27,7 @@ def test_state_returns_to_the_device_that_it_was_stored_from():
     }
 
 
-def test_state_beside_parameters_on_the_host_needs_no_note():
+def test_state_on_the_device_of_its_parameters_needs_no_entry():
     optimizer = torch.optim.Adam([torch.zeros(2, requires_grad=True)])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""What rank zero alone decides ends the training of all ranks after the same step."""
+"""A decision of rank zero ends the training of all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.rank_processes import run_ranks
 
 @pytest.mark.slow
 def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    """Ranks agree every 10 steps: one asks at step 7, the other's loss stays from step 5 on, with a patience of 18."""
+    """Ranks agree every 10 steps: one callback stops at step 7, the other sees no better loss for 18 steps after 5."""
     run_ranks("should_stop_ranks.py", tmp_path)
 
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]

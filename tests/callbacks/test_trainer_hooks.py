@@ -1,4 +1,4 @@
-"""Trainer hooks of the other style: all seven events, one state, order by the fields read and written, and a policy."""
+"""Trainer hooks of the other style: seven events, one state, an order by fields read and written, and a policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from support.trainers import quiet_trainer
 
 
 class Collects:
-    """A trainer with a rollout of two minibatches, a policy and an experience."""
+    """A trainer class with a rollout of two minibatches, a policy and an experience."""
 
     def setup(self, ctx): ...
 
@@ -61,7 +61,7 @@ class Collects:
 
 
 class Notes(TrainerHook):
-    """Notes each event."""
+    """Records each event."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ def test_all_seven_events_come_in_the_order_of_the_training() -> None:
     assert hook.events == ["on_new_training_run", *epoch, *epoch, "on_training_end"]
 
 
-def test_under_lightnings_own_loop_they_come_with_its_events(fit_plain) -> None:
+def test_lightnings_own_loop_fires_events_too(fit_plain) -> None:
     hook = Notes()
     fit_plain([TrainerHookAdapter(hook)], steps=3)
 
@@ -107,7 +107,7 @@ def test_under_lightnings_own_loop_they_come_with_its_events(fit_plain) -> None:
 
 
 class Epochs(TrainerHook):
-    """Notes the epoch at the ends of phases and epochs."""
+    """Records the epoch at the ends of phases and epochs."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ def test_an_epoch_is_counted_after_its_training_phase() -> None:
     assert first.seen == second.seen == EPOCHS
 
 
-def test_under_lightnings_own_loop_an_epoch_is_counted_after_its_training_phase() -> None:
+def test_lightnings_own_loop_counts_an_epoch_after_its_training_phase() -> None:
     first, second = Epochs(), Epochs()
     trainer = quiet_trainer(*map(TrainerHookAdapter, (first, second)), max_epochs=2, limit_train_batches=1)
     trainer.fit(BoringModel())
@@ -209,7 +209,7 @@ class Evaluates(TrainerHook):
         state.eval_scores = {"score": state.epoch}
 
 
-def test_an_evaluation_runs_before_the_report_of_its_scores_in_any_order_of_registration() -> None:
+def test_an_evaluation_runs_before_its_report_in_any_order_of_registration() -> None:
     reports = Reports()
     run(Collects(), [reports, Evaluates()])
 
@@ -223,7 +223,7 @@ def test_a_hook_reads_a_field_that_a_callback_of_genlight_writes() -> None:
     assert reports.seen == [{"score": 3.0}, {"score": 3.0}]
 
 
-def test_a_field_that_nobody_writes_is_an_error_that_names_both() -> None:
+def test_a_field_that_no_hook_writes_is_an_error() -> None:
     with refusal(HookOrderError):
         run(Collects(), [Reports()])
 
@@ -243,7 +243,7 @@ def test_failures_are_counted_and_a_critical_hook_ends_the_run(caplog) -> None:
         run(Collects(), [critical])
 
 
-def test_in_lightnings_own_loop_a_failure_keeps_no_other_event_from_the_hook(fit_plain, caplog) -> None:
+def test_a_failure_does_not_prevent_other_events_in_lightnings_own_loop(fit_plain, caplog) -> None:
     class FailsAtPhases(TrainerHook):
         ended = 0
 
@@ -259,7 +259,7 @@ def test_in_lightnings_own_loop_a_failure_keeps_no_other_event_from_the_hook(fit
     assert "FailsAtPhases failed: on_train_phase_end 1 times" in caplog.text
 
 
-def test_only_hooks_that_ask_for_it_run_on_all_ranks() -> None:
+def test_only_hooks_that_request_it_run_on_all_ranks() -> None:
     everywhere = Fails()
     everywhere.run_on_all_ranks = True
 
@@ -267,7 +267,7 @@ def test_only_hooks_that_ask_for_it_run_on_all_ranks() -> None:
     assert TrainerHookAdapter(everywhere).ranks == "all"
 
 
-def test_a_class_of_elsewhere_needs_no_base() -> None:
+def test_a_class_without_the_base_class_works() -> None:
     class Elsewhere:
         def __init__(self):
             self.epochs = []
@@ -289,7 +289,7 @@ def test_a_class_of_elsewhere_needs_no_base() -> None:
         (lambda: TrainerHookAdapter(Callback()), r"CallbackList\(\[Callback\("),
     ],
 )
-def test_a_hook_in_the_list_of_another_style_is_refused_and_told_its_place(place, text) -> None:
+def test_a_hook_in_the_list_of_another_style_is_refused_with_the_remedy(place, text) -> None:
     with pytest.raises(TypeError, match=text):
         place()
 
@@ -300,7 +300,7 @@ def test_an_object_without_events_is_refused(hook) -> None:
         TrainerHookAdapter(hook)
 
 
-def test_one_field_needs_no_tuple() -> None:
+def test_a_single_field_needs_no_tuple() -> None:
     class One(TrainerHook):
         reads = "mb_idx"
 
@@ -309,7 +309,7 @@ def test_one_field_needs_no_tuple() -> None:
     assert TrainerHookAdapter(One()).reads == ["minibatch_index"]
 
 
-def test_a_loop_of_ones_own_makes_the_state_itself():
+def test_a_users_own_loop_can_make_the_state():
     policy, empty = object(), TrainerState()
     state = TrainerState(agent_step=1, policy=policy)
 
@@ -321,7 +321,7 @@ def test_a_loop_of_ones_own_makes_the_state_itself():
 
 
 class Learns:
-    """Trains its policy on what it draws in a rollout."""
+    """Trains its policy on the random data of a rollout."""
 
     setup, configure, prepare_batch = Collects.setup, Collects.configure, Collects.prepare_batch
 
@@ -343,8 +343,8 @@ class Learns:
         state["optimizer"].load_state_dict(payload["optimizer"])
 
 
-def test_losses_are_those_of_the_step_at_every_event_without_another_callback(fit_plain) -> None:
-    class Looks(TrainerHook):
+def test_every_event_has_the_losses_of_its_step_without_another_callback(fit_plain) -> None:
+    class Reads(TrainerHook):
         def __init__(self):
             super().__init__()
             self.seen = []
@@ -355,14 +355,14 @@ def test_losses_are_those_of_the_step_at_every_event_without_another_callback(fi
         def on_epoch_end(self, state):
             self.at_end = dict(state.loss_stats)
 
-    looks = Looks()
-    _, module = run(Learns(), [looks])  # its job has metrics in every step; nobody logs them
-    assert len({each["train/loss"] for each in looks.seen}) == 4
-    assert looks.at_end == looks.seen[-1]
-    assert looks.seen[-1]["train/loss"] == float(module.step_result.metrics["loss"])
+    reads = Reads()
+    _, module = run(Learns(), [reads])  # the job has metrics in every step, but no logger
+    assert len({each["train/loss"] for each in reads.seen}) == 4
+    assert reads.at_end == reads.seen[-1]
+    assert reads.seen[-1]["train/loss"] == float(module.step_result.metrics["loss"])
 
 
-def test_a_checkpoint_an_evaluation_and_metrics_of_each_epoch_follow_each_other(tmp_path, caplog) -> None:
+def test_each_epoch_has_a_checkpoint_then_an_evaluation_then_metrics(tmp_path, caplog) -> None:
     caplog.set_level("INFO")
     evaluated = []
 
@@ -392,20 +392,20 @@ def test_a_run_resumes_exactly_from_a_checkpoint_of_the_hook(tmp_path) -> None:
         _, module = run(Learns(), [CheckpointHook()], steps=steps, callbacks=[Checkpoint(folder)], resume=resume)
         return [each.clone() for each in module.contract_state["policy"].parameters()]
 
-    straight = final(tmp_path / "straight", 8)
+    expected = final(tmp_path / "reference", 8)
     final(tmp_path / "parts", 4)
     (tmp_path / "parts" / "final.json").unlink()
     torch.manual_seed(99)
     resumed = final(tmp_path / "parts", 8, resume=str(tmp_path / "parts" / "step-00000004.json"))
-    assert all(torch.equal(left, right) for left, right in zip(straight, resumed, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(expected, resumed, strict=True))
 
 
-def test_a_checkpoint_hook_asks_for_a_missing_checkpoint_callback() -> None:
+def test_a_checkpoint_hook_without_a_checkpoint_callback_is_refused() -> None:
     with refusal(Exception):
         run(Learns(), [CheckpointHook()])
 
 
-def test_names_and_policies_may_be_those_of_an_instance(caplog) -> None:
+def test_an_instance_may_have_its_own_name_and_policy(caplog) -> None:
     class Fails(TrainerHook):
         def on_epoch_end(self, state):
             raise ValueError("broken")
@@ -422,7 +422,7 @@ def test_an_interval_of_0_is_never_due() -> None:
 
 
 class Manager:
-    """A checkpoint manager of the caller's own."""
+    """A caller's checkpoint manager."""
 
     def __init__(self):
         self.saved = []
@@ -463,7 +463,7 @@ def as_objects(value):
 
 
 @pytest.mark.parametrize("cfg", [CONFIGURATION, as_objects(CONFIGURATION)], ids=["mappings", "objects"])
-def test_hooks_take_the_arguments_and_the_intervals_of_a_configuration(tmp_path, cfg) -> None:
+def test_hooks_read_arguments_and_intervals_from_a_configuration(tmp_path, cfg) -> None:
     device, manager, wandb_run, stats = torch.device("cpu"), Manager(), Run(), Run()
     timer = SimpleNamespace(get_elapsed=lambda: 1.5)
     evaluated = []
@@ -481,7 +481,7 @@ def test_hooks_take_the_arguments_and_the_intervals_of_a_configuration(tmp_path,
     ]
     run(Learns(), hooks, steps=16, callbacks=[Checkpoint(tmp_path)])
 
-    # At epochs 2, 4, 6 and 8; the first one after every three epochs is uploaded.
+    # Epochs 2, 4, 6 and 8; the first one after every three epochs is uploaded.
     assert manager.saved == [(2, 116, None), (4, 132, wandb_run), (6, 148, wandb_run), (8, 164, None)]
     second, eighth = (str(tmp_path / f"step-{step:08d}.json") for step in (4, 16))
     assert evaluated == [
@@ -528,7 +528,7 @@ def test_an_argument_that_a_hook_cannot_use_is_refused(make, error, text) -> Non
 
 @dataclass
 class Summary:
-    """Scores as fields; nested, with keys that are no text, and with more than numbers."""
+    """Scores as fields, nested, with keys other than strings and values other than numbers."""
 
     mean: float
     by_task: dict
@@ -550,11 +550,11 @@ Pair = namedtuple("Pair", "a b")
         (None, {}),
     ],
 )
-def test_the_numbers_of_scores_are_found(scores, numbers) -> None:
+def test_the_numbers_in_scores_are_found(scores, numbers) -> None:
     assert numbers_of(scores) == numbers
 
 
-def test_an_object_that_holds_itself_ends() -> None:
+def test_an_object_that_contains_itself_is_supported() -> None:
     loop = SimpleNamespace(a=1.0)
     loop.loop = loop
     assert numbers_of(loop)["loop/a"] == 1.0
@@ -569,7 +569,7 @@ def test_an_object_that_holds_itself_ends() -> None:
         (object(), {}, True),
     ],
 )
-def test_any_scores_are_logged_and_stored_as_far_as_they_can_be(tmp_path, caplog, scores, stored, warns) -> None:
+def test_any_scores_are_logged_and_stored_as_far_as_possible(tmp_path, caplog, scores, stored, warns) -> None:
     hooks = [MetricsHook(), EvaluationHook(evaluate=lambda uri, state: scores), CheckpointHook()]
     run(Learns(), hooks, callbacks=[Checkpoint(tmp_path, every_n_steps=1)])
     assert caplog.text.count("store only the numbers of `eval_scores`") == warns
@@ -585,7 +585,7 @@ def test_any_scores_are_logged_and_stored_as_far_as_they_can_be(tmp_path, caplog
     assert seen == [stored]
 
 
-def test_wandb_draws_over_epochs() -> None:
+def test_wandb_uses_the_epoch_as_axis() -> None:
     wandb_run = Run()
     setup_wandb_metrics(wandb_run)
     assert wandb_run.defined == [("epoch", None), ("agent_step", None), ("*", "epoch")]

@@ -1,4 +1,4 @@
-"""UploadArtifacts with a plain LightningModule, `Checkpoint` and a server in a process of its own."""
+"""UploadArtifacts with a plain LightningModule, `Checkpoint` and a server in a separate process."""
 
 import contextlib
 import errno
@@ -95,7 +95,7 @@ def fit(tmp_path, chaos, monkeypatch):
     return run
 
 
-def test_stock_checkpoints_stay_here_and_are_named(fit, chaos, tmp_path, caplog):
+def test_checkpoints_of_lightning_are_not_uploaded_and_are_named(fit, chaos, tmp_path, caplog):
     fit(every=0, callbacks=[ModelCheckpoint(tmp_path / "run" / "stock", every_n_train_steps=2)])
     assert chaos.messages("/checkpoint") == []
     assert "does not send files of ModelCheckpoint: give the trainer a `Checkpoint`" in caplog.text
@@ -117,7 +117,7 @@ def test_a_run_that_ends_well_is_reported_completed_after_its_checkpoints(fit, c
 
 
 class Stops(pl.Callback):
-    """Stops a run as each of its sources does."""
+    """Stops a run with an error, as each source of a stop does."""
 
     def __init__(self, error):
         self.error = error
@@ -137,21 +137,21 @@ class Stops(pl.Callback):
         (SIGTERMException(), "preempted", "preempted"),
     ],
 )
-def test_the_event_and_the_terminal_message_of_a_failure_say_the_same(fit, chaos, tmp_path, error, text, category):
+def test_the_event_and_the_terminal_message_of_a_failure_agree(fit, chaos, tmp_path, error, text, category):
     events = EventLogger(tmp_path / "events.jsonl", run_id="run-1")
     with pytest.raises((type(error), SystemExit)):
         fit(callbacks=[Stops(error)], logger=events)
 
     (terminal,) = chaos.messages("/terminal")
     *_, last = read_events(events.path)
-    said = text.replace("<hidden>", "$TRAINER_CAPABILITY_TOKEN")
-    assert (terminal["status"], terminal["error"], last["error"]) == ("failed", said, said)
+    expected = text.replace("<hidden>", "$TRAINER_CAPABILITY_TOKEN")
+    assert (terminal["status"], terminal["error"], last["error"]) == ("failed", expected, expected)
     assert last["category"] == (category or text.partition(":")[0])
     assert last["resumable"]
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
 
 
-def test_a_refused_upload_is_told_in_the_event_as_in_the_terminal_message(fit, chaos, tmp_path):
+def test_the_event_and_the_terminal_message_of_a_refused_upload_agree(fit, chaos, tmp_path):
     chaos.control(script=["422"], script_paths="/checkpoint?")
     events = EventLogger(tmp_path / "events.jsonl", run_id="run-1")
     with pytest.raises(UploadError):
@@ -163,7 +163,7 @@ def test_a_refused_upload_is_told_in_the_event_as_in_the_terminal_message(fit, c
     assert last["error"].startswith("upload:checkpoint of step 2")
 
 
-def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(fit, chaos, tmp_path):
+def test_refused_credentials_end_the_run_and_the_next_one_delivers_the_queue(fit, chaos, tmp_path):
     chaos.control(tokens=["another"])
     with refusal(UploadError):
         fit()
@@ -175,7 +175,7 @@ def test_refused_credentials_end_the_run_and_the_next_one_delivers_what_is_left(
     assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
 
 
-def test_what_another_run_left_in_the_shared_folder_waits_beside_the_next_run(fit, chaos, tmp_path, caplog):
+def test_uploads_of_another_run_in_the_shared_folder_wait_during_the_next_run(fit, chaos, tmp_path, caplog):
     chaos.control(tokens=["another"])
     with refusal(UploadError):
         fit()
@@ -186,7 +186,7 @@ def test_what_another_run_left_in_the_shared_folder_waits_beside_the_next_run(fi
     assert chaos.messages("/terminal")[-1]["run_id"] == "run-2"
 
 
-def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_terminal_message(fit, chaos):
+def test_a_refused_checkpoint_ends_the_run_early_and_is_in_the_terminal_message(fit, chaos):
     chaos.control(script=["422"], script_paths="/checkpoint?")
 
     class Patient(Hook):
@@ -208,16 +208,18 @@ def test_a_checkpoint_that_is_refused_ends_the_run_early_and_is_told_in_the_term
     assert "HTTP 422" in terminal["error"]
 
 
-def test_an_outage_of_the_terminal_endpoint_alone_fails_the_run(fit, chaos):
-    chaos.control(script=["503"] * 1000, script_paths="/terminal", retry_after="900")  # which is after the deadline
+@pytest.mark.parametrize(
+    ("outage", "deadline_s"),
+    [
+        ({"script": ["503"] * 1000, "script_paths": "/terminal", "retry_after": "900"}, 5.0),  # after the deadline
+        ({"outage": True}, 0.3),
+    ],
+    ids=["terminal endpoint", "all endpoints"],
+)
+def test_an_outage_fails_the_run_after_the_deadline(fit, chaos, outage, deadline_s):
+    chaos.control(**outage)
     with refusal(UploadError):
-        fit(deadline_s=5.0)
-
-
-def test_an_outage_at_the_end_fails_the_run_after_the_deadline(fit, chaos):
-    chaos.control(outage=True)
-    with refusal(UploadError):
-        fit(deadline_s=0.3)
+        fit(deadline_s=deadline_s)
 
 
 def test_a_hook_that_is_not_critical_lets_the_run_complete(fit, chaos, caplog):
@@ -227,7 +229,7 @@ def test_a_hook_that_is_not_critical_lets_the_run_complete(fit, chaos, caplog):
     assert "kept for the next start" in caplog.text
 
 
-def test_nothing_of_the_token_is_in_logs_or_files_of_the_run(fit, chaos, tmp_path, caplog):
+def test_the_token_is_not_in_logs_or_files_of_the_run(fit, chaos, tmp_path, caplog):
     caplog.set_level(0)
     chaos.control(tokens=["another"])
     with pytest.raises(UploadError) as caught:
@@ -244,8 +246,8 @@ def test_settings_out_of_range_are_refused():
         UploadArtifacts(run_id="r", metric_every=-1)
 
 
-def test_destinations_that_cannot_be_used_are_refused_together_before_a_fit(monkeypatch):
-    """Each was tried again and again until the end of the fit, which then failed."""
+def test_invalid_destinations_are_refused_together_before_a_fit(monkeypatch):
+    """Otherwise uploads would be retried until the end of the fit, and then fail it."""
     with monkeypatch.context() as environment:
         environment.setenv("TRAINER_UPLOAD_METRICS_URL", "nope?signature=s3cret")
         environment.setenv("TRAINER_UPLOAD_CHECKPOINT_URL", "https://")
@@ -265,8 +267,8 @@ def test_a_queue_that_cannot_be_written_is_refused_before_training(fit, tmp_path
         fit(every=0)
 
 
-@pytest.mark.parametrize(("owner", "lacking"), [("me", "set `TRAINER_CAPABILITY_TOKEN`"), ("", "set `owner` and `TR")])
-def test_a_file_store_that_gets_nothing_is_told(tmp_path, monkeypatch, caplog, owner, lacking):
+@pytest.mark.parametrize(("owner", "remedy"), [("me", "set `TRAINER_CAPABILITY_TOKEN`"), ("", "set `owner` and `TR")])
+def test_a_file_store_without_credentials_causes_a_warning(tmp_path, monkeypatch, caplog, owner, remedy):
     monkeypatch.delenv("TRAINER_CAPABILITY_TOKEN", raising=False)
     trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
     monkeypatch.setenv("TENSORHUB_URL", "http://127.0.0.1:9/store")
@@ -274,11 +276,11 @@ def test_a_file_store_that_gets_nothing_is_told(tmp_path, monkeypatch, caplog, o
     uploads.setup(trainer, None, "fit")
     uploads._uploader.close()
     assert "no files are sent to the file store http://127.0.0.1:9" in caplog.text
-    assert lacking in caplog.text
+    assert remedy in caplog.text
 
 
 class Reports(Hook):
-    """Stands for genlight's loop and its other callbacks: metrics, checkpoints and samples as they report them."""
+    """Reports metrics, checkpoints and samples like genlight's loop and its other callbacks."""
 
     critical = True
     writes = ("loss_stats", "latest_checkpoint_uri")
@@ -314,7 +316,7 @@ class Reports(Hook):
         return samples
 
 
-def test_a_checkpoint_of_our_own_format_is_sent_with_all_its_files(fit, chaos, tmp_path):
+def test_a_checkpoint_of_genlight_is_sent_with_all_its_files(fit, chaos, tmp_path):
     fit(every=0, callbacks=[Reports(tmp_path / "run" / "own")])
     (message,) = chaos.messages("/checkpoint")
     assert (message["step"], Path(message["local_path"]).name) == (3, "step-00000003.json")
@@ -326,7 +328,7 @@ def test_a_checkpoint_of_our_own_format_is_sent_with_all_its_files(fit, chaos, t
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
 def test_a_resumed_run_does_not_report_the_metrics_of_its_checkpoint_as_its_own(fit, chaos, tmp_path):
-    """The run state of the checkpoint holds those of step 4, which once were sent again as those of step 5."""
+    """The run state of the checkpoint has the metrics of step 4; they were once sent again for step 5."""
     saves = Checkpoint(tmp_path / "run" / "saved", every_n_steps=4, save_final=False)
     fit(steps=4, every=0, callbacks=[Reports(tmp_path / "run" / "own"), saves], without_upload=True)
     record = tmp_path / "run" / "saved" / "step-00000004.json"
@@ -336,7 +338,7 @@ def test_a_resumed_run_does_not_report_the_metrics_of_its_checkpoint_as_its_own(
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_every_checkpoint_that_our_own_callback_wrote_arrives_whatever_it_keeps(fit, chaos, tmp_path, asynchronous):
+def test_every_checkpoint_arrives_whatever_retention_keeps(fit, chaos, tmp_path, asynchronous):
     own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, keep_last=2, asynchronous=asynchronous)
     fit(every=0, callbacks=[own])
     messages = chaos.messages("/checkpoint")
@@ -351,7 +353,7 @@ def refuse_link(*_, **__):
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_what_retention_removes_in_an_outage_is_sent_all_the_same(chaos, tmp_path, monkeypatch, has_links):
+def test_checkpoints_that_retention_removes_in_an_outage_are_still_sent(chaos, tmp_path, monkeypatch, has_links):
     if not has_links:
         monkeypatch.setattr("os.link", refuse_link)
     queue, own = tmp_path / "run" / "uploads", tmp_path / "run" / "own"
@@ -399,7 +401,7 @@ def test_a_checkpoint_that_was_deleted_before_it_could_be_queued_is_named(fit, c
         fit(every=0, callbacks=[Forgetful()])
 
 
-def test_a_checkpoint_in_flight_when_training_fails_arrives_before_the_terminal_message(fit, chaos, tmp_path):
+def test_a_checkpoint_in_flight_at_a_failure_arrives_before_the_terminal_message(fit, chaos, tmp_path):
     own = Checkpoint(tmp_path / "run" / "own", every_n_steps=2)
     with refusal(RuntimeError):
         fit(Line(fail_at=2), every=0, callbacks=[own])
@@ -407,7 +409,7 @@ def test_a_checkpoint_in_flight_when_training_fails_arrives_before_the_terminal_
     assert chaos.state["applied"][-1]["path"] == "/terminal"
 
 
-def test_samples_of_one_step_keep_apart_files_of_the_same_name(fit, chaos, tmp_path):
+def test_files_with_the_same_name_in_samples_of_one_step_stay_separate(fit, chaos, tmp_path):
     fit(every=0, callbacks=[Reports(tmp_path / "run" / "own")])
     assert [m["step"] for m in chaos.messages("/sample")] == [4] * 4
     assert len({request["key"] for request in chaos.requests("/sample")}) == 4 + 4
@@ -416,8 +418,8 @@ def test_samples_of_one_step_keep_apart_files_of_the_same_name(fit, chaos, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
-def test_a_resumed_run_knows_where_the_checkpoint_is_that_it_resumed_from(fit, chaos, tmp_path):
-    """That checkpoint was saved before it was durable, so its own run state cannot name it."""
+def test_a_resumed_run_knows_the_path_of_its_checkpoint(fit, chaos, tmp_path):
+    """The run state in the checkpoint cannot name it, because it was not durable yet."""
     own = tmp_path / "run" / "own"
 
     class Sees(Hook):
@@ -436,7 +438,7 @@ def test_a_resumed_run_knows_where_the_checkpoint_is_that_it_resumed_from(fit, c
     assert chaos.messages("/terminal")[-1]["final_checkpoint"] == "ref-step-00000004-step-00000004.json"
 
 
-def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
+def test_a_users_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
     config = UploadConfig(run_id="r", queue_dir=tmp_path / "queue", metrics_url=f"{chaos.url}/metrics")
     with Uploader(config) as uploader:
         fit(uploader=uploader)
@@ -446,7 +448,7 @@ def test_a_given_uploader_is_neither_settled_nor_closed(chaos, tmp_path, fit):
 
 
 class RestoresLate(SingleDeviceStrategy):
-    """Restores modules and callbacks when a fit has started, as FSDP does."""
+    """Restores modules and callbacks after a fit has started, like FSDP."""
 
     restore_checkpoint_after_setup = True
 
@@ -454,9 +456,7 @@ class RestoresLate(SingleDeviceStrategy):
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
 @pytest.mark.parametrize("strategy", [SingleDeviceStrategy, RestoresLate])
 @pytest.mark.parametrize(("owner_of_record", "sent"), [("run-1", [3]), ("another", [])])
-def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(
-    fit, chaos, tmp_path, owner_of_record, sent, strategy
-):
+def test_the_record_of_a_resume_is_sent_if_it_is_of_this_run(fit, chaos, tmp_path, owner_of_record, sent, strategy):
     own = Checkpoint(tmp_path / "run" / "own", every_n_steps=3, save_final=False)
     own.run = RecordMeta(run_id=owner_of_record)
     fit(steps=3, every=0, callbacks=[own], without_upload=True)
@@ -466,7 +466,7 @@ def test_a_record_that_is_resumed_from_is_sent_if_it_is_of_this_run(
 
 
 @pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
-def test_so_are_those_before_it_which_it_kept_from_the_queue_too(fit, chaos, tmp_path):
+def test_earlier_records_that_were_never_queued_are_sent_too(fit, chaos, tmp_path):
     def save_to(steps, resume_from=None, **how):
         own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, save_final=False, keep_last=None)
         own.run = RecordMeta(run_id="run-1")
@@ -479,7 +479,7 @@ def test_so_are_those_before_it_which_it_kept_from_the_queue_too(fit, chaos, tmp
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2, 3, 4, 5]
 
 
-def test_it_can_be_configured_from_yaml(tmp_path, monkeypatch):
+def test_the_callback_can_be_configured_from_yaml(tmp_path, monkeypatch):
     parser = ArgumentParser()
     parser.add_argument("--hook", type=UploadArtifacts)
     parsed = parser.parse_object({"hook": {"class_path": "genlight.callbacks.upload_artifacts.UploadArtifacts",

@@ -1,4 +1,4 @@
-"""Training that makes no progress is noticed, and where every thread was is on disk."""
+"""Training without progress is noticed, and the stacks of all threads are written to disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 120.0
 
 
 def hanging(base, *, until, at=2):
-    """A trainer that does not finish its step `at` until there is a file."""
+    """Return a trainer that does not finish step `at` before `until` returns True."""
 
     class Hanging(base):
         def train_step(self, batch, state, ctx):
@@ -31,9 +31,9 @@ def hanging(base, *, until, at=2):
     return Hanging()
 
 
-def test_a_hang_leaves_the_stacks_of_all_threads_and_training_goes_on(fit, counting_trainer, tmp_path, caplog):
+def test_a_hang_leaves_the_stacks_of_all_threads_and_training_continues(fit, counting_trainer, tmp_path, caplog):
     def reported():
-        """The file of this hang; on a busy machine there may be one of a moment before it."""
+        """Return the file of this hang; a busy machine may have an earlier one too."""
         texts = {path: path.read_text() for path in (tmp_path / "hangs").glob("rank-0-*.txt")}
         return [path for path, text in texts.items() if "in train_step" in text and str(path) in caplog.text]
 
@@ -48,7 +48,7 @@ def test_a_hang_leaves_the_stacks_of_all_threads_and_training_goes_on(fit, count
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """Has so many seconds watched that pass as soon as the watch waits; returns the files that it has made."""
+    """Let a watch run for some seconds of a clock that advances when the watch waits; return its files."""
 
     class Clock:
         def __init__(self, seconds):
@@ -69,7 +69,7 @@ def watched(tmp_path, monkeypatch):
 
 
 def test_each_hang_is_reported_once(tmp_path, watched):
-    """Steps of a second, of which two take as long as ten hangs."""
+    """Steps take a second, except two that take ten times the limit."""
     ends = [1, 2, 102, 103, 104, 204, 205]
 
     def batches(now):
@@ -88,8 +88,8 @@ def test_steps_that_end_in_time_leave_nothing(fit, counting_trainer, tmp_path):
 
 
 @pytest.mark.parametrize(("factor", "files"), [(1.5, ["rank-0-1.txt"]), (100.0, [])])
-def test_what_counts_as_a_hang_is_learned_from_the_steps(tmp_path, watched, factor, files):
-    """Steps of some length raise the limit above the floor, so that a longer one than that is none."""
+def test_the_limit_is_learned_from_the_steps(tmp_path, watched, factor, files):
+    """Long steps raise the limit above the floor."""
 
     def batches(now):
         return min(5, now // 0.9)
@@ -101,7 +101,7 @@ def test_what_counts_as_a_hang_is_learned_from_the_steps(tmp_path, watched, fact
 
 
 def works_from(watch, began, ended, what="evaluation"):
-    """Steps of a second, but for such work between two of them; for `watched`."""
+    """Return batches for `watched`: steps of a second, with work between two of them."""
 
     def batches(now):
         if began <= now < ended and watch._work is None:
@@ -117,14 +117,14 @@ def works_from(watch, began, ended, what="evaluation"):
     ("work_limit_s", "longest", "files"),
     [(300.0, {}, 0), (50.0, {}, 1), (50.0, {"evaluation": 100.0}, 0), (50.0, {"samples": 100.0}, 1)],
 )
-def test_work_that_holds_training_up_has_a_limit_of_its_own(tmp_path, watched, work_limit_s, longest, files):
+def test_work_between_steps_has_its_own_limit(tmp_path, watched, work_limit_s, longest, files):
     watch = WatchHangs(tmp_path, floor_s=10.0, factor=3.0, work_limit_s=work_limit_s)
     watch._longest = longest
     assert len(watched(watch, works_from(watch, 20, 220), seconds=300)) == files
     assert watch._longest["evaluation"] == pytest.approx(200.0, abs=5)
 
 
-def test_a_step_that_hangs_after_such_work_is_noticed_as_soon_as_ever(tmp_path, watched):
+def test_work_does_not_delay_the_report_of_a_later_hang(tmp_path, watched):
     watch = WatchHangs(tmp_path, floor_s=10.0, factor=3.0)
     busy = works_from(watch, 20, 220)
     assert len(watched(watch, lambda now: min(busy(now), 30), seconds=260)) == 1
@@ -138,7 +138,7 @@ def test_a_rank_waits_while_another_one_works(tmp_path, watched, age_s, files):
     assert len(watched(watch, lambda now: min(now, 20), seconds=300, rank=1, ranks=2)) == files
 
 
-def test_a_rank_that_works_lets_the_others_know_until_its_limit(tmp_path, watched):
+def test_a_working_rank_tells_the_others_until_its_limit(tmp_path, watched):
     watch, seen = WatchHangs(tmp_path, floor_s=10.0, factor=1e-6, work_limit_s=100.0), []
     busy = works_from(watch, 20, 300)
 
@@ -155,7 +155,7 @@ def test_a_rank_that_works_lets_the_others_know_until_its_limit(tmp_path, watche
 
 
 @pytest.mark.parametrize("work", ["evaluate", "generate_sample", "save_checkpoint", "rollout", "backoff"])
-def test_what_genlight_times_is_no_hang(fit, counting_trainer, tmp_path, work):
+def test_work_that_genlight_times_is_no_hang(fit, counting_trainer, tmp_path, work):
     def take_long(*_, **__):
         time.sleep(0.6)
         return {"score": 1.0} if work == "evaluate" else {} if work != "rollout" else [1, 2]
@@ -188,7 +188,7 @@ def test_what_genlight_times_is_no_hang(fit, counting_trainer, tmp_path, work):
     assert [path for path in hangs.glob("*.txt") if f"in {place}" in path.read_text()] == []
 
 
-def test_no_thread_is_left_after_training_whether_it_ended_well_or_not(fit, counting_trainer, tmp_path):
+def test_no_thread_remains_after_training(fit, counting_trainer, tmp_path):
     class Breaking(counting_trainer):
         def train_step(self, batch, state, ctx):
             raise ZeroDivisionError
@@ -216,7 +216,7 @@ def test_the_message_names_ranks_that_left_no_stacks(tmp_path, silent, names):
 
 
 def test_the_newest_stacks_of_each_other_rank_are_named(tmp_path):
-    """Not those of an earlier attempt."""
+    """Stacks of an earlier attempt are ignored."""
     for name, age_s in (("rank-0-1", 0), ("rank-1-1", 900), ("rank-1-2", 60), ("rank-1-3", 30), ("rank-2-1", 30)):
         path = tmp_path / f"{name}.txt"
         path.touch()
@@ -229,6 +229,6 @@ def test_the_newest_stacks_of_each_other_rank_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["factor", "floor_s", "work_limit_s"])
 @pytest.mark.parametrize("value", [0, -1, float("nan")])
-def test_numbers_that_make_no_sense_are_refused(name, value):
+def test_invalid_numbers_are_refused(name, value):
     with pytest.raises(ValueError, match=rf"Invalid `{name}`. Expected a number > 0"):
         WatchHangs(**{name: value})

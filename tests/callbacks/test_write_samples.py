@@ -1,4 +1,4 @@
-"""Samples at their cadence: files, the record of each, and training that does not notice."""
+"""Samples at their cadence: their files and records, and no effect on training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = TrainingJobSpec(run_id="run-7", max_steps=4)
 
 @pytest.fixture
 def sampling(counting_trainer):
-    """A trainer class whose state has a generator, as an attribute or under a key."""
+    """Make a trainer class whose state has a generator, as an attribute or under a key."""
 
     def make(generate, *, as_key=False):
         class Sampling(counting_trainer):
@@ -75,7 +75,7 @@ def test_each_request_gives_one_record_at_each_boundary(fit, sampling, tmp_path,
     assert record(tmp_path, "step-00000002-01.json")["seed"] == 9
 
 
-def test_a_generator_is_called_with_what_its_signature_accepts(fit, sampling, tmp_path):
+def test_a_generator_gets_the_arguments_of_its_signature(fit, sampling, tmp_path):
     calls = []
 
     def generate(step, ctx, request, prompt, negative_prompt, instruction, source_image, seed, task, output_dir):
@@ -99,7 +99,7 @@ def test_a_generator_is_called_with_what_its_signature_accepts(fit, sampling, tm
     assert call == {**{name: value for name, value in request.items() if name != "name"}, "step": 4}
 
 
-def test_what_a_request_does_not_say_is_left_to_the_generators_own_default(fit, sampling, tmp_path):
+def test_the_generators_defaults_apply_to_missing_fields_of_a_request(fit, sampling, tmp_path):
     calls = []
 
     def generate(prompt, *, negative_prompt="blurry", seed=11, instruction, source_image="s.png"):
@@ -113,7 +113,7 @@ def test_what_a_request_does_not_say_is_left_to_the_generators_own_default(fit, 
 def test_a_generator_with_any_keyword_gets_all_of_them(fit, sampling, tmp_path):
     calls = []
 
-    fit(sampling(lambda **given: calls.append(given)), [WriteSamples(tmp_path, 4, requests=[{}])], job=JOB)
+    fit(sampling(lambda **arguments: calls.append(arguments)), [WriteSamples(tmp_path, 4, requests=[{}])], job=JOB)
 
     assert set(calls[0]) == {
         *("step", "ctx", "request", "prompt", "negative_prompt", "instruction", "source_image", "seed", "task"),
@@ -121,13 +121,13 @@ def test_a_generator_with_any_keyword_gets_all_of_them(fit, sampling, tmp_path):
     }
 
 
-def test_files_of_a_sample_are_named_in_its_record_and_told_after_it(fit, sampling, tmp_path):
-    told = []
+def test_files_of_a_sample_are_named_in_its_record_and_in_the_event(fit, sampling, tmp_path):
+    written = []
 
     class Listener(Hook):
         def on_samples_written(self, trainer, pl_module, samples, step):
             paths = [path for record, files in samples.items() for path in (record, *files)]
-            told.append((step, [str(path.relative_to(tmp_path)) for path in paths]))
+            written.append((step, [str(path.relative_to(tmp_path)) for path in paths]))
 
     def generate(output_dir):
         output_dir = Path(output_dir)
@@ -141,40 +141,38 @@ def test_files_of_a_sample_are_named_in_its_record_and_told_after_it(fit, sampli
     files = ["step-00000004-00/a.png", "step-00000004-00/parts/b.txt"]
     assert record(tmp_path, "step-00000004-00.json")["files"] == files
     assert record(tmp_path, "step-00000004-00.json")["image"] == str(tmp_path / files[0])
-    assert told == [(4, ["step-00000004-00.json", *files])]
-    assert run_state_of(trainer).latest_sample_uris == [str(tmp_path / name) for name in told[0][1]]
+    assert written == [(4, ["step-00000004-00.json", *files])]
+    assert run_state_of(trainer).latest_sample_uris == [str(tmp_path / name) for name in written[0][1]]
 
 
-def test_a_generator_that_leaves_only_empty_folders_leaves_none(fit, sampling, tmp_path):
+def test_empty_folders_of_a_generator_are_removed(fit, sampling, tmp_path):
     fit(sampling(lambda output_dir: Path(output_dir, "empty").mkdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
 
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004-00.json"]
 
 
-def test_without_requests_there_is_one_text_and_with_a_generator_its_record_too(
-    fit, sampling, counting_trainer, tmp_path
-):
+def test_without_requests_there_is_one_text_and_the_record_of_a_generator(fit, sampling, counting_trainer, tmp_path):
     fit(sampling(lambda step: {"made_at": step}), [WriteSamples(tmp_path / "with", 4)], job=JOB)
     fit(counting_trainer(), [WriteSamples(tmp_path / "without", 4)], job=JOB)
-    fit(counting_trainer(), [WriteSamples(tmp_path / "asked", 4, requests=[{"prompt": "p"}])], job=JOB)
+    fit(counting_trainer(), [WriteSamples(tmp_path / "requested", 4, requests=[{"prompt": "p"}])], job=JOB)
 
     assert names(tmp_path / "with") == ["step-00000004.json", "step-00000004.txt"]
     assert record(tmp_path / "with", "step-00000004.json")["made_at"] == 4
     assert names(tmp_path / "without") == ["step-00000004.txt"]
-    assert names(tmp_path / "asked") == ["step-00000004-00.json"]
+    assert names(tmp_path / "requested") == ["step-00000004-00.json"]
     assert (tmp_path / "without" / "step-00000004.txt").read_text() == "run-7 step 4\n"
 
 
-def test_a_cadence_without_a_generator_is_told_once(fit, sampling, counting_trainer, tmp_path, caplog):
-    def told():
+def test_a_cadence_without_a_generator_causes_one_warning(fit, sampling, counting_trainer, tmp_path, caplog):
+    def warnings():
         messages = [record.getMessage() for record in caplog.records]
         return [message for message in messages if "has no `generate_sample`" in message]
 
     fit(sampling(lambda: None), [WriteSamples(tmp_path / "with", 1)], job=JOB)
     fit(counting_trainer(), [WriteSamples(tmp_path / "off", 0)], job=JOB)
-    assert not told()
+    assert not warnings()
     fit(counting_trainer(), [WriteSamples(tmp_path / "without", 1)], job=JOB)
-    (message,) = told()
+    (message,) = warnings()
     assert message.startswith("Samples every 1 steps will hold only their requests: the state of ")
     assert message.endswith("or set `sample_every` to 0.")
 
@@ -186,7 +184,7 @@ def test_the_cadence_counts_steps_and_zero_is_off(fit, sampling, tmp_path, every
     assert len(list((tmp_path / "s").glob("*.json"))) == written
 
 
-def test_a_step_that_asked_to_be_skipped_has_no_sample(fit, sampling, tmp_path):
+def test_a_step_that_skips_cadences_has_no_sample(fit, sampling, tmp_path):
     plugin = sampling(lambda: None)
     plugin.skipped_batch = 1
 
@@ -196,11 +194,11 @@ def test_a_step_that_asked_to_be_skipped_has_no_sample(fit, sampling, tmp_path):
 
 
 class Killed(BaseException):
-    """In the place of a SIGKILL."""
+    """Stands for a SIGKILL."""
 
 
 class Listener(Hook):
-    """Hears of samples; is killed before it does, if it should be."""
+    """Records samples, or is killed before that."""
 
     def __init__(self, *, dies=False):
         self.dies, self.heard = dies, []
@@ -214,10 +212,8 @@ class Listener(Hook):
 
 @pytest.mark.parametrize("requests", [[{"prompt": "a"}, {"prompt": "b"}], []])
 @pytest.mark.parametrize("dies_at", ["first sample", "last sample", "announcement"])
-def test_samples_that_a_kill_prevented_after_the_checkpoint_of_their_step_are_made(
-    fit, sampling, tmp_path, requests, dies_at
-):
-    """With the same random numbers as without the kill."""
+def test_a_resume_makes_the_samples_of_its_step_that_a_kill_prevented(fit, sampling, tmp_path, requests, dies_at):
+    """They get the same random numbers as without the kill."""
     calls = []
 
     def generate(request, output_dir):
@@ -235,7 +231,7 @@ def test_samples_that_a_kill_prevented_after_the_checkpoint_of_their_step_are_ma
 
     dies_after_calls = {}
     torch.manual_seed(1)
-    expected = run("whole")
+    expected = run("uninterrupted")
     calls.clear()
     dies_after_calls = {"first sample": 0, "last sample": max(len(requests) - 1, 0)}
     torch.manual_seed(1)
@@ -247,12 +243,12 @@ def test_samples_that_a_kill_prevented_after_the_checkpoint_of_their_step_are_ma
 
     assert heard == expected
     assert [step for step, _ in heard] == [2, 4]
-    for name in names(tmp_path / "whole"):
-        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    for name in names(tmp_path / "uninterrupted"):
+        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "uninterrupted" / name).read_bytes()
 
 
-def test_samples_that_came_before_the_checkpoint_of_their_step_are_not_made_again(fit, sampling, tmp_path):
-    """The step that asked for nothing has none to make either."""
+def test_a_resume_does_not_repeat_samples_that_came_before_its_checkpoint(fit, sampling, tmp_path):
+    """A step that skipped its samples does not get them later."""
     steps = []
 
     def run(**options):
@@ -312,7 +308,7 @@ def test_a_failing_generator_ends_the_run_and_leaves_no_record(fit, sampling, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failing_generator_that_was_declared_not_critical_lets_training_go_on(fit, sampling, tmp_path):
+def test_training_continues_after_a_failing_generator_that_is_not_critical(fit, sampling, tmp_path):
     def generate():
         raise RuntimeError("out of memory")
 
@@ -335,7 +331,7 @@ def test_a_failing_generator_that_was_declared_not_critical_lets_training_go_on(
         ({"x": "\ud800"}, "generate_sample of step-00000002-00 returned a value that is not JSON"),
     ],
 )
-def test_a_result_that_is_no_json_is_named(fit, sampling, tmp_path, returned, message):
+def test_a_result_that_is_not_json_is_refused(fit, sampling, tmp_path, returned, message):
     with pytest.raises(TypeError) as caught:
         fit(sampling(lambda: returned), [WriteSamples(tmp_path, 2, requests=[{}])])
 
@@ -343,7 +339,7 @@ def test_a_result_that_is_no_json_is_named(fit, sampling, tmp_path, returned, me
     assert list(tmp_path.glob("*.json")) == []
 
 
-def test_values_that_a_trainer_has_at_hand_become_json(fit, sampling, tmp_path):
+def test_tensors_arrays_and_paths_become_json(fit, sampling, tmp_path):
     returned = {
         "tensor": torch.tensor([1.5, float("nan")]),
         "array": np.arange(2),
@@ -364,7 +360,7 @@ def test_values_that_a_trainer_has_at_hand_become_json(fit, sampling, tmp_path):
     }
 
 
-def test_what_an_earlier_attempt_left_of_the_same_step_is_replaced(fit, sampling, tmp_path):
+def test_samples_of_the_same_step_from_an_earlier_attempt_are_replaced(fit, sampling, tmp_path):
     (tmp_path / "step-00000004-00").mkdir()
     (tmp_path / "step-00000004-00" / "old.png").touch()
     (tmp_path / "step-00000004-00.json").write_text('{"files": ["step-00000004-00/old.png"]}')
@@ -381,14 +377,14 @@ def test_what_an_earlier_attempt_left_of_the_same_step_is_replaced(fit, sampling
     assert names(tmp_path) == ["step-00000004-00.json", "step-00000004-00/new.png"]
 
 
-def test_under_a_plain_lightning_module_it_writes_texts(fit_plain, tmp_path):
+def test_a_plain_lightning_module_gets_texts(fit_plain, tmp_path):
     fit_plain([WriteSamples(tmp_path, 2)])
 
     assert names(tmp_path) == ["step-00000002.txt", "step-00000004.txt"]
 
 
-def test_a_boundary_within_a_batch_that_counts_as_several_steps_is_not_missed(quiet, tmp_path):
-    """Lightning counts a step for each update of an optimizer, two for a batch of a GAN."""
+def test_a_boundary_within_a_batch_of_several_steps_is_not_missed(quiet, tmp_path):
+    """Lightning counts a step for each update of an optimizer, so a batch of a GAN has two."""
 
     class TwoUpdates(pl.LightningModule):
         def __init__(self):
@@ -410,9 +406,7 @@ def test_a_boundary_within_a_batch_that_counts_as_several_steps_is_not_missed(qu
     assert names(tmp_path) == ["step-00000006.txt", "step-00000010.txt", "step-00000016.txt"]
 
 
-def test_files_have_a_temporary_name_until_the_sample_is_whole_and_paths_in_the_result_the_final_one(
-    fit, sampling, tmp_path
-):
+def test_files_have_a_temporary_name_until_the_sample_is_complete(fit, sampling, tmp_path):
     seen = []
 
     def generate(output_dir):
@@ -430,7 +424,7 @@ def test_files_have_a_temporary_name_until_the_sample_is_whole_and_paths_in_the_
     assert names(tmp_path) == ["step-00000004-00.json", "step-00000004-00/a.png"]
 
 
-def test_what_a_killed_run_left_of_a_sample_is_removed_at_the_next_start_and_nothing_else(fit, sampling, tmp_path):
+def test_debris_of_a_sample_is_removed_at_the_next_start_and_nothing_else(fit, sampling, tmp_path):
     (tmp_path / ".tmp-step-00000001-00-77-abcdef01").mkdir()
     (tmp_path / ".tmp-step-00000001-00-77-abcdef01" / "half.png").touch()
     (tmp_path / ".tmp-step-00000001-00.json-77-abcdef01").touch()
@@ -451,14 +445,14 @@ def test_what_a_killed_run_left_of_a_sample_is_removed_at_the_next_start_and_not
     ],
     ids=["pipe", "dangling link", "name"],
 )
-def test_what_is_no_file_of_a_sample_is_named_and_not_waited_for(fit, sampling, tmp_path, leave, message):
+def test_output_that_is_no_regular_file_is_refused_without_waiting(fit, sampling, tmp_path, leave, message):
     with pytest.raises(ContractError, match=message):
         fit(sampling(lambda output_dir: leave(Path(output_dir))), [WriteSamples(tmp_path, 2, requests=[{}])])
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_generator_may_remove_the_folder_that_it_was_given(fit, sampling, tmp_path):
+def test_a_generator_may_remove_its_folder(fit, sampling, tmp_path):
     fit(sampling(lambda output_dir: Path(output_dir).rmdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
 
     assert record(tmp_path, "step-00000004-00.json")["files"] == []

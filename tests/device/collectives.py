@@ -11,7 +11,7 @@ def _mine(size: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full((size,), dist.get_rank() + 1.0, device="sim", dtype=dtype)
 
 
-def check_it_refuses_tensors_of_the_host():
+def check_tensors_of_the_host_are_refused():
     for collective in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
         with pytest.raises(RuntimeError, match="cpu"):
             collective(torch.ones(2))
@@ -25,14 +25,14 @@ def check_sums_and_averages():
             assert tensor.tolist() == [expected] * 4
 
 
-def check_everything_else():
+def check_other_collectives():
     rank = dist.get_rank()
     gathered = [torch.empty(4, device="sim") for _ in range(2)]
     dist.all_gather(gathered, _mine())
     assert [each[0].item() for each in gathered] == [1, 2]
-    whole = torch.empty(8, device="sim")
-    dist.all_gather_into_tensor(whole, _mine())
-    assert whole.tolist() == [1] * 4 + [2] * 4
+    joined = torch.empty(8, device="sim")
+    dist.all_gather_into_tensor(joined, _mine())
+    assert joined.tolist() == [1] * 4 + [2] * 4
     share = torch.empty(2, device="sim")
     dist.reduce_scatter_tensor(share, _mine())
     assert share.tolist() == [3, 3]
@@ -53,7 +53,7 @@ def check_everything_else():
     dist.barrier()
 
 
-def check_asynchronous_results_are_there_after_waiting():
+def check_asynchronous_results_are_complete_after_waiting():
     tensors = [_mine() for _ in range(3)]
     works = [dist.all_reduce(each, async_op=True) for each in tensors]
     for work in works:

@@ -1,4 +1,4 @@
-"""Batches of a feed on their way to the device."""
+"""The copies of a feed's batches to the device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROWS = 23
 TABLE = pa.table({"x": pa.array(range(ROWS), pa.float32()), "text": ["row"] * ROWS})
 
 
-def _summed(feed: ArrowFeed) -> tuple[list[float], list]:
-    """The sums of all batches, computed on the device, and the waits until then."""
+def _sum_batches(feed: ArrowFeed) -> tuple[list[float], list]:
+    """Return the sums of all batches, computed on the device, and the waits during that."""
     with waits() as found:
         sums = [batch["x"].to("sim", non_blocking=True).double().sum() for batch in feed]
     return [float(each.cpu()) for each in sums], found
@@ -23,19 +23,19 @@ def _expected(batch_size: int) -> list[float]:
     return [float(sum(range(at, min(at + batch_size, ROWS)))) for at in range(0, ROWS, batch_size)]
 
 
-def check_tensors_are_pinned_by_default_and_their_copies_are_not_waited_for(folder):
-    sums, found = _summed(ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch"))
+def check_tensors_are_pinned_by_default_and_nothing_waits_for_their_copies(folder):
+    sums, found = _sum_batches(ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch"))
     assert sums == _expected(4)
     assert not found, "\n".join(map(str, found))
 
 
-def check_without_pinned_memory_each_copy_is_waited_for(folder):
-    sums, found = _summed(ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch", pin_memory=False))
+def check_each_copy_from_memory_that_is_not_pinned_waits(folder):
+    sums, found = _sum_batches(ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch", pin_memory=False))
     assert sums == _expected(4)
     assert len(found) == len(sums)
 
 
-def check_copied_ahead_batches_lie_on_the_device_and_nothing_waits(folder):
+def check_batches_that_are_copied_ahead_are_on_the_device_and_nothing_waits(folder):
     feed = ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch", copy_ahead=True)
     with waits() as found:
         batches = list(feed)
@@ -46,10 +46,10 @@ def check_copied_ahead_batches_lie_on_the_device_and_nothing_waits(folder):
     assert not found, "\n".join(map(str, found))
 
 
-def check_a_feed_that_copies_ahead_resumes_after_the_last_batch_handed_out(folder):
+def check_a_feed_that_copies_ahead_resumes_after_the_last_returned_batch(folder):
     options = {"batch_size": 4, "epochs": 2, "collate": "torch", "copy_ahead": True, "shuffle": True}
-    whole = [batch["x"].tolist() for batch in ArrowFeed(TABLE, **options)]
-    for steps in range(len(whole)):
+    expected = [batch["x"].tolist() for batch in ArrowFeed(TABLE, **options)]
+    for steps in range(len(expected)):
         feed = ArrowFeed(TABLE, **options)
         iterator = iter(feed)
         taken = [next(iterator)["x"].tolist() for _ in range(steps)]
@@ -57,7 +57,7 @@ def check_a_feed_that_copies_ahead_resumes_after_the_last_batch_handed_out(folde
         iterator.close()
         again = ArrowFeed(TABLE, **options)
         again.load_state_dict(state)
-        assert taken + [batch["x"].tolist() for batch in again] == whole
+        assert taken + [batch["x"].tolist() for batch in again] == expected
 
 
 def check_a_batch_of_another_collate_is_pinned_too(folder):

@@ -1,6 +1,6 @@
-"""A rank of a job on the simulated accelerator, one of which is killed or stops answering.
+"""One rank of a job on the simulated accelerator, in which one rank is killed or stops answering.
 
-As a program it is one rank: ``python -m device.lost RANK WORLD_SIZE PORT JOB``.
+Usage: ``python -m device.lost RANK WORLD_SIZE PORT JOB``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from genlight.adapter.contract.types import StepResult
 
 LAST_STEP = 12
-"""Step in which the rank is lost, after a checkpoint."""
+"""Step in which the rank is lost; a checkpoint was saved before it."""
 
 
 class Loses:

@@ -49,7 +49,7 @@ class Diverges(Regression):
 
 def _no_checkpoint_follows(kind, folder):
     saves = Checkpoint(folder, every_n_steps=1, save_final=False, keep_last=None)
-    # Weights differ as well and are not compared.
+    # The guard is off, because weights differ as well.
     with pytest.raises(ContractError, match=f"in step {DIVERGES_IN}"):
         fit(Diverges(), kind, steps=40, callbacks=[saves, ReplicaGuard(0)])
     dist.barrier()
@@ -57,9 +57,9 @@ def _no_checkpoint_follows(kind, folder):
     assert steps == [1, 2, 3, 4]
 
 
-def check_ranks_that_diverge_under_ddp_commit_no_checkpoint_after_it(folder):
+def check_ranks_that_diverge_under_ddp_commit_no_later_checkpoint(folder):
     _no_checkpoint_follows("ddp of one bucket", folder)
 
 
-def check_ranks_that_diverge_under_fsdp_commit_no_checkpoint_after_it(folder):
+def check_ranks_that_diverge_under_fsdp_commit_no_later_checkpoint(folder):
     _no_checkpoint_follows("fsdp", folder)

@@ -1,4 +1,4 @@
-"""The rules of the device, each as the mistake that it shows or the right program that it lets through."""
+"""The rules of the device: each check is a mistake that it detects or a correct program that works."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_backward_runs_in_a_thread_of_the_device():
     assert weight.grad.tolist() == [2, 2, 2]
 
 
-def check_memory_that_nobody_wrote_is_not_a_number():
+def check_uninitialized_memory_is_nan():
     assert torch.empty(5, device="sim").isnan().all()
     assert torch.empty(5).pin_memory().is_pinned()
 
@@ -59,7 +59,7 @@ def check_a_late_copy_arrives_with_its_event():
     assert [wait.kind for wait in found] == ["event"]
 
 
-def check_a_source_that_changes_too_early_is_told():
+def check_a_source_that_changes_too_early_is_reported():
     source, target = torch.ones(3).pin_memory(), torch.zeros(3, device="sim")
     target.copy_(source, non_blocking=True)
     source.zero_()
@@ -83,7 +83,7 @@ def check_waits_have_their_places():
     assert all(wait.frames[-1].filename == __file__ or "torch" in wait.frames[-1].filename for wait in found)
 
 
-def check_each_device_draws_numbers_of_its_own():
+def check_each_device_has_its_own_random_numbers():
     states = torch.sim.get_rng_state_all()
     drawn = [torch.rand(3, device=f"sim:{index}") for index in range(2)] + [torch.rand(3)]
     assert len({tuple(each.tolist()) for each in drawn}) == 3

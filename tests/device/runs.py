@@ -21,7 +21,7 @@ from support.rank import Ranks
 
 
 class Regression:
-    """A network with dropout, whose batches come over while it trains."""
+    """A network with dropout; its batches are copied to the device during training."""
 
     def setup(self, ctx: Any) -> None:
         torch.manual_seed(0)
@@ -47,7 +47,7 @@ class Regression:
 
 
 class Penalised(Regression):
-    """Differentiates a gradient once more, as critics of a GAN do."""
+    """Differentiates a gradient again, like critics of a GAN."""
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         inputs = batch["x"].requires_grad_()
@@ -61,7 +61,7 @@ class Penalised(Regression):
 
 
 class Pinned:
-    """A loader of this rank's pinned rows, with a position."""
+    """A loader of this rank's rows in pinned memory, with a position."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.next_step = steps, 0
@@ -82,7 +82,7 @@ class Pinned:
 
 
 def strategy_of(kind: str) -> dict[str, Any]:
-    """The arguments of a trainer: ``one``, ``ddp``, ``ddp of one bucket``, ``fsdp``."""
+    """Return the arguments of a trainer for ``one``, ``ddp``, ``ddp of one bucket`` or ``fsdp``."""
     if kind == "one":
         return one_device()
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
@@ -117,7 +117,7 @@ def fit(
 
 
 class CountWaits(pl.Callback):
-    """Lists the waits between two steps, all hooks included."""
+    """Lists the waits between two steps, including those in hooks."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
@@ -132,7 +132,7 @@ class CountWaits(pl.Callback):
 
 
 def standard_callbacks(folder: Path) -> list[Any]:
-    """All callbacks that a job can name and that need no input, far from their cadences."""
+    """Return all callbacks of a job that need no input; no cadence is due during the tests."""
     from genlight import callbacks
 
     often = 1000

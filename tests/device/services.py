@@ -22,8 +22,8 @@ from support.recovered import Batches, Fragile, digest_of, fit_fragile, rungs_in
 from support.trainers import quiet_trainer
 
 
-class LooksAtMemory(Hook):
-    """The device's counters before and after a heartbeat is written."""
+class RecordsMemory(Hook):
+    """Records the peak memory of the device after each step."""
 
     def __init__(self) -> None:
         self.peaks: list[int] = []
@@ -32,18 +32,18 @@ class LooksAtMemory(Hook):
         self.peaks.append(torch.accelerator.max_memory_allocated())
 
 
-def check_a_heartbeat_tells_the_memory_of_the_device(folder):
-    looks = LooksAtMemory()
-    fit(Regression(), "one", steps=10, callbacks=[Heartbeat(5, path=folder / "metrics.jsonl"), looks])
+def check_a_heartbeat_has_the_memory_of_the_device(folder):
+    memory = RecordsMemory()
+    fit(Regression(), "one", steps=10, callbacks=[Heartbeat(5, path=folder / "metrics.jsonl"), memory])
     figures = [each["artifacts"] for each in read_events(folder / "metrics.jsonl") if each["event"] == "heartbeat"]
     assert len(figures) == 2
     for figure in figures:
         assert 0 < figure["memory_bytes"] <= figure["peak_memory_bytes"]
-        assert looks.peaks[0] <= figure["peak_memory_bytes"] <= looks.peaks[-1]
+        assert memory.peaks[0] <= figure["peak_memory_bytes"] <= memory.peaks[-1]
 
 
 class Poisoned(Regression):
-    """One weight is not a number from the seventh step on."""
+    """Sets one weight to nan in the seventh step."""
 
     steps = 0
 
@@ -62,17 +62,17 @@ def check_a_diagnosis_names_the_module_and_the_step(folder):
     assert found["artifacts"]["origin"].endswith("3")
 
 
-def check_memory_of_snapshots_is_pinned_in_the_size_that_is_asked_for():
+def check_memory_of_snapshots_is_pinned_in_the_requested_size():
     before, device = torch.sim.pinned_bytes(), torch.device("sim", 0)
     buffer = HostBuffer()
-    for asked, held in ((1_000_003, 1_000_003), (5_000, 1_000_003), (3_000_001, 3_000_001)):
-        buffer.reserve(asked, device)
-        assert torch.sim.pinned_bytes() - before == held + _SPARE
+    for requested, pinned in ((1_000_003, 1_000_003), (5_000, 1_000_003), (3_000_001, 3_000_001)):
+        buffer.reserve(requested, device)
+        assert torch.sim.pinned_bytes() - before == pinned + _SPARE
     del buffer
     assert torch.sim.pinned_bytes() == before
 
 
-def check_memory_of_snapshots_stays_pageable_where_the_device_refuses_it(folder):
+def check_memory_of_snapshots_stays_pageable_if_the_device_refuses_to_pin_it(folder):
     class Refuses(torch.sim.Runtime):
         @staticmethod
         def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
@@ -80,7 +80,7 @@ def check_memory_of_snapshots_stays_pageable_where_the_device_refuses_it(folder)
 
     before, torch.sim.cudart = torch.sim.cudart, lambda: Refuses
     try:
-        with _said() as lines:
+        with _logged() as lines:
             fit(Regression(), "one", steps=5, callbacks=[Checkpoint(folder, every_n_steps=4, save_final=False)])
     finally:
         torch.sim.cudart = before
@@ -88,16 +88,16 @@ def check_memory_of_snapshots_stays_pageable_where_the_device_refuses_it(folder)
     assert newest_valid(folder)[0].step == 4
 
 
-def check_memory_of_snapshots_is_pinned_once_in_a_run_and_said_so(folder):
-    with _said() as lines:
+def check_memory_of_snapshots_is_pinned_once_in_a_run_and_logged(folder):
+    with _logged() as lines:
         fit(Regression(), "one", steps=14, callbacks=[Checkpoint(folder, every_n_steps=4, save_final=False)])
     assert ["of host memory are pinned for snapshots of checkpoints" in line for line in lines] == [True], lines
     assert newest_valid(folder)[0].step == 12
 
 
 @contextlib.contextmanager
-def _said() -> Iterator[list[str]]:
-    """Reports of the snapshots' memory within the block."""
+def _logged() -> Iterator[list[str]]:
+    """Collect the log messages about the memory of snapshots within the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -119,41 +119,41 @@ class FragileOnDevice(Fragile):
         return raw.to(ctx.device)
 
 
-def _recovered(folder: Path, rungs: list[str], faults: set[int], trainer: Any, **more: Any) -> Any:
-    """The results of a run with faults, including random numbers of the device."""
+def _recover(folder: Path, rungs: list[str], faults: set[int], trainer: Any, **more: Any) -> Any:
+    """Return the results of a run with faults, including random states of the device."""
     module = fit_fragile(folder, Recover(rungs, good_steps=6), Batches(faults), trainer=trainer, **more)
     return digest_of(module), [state.tolist() for state in torch.sim.get_rng_state_all()]
 
 
-def _check_rungs_are_those_of_the_host(folder: Path, rungs: list[str]) -> None:
-    _recovered(folder / "host", rungs, {8, 12}, Fragile(), steps=25)
-    _recovered(folder / "device", rungs, {8, 12}, FragileOnDevice(), steps=25, **one_device())
+def _check_rungs_equal_those_of_the_host(folder: Path, rungs: list[str]) -> None:
+    _recover(folder / "host", rungs, {8, 12}, Fragile(), steps=25)
+    _recover(folder / "device", rungs, {8, 12}, FragileOnDevice(), steps=25, **one_device())
     assert rungs_in(folder / "host") == rungs_in(folder / "device")
     assert len(rungs_in(folder / "device")) >= 2
 
 
 def check_updates_are_skipped(folder):
-    _check_rungs_are_those_of_the_host(folder, ["skip"])
+    _check_rungs_equal_those_of_the_host(folder, ["skip"])
 
 
 def check_the_rate_is_lowered(folder):
-    _check_rungs_are_those_of_the_host(folder, ["lower_lr"])
+    _check_rungs_equal_those_of_the_host(folder, ["lower_lr"])
 
 
-def check_it_rolls_back(folder):
-    _check_rungs_are_those_of_the_host(folder, ["roll_back"])
+def check_a_run_rolls_back(folder):
+    _check_rungs_equal_those_of_the_host(folder, ["roll_back"])
 
 
 def check_a_resumed_recovery_is_bit_equal(folder):
     rungs, faults = ["skip", "lower_lr", "roll_back"], {8, 10, 12}
-    through = _recovered(folder / "a", rungs, faults, FragileOnDevice(), steps=25, **one_device())
-    _recovered(folder / "b", rungs, faults, FragileOnDevice(), steps=12, **one_device())
+    expected = _recover(folder / "a", rungs, faults, FragileOnDevice(), steps=25, **one_device())
+    _recover(folder / "b", rungs, faults, FragileOnDevice(), steps=12, **one_device())
     more = {"steps": 25, "resumes": True, **one_device()}
-    assert _recovered(folder / "b", rungs, faults, FragileOnDevice(), **more) == through
+    assert _recover(folder / "b", rungs, faults, FragileOnDevice(), **more) == expected
 
 
 class Acts(Regression):
-    """Writes rows that it computes on the device into a buffer, and learns from what it draws of it."""
+    """Writes rows from the device into a replay buffer and learns from samples of it."""
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         row = {"x": torch.zeros(6), "y": torch.zeros(1)}
@@ -179,7 +179,7 @@ class Acts(Regression):
         state["replay"].load(Path(checkpoint_dir) / "replay")
 
 
-def _acted(folder: Path, steps: int) -> Any:
+def _act(folder: Path, steps: int) -> Any:
     newest, _ = newest_valid(folder) if folder.exists() else (None, [])
     trainer = quiet_trainer(Checkpoint(folder, every_n_steps=4, save_final=False), max_steps=steps, **one_device())
     module = ContractModule(Acts(), TrainingJobSpec("acts", steps, metric_every=0))
@@ -189,13 +189,13 @@ def _acted(folder: Path, steps: int) -> Any:
 
 
 def check_rollouts_into_a_replay_buffer_resume_bit_equal(folder):
-    through = _acted(folder / "a", 12)
-    _acted(folder / "b", 9)
-    resumed = _acted(folder / "b", 12)
-    assert all(torch.equal(one, other) for one, other in zip(through, resumed, strict=True))
+    expected = _act(folder / "a", 12)
+    _act(folder / "b", 9)
+    resumed = _act(folder / "b", 12)
+    assert all(torch.equal(one, other) for one, other in zip(expected, resumed, strict=True))
 
 
-def check_a_row_of_the_device_is_the_row_that_is_drawn():
+def check_a_row_from_the_device_is_sampled_unchanged():
     buffer = ReplayBuffer(4, {"x": torch.zeros(3)})
     buffer.extend({"x": torch.arange(12.0, device="sim").view(4, 3)})
     drawn = buffer.sample(4)

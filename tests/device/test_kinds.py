@@ -1,4 +1,4 @@
-"""A class of each kind of the zoo does on the simulated accelerator what the table says, its resume included."""
+"""A class of each kind of the zoo agrees on the simulated accelerator with the table, including its resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANKS_IN_ALL_PRECISIONS = ("WganGp", "LmWithDropout")
 
 
 @pytest.mark.timeout(600)
-def test_a_class_of_each_kind_does_on_the_device_what_the_table_says(tmp_path):
+def test_a_class_of_each_kind_agrees_with_the_table(tmp_path):
     if reason := reason_to_skip():
         pytest.skip(reason)
     jobs = [

@@ -14,15 +14,15 @@ collective_of_streams = outcomes_of(collectives, world_size=2, waiting=Waiting.S
 
 
 @pytest.mark.parametrize("name", names_of(rules))
-def test_the_device(outcome, name):
+def test_device(outcome, name):
     outcome(name)
 
 
 @pytest.mark.parametrize("name", names_of(collectives))
-def test_its_process_group(collective, name):
+def test_process_group(collective, name):
     collective(name)
 
 
 @pytest.mark.parametrize("name", names_of(collectives))
-def test_its_process_group_when_streams_wait(collective_of_streams, name):
+def test_process_group_if_streams_wait(collective_of_streams, name):
     collective_of_streams(name)

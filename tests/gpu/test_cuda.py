@@ -27,7 +27,7 @@ pytestmark = [
 
 
 GPU = {"accelerator": "gpu", "devices": 1}
-OF_THE_TABLE = (
+FROM_THE_TABLE = (
     "zoo.accumulation:LooksInBetween",
     "zoo.accumulation:UnevenMicroBatches",
     "zoo.meta_learning:FunctionalGradients",
@@ -64,18 +64,18 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", [*zoo.ZOO, *OF_THE_TABLE, "zoo.optimizers:LbfgsClosure"])
-def test_fp32_on_cuda_ends_where_plain_torch_does_on_the_cpu(name):
+@pytest.mark.parametrize("name", [*zoo.ZOO, *FROM_THE_TABLE, "zoo.optimizers:LbfgsClosure"])
+def test_fp32_on_cuda_gives_the_weights_of_plain_torch_on_the_cpu(name):
     actual, module = run(name)
 
     assert_near(actual, runs.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
     assert module._router is None
 
 
-@pytest.mark.parametrize("name", [*zoo.ZOO, *OF_THE_TABLE])
+@pytest.mark.parametrize("name", [*zoo.ZOO, *FROM_THE_TABLE])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_on_cuda_stays_near_fp32(name, precision):
-    if precision == "16-mixed" and name == "UpdatesByHand":  # there is no update that could be skipped
+    if precision == "16-mixed" and name == "UpdatesByHand":  # no update could be skipped
         with refusal(ContractError):
             run(name, **runs.precision_of(precision, "cuda"))
         return
@@ -85,7 +85,7 @@ def test_mixed_precision_on_cuda_stays_near_fp32(name, precision):
 
 
 def losses_take_two_types() -> bool:
-    """Whether torch's own loss of outputs in bf16 and targets in fp32 has gradients on this device, as 2.13 does."""
+    """Whether a torch loss of bf16 outputs and fp32 targets has gradients on this device, as in torch 2.13."""
     outputs = torch.ones(2, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     try:
         torch.nn.functional.mse_loss(outputs, torch.zeros(2, device="cuda")).backward()
@@ -116,7 +116,7 @@ def test_an_fp16_overflow_on_cuda_skips_the_update_and_is_counted():
 
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name not in UNSHARDED])
 @pytest.mark.parametrize("units", [(), ("Linear",)])
-def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, units):
+def test_fsdp2_of_one_rank_on_cuda_gives_the_weights_of_plain_torch(one_rank, name, units):
     if units and name in ("Untrainable", "WithoutTorch", "UpdatesByHand", "UpdatesByHandFromAutograd"):
         pytest.skip("nothing to shard by blocks")
     strategy = FSDP2Strategy(units=units)
@@ -128,7 +128,7 @@ def test_fsdp2_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name, u
 
 
 @pytest.mark.parametrize("name", ["Base", "ClippedByNorm", "WithEma"])
-def test_shards_that_are_kept_on_the_host_end_where_plain_torch_does(one_rank, name):
+def test_shards_on_the_host_give_the_weights_of_plain_torch(one_rank, name):
     strategy = FSDP2Strategy(units=["Linear"], cpu_offload=True)
     strategy.cluster_environment = Ranks(0, 1)
 
@@ -139,7 +139,7 @@ def test_shards_that_are_kept_on_the_host_end_where_plain_torch_does(one_rank, n
 
 
 @pytest.mark.parametrize("name", ["Base", "Gan", "Accumulating", "WithoutTorch", "Untrainable"])
-def test_ddp_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name):
+def test_ddp_of_one_rank_on_cuda_gives_the_weights_of_plain_torch(one_rank, name):
     strategy = DDPStrategy(cluster_environment=Ranks(0, 1))
 
     actual, _ = run(name, strategy=strategy)
@@ -148,7 +148,7 @@ def test_ddp_of_one_rank_on_cuda_ends_where_plain_torch_does(one_rank, name):
 
 
 class Devices(Callback):
-    """Record the devices while it trains; Lightning moves modules to the host when a fit ends."""
+    """Records the devices during training, because Lightning moves modules to the host at the end of a fit."""
 
     def on_train_end(self, trainer, pl_module):
         discovered = pl_module.discovered
@@ -177,14 +177,14 @@ class SynchronizationIsAnError(Callback):
 
 
 class Resident(zoo.Base):
-    """Its rows are already on the device, so that the class itself never waits."""
+    """Keeps its rows on the device, so that the class itself never waits."""
 
     def configure(self, ctx):
         self.rows = {k: v.to(ctx.device) for k, v in runs.rows(0).items()}
         return super().configure(ctx)
 
     def prepare_batch(self, raw, state, ctx):
-        dtype = state["model"][0].weight.dtype  # a loss of two types has no gradients in each release of torch
+        dtype = state["model"][0].weight.dtype  # some releases of torch have no gradients for a loss of two types
         return {k: v.to(dtype) for k, v in self.rows.items()}
 
 

@@ -1,4 +1,4 @@
-"""A job on a CUDA device, killed while it trains and started again, ends with the bits of an undisturbed one.
+"""A job on a CUDA device that is killed and started again ends with the bits of an uninterrupted one.
 
 CI has no such device and skips it: ``pytest tests/gpu -m gpu``.
 """
@@ -36,7 +36,7 @@ from gen_worker.trainer import StepResult
 
 
 class Trainer:
-    """Dropout on the device, an average of the weights, a scheduler, a generator of its own, windows of two steps."""
+    """Has dropout on the device, an average of the weights, a scheduler, a generator, and windows of two steps."""
 
     def setup(self, ctx): ...
 
@@ -85,7 +85,7 @@ class Trainer:
 
 
 def start(folder: Path, run_id: str, precision: str) -> subprocess.Popen[bytes]:
-    """Start the job with separate artifacts; a resume is the same command again."""
+    """Start the job in its own folder; the same command resumes it."""
     spec = {
         "run_id": run_id,
         "trainer": "resumed_trainer:Trainer",
@@ -110,7 +110,7 @@ def steps_in(log: Path) -> int:
 
 
 def state_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The state from which training continues; clocks and the number of attempts differ by nature."""
+    """Return the state from which training continues, without clocks and the number of attempts."""
     own = checkpoint["genlight"]
     names = "state_dict", "optimizer_states", "lr_schedulers", "loops", "ArrowDataModule"
     return {
@@ -119,8 +119,8 @@ def state_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def same(a: Any, b: Any, path: str = "") -> None:
-    """Bit for bit, dtypes and all."""
+def assert_same(a: Any, b: Any, path: str = "") -> None:
+    """Check that two states are equal in bits and dtypes."""
     if isinstance(a, torch.Tensor):
         assert a.dtype is b.dtype, path
         assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b), path
@@ -129,21 +129,21 @@ def same(a: Any, b: Any, path: str = "") -> None:
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), path
         for key in a:
-            same(a[key], b[key], f"{path}.{key}")
+            assert_same(a[key], b[key], f"{path}.{key}")
     elif isinstance(a, list | tuple):
         assert len(a) == len(b), path
         for index, pair in enumerate(zip(a, b, strict=True)):
-            same(*pair, f"{path}[{index}]")
+            assert_same(*pair, f"{path}[{index}]")
     else:
         assert a == b, path
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_killed_job_resumes_to_the_bits_of_an_undisturbed_one(tmp_path, precision):
+def test_a_killed_job_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path, precision):
     (tmp_path / "resumed_trainer.py").write_text(TRAINER)
     rows = torch.rand(300, 8, generator=torch.Generator().manual_seed(0)).tolist()
     pq.write_table(pa.table({"x": rows}), tmp_path / "rows.parquet", row_group_size=50)
-    undisturbed = start(tmp_path, "undisturbed", precision)
+    uninterrupted = start(tmp_path, "uninterrupted", precision)
 
     log = tmp_path / "runs" / "killed" / "metrics" / "events.jsonl"
     for reached in (STEPS // 4, STEPS // 2):
@@ -156,9 +156,9 @@ def test_a_killed_job_resumes_to_the_bits_of_an_undisturbed_one(tmp_path, precis
         job.wait()
     last = start(tmp_path, "killed", precision)
 
-    for job, name in ((undisturbed, "undisturbed"), (last, "killed")):
+    for job, name in ((uninterrupted, "uninterrupted"), (last, "killed")):
         assert job.wait(LIMIT_S) == 0, (tmp_path / f"{name}.log").read_text()
-    one, other = (tmp_path / "runs" / name / "checkpoints" / "final.json" for name in ("undisturbed", "killed"))
+    one, other = (tmp_path / "runs" / name / "checkpoints" / "final.json" for name in ("uninterrupted", "killed"))
     verify(one)
     verify(other)
-    same(*(state_of(load(record)) for record in (one, other)))
+    assert_same(*(state_of(load(record)) for record in (one, other)))

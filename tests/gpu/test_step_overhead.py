@@ -26,21 +26,21 @@ pytestmark = [
 
 @pytest.fixture
 def device(monkeypatch):
-    """The part of the benchmark that measures a device."""
+    """The module of the benchmark that measures a device."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("step_cost.device")
     for name in [name for name in sys.modules if name.split(".")[0] == "step_cost"]:
         del sys.modules[name]
 
 
-def test_no_step_waits_for_the_device_outside_of_the_metric_cadence(device):
+def test_no_step_waits_for_the_device_between_metric_cadences(device):
     waits = device.waits(device.Transformer(), "cuda", 100)
 
     assert waits["elsewhere"] == {}
     assert sum(waits["at_cadence"].values()) == 10, "one metric every 10 steps"
 
 
-def test_a_trainer_that_waits_in_every_step_is_found(device):
+def test_a_wait_of_the_trainer_in_every_step_is_found(device):
     class Reads(device.Transformer):
         def train_step(self, batch, state, ctx):
             return StepResult(metrics={"loss": super().train_step(batch, state, ctx).metrics["loss"].item()})
@@ -60,7 +60,7 @@ def test_a_trace_of_ten_steps_between_cadences_shows_no_call_that_waits(device, 
     assert sum(str(event.get("name")).startswith("step ") for event in events) >= 9
 
 
-def test_host_and_device_time_are_measured_in_turns_with_the_bare_loop(device):
+def test_host_and_device_time_are_measured_alternately_with_the_bare_loop(device):
     times = device.times("cuda", device.LITTLE, steps=40, block=20)
 
     assert times["floor_device_us"]["median"] > 0

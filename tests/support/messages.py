@@ -94,6 +94,7 @@ _PLACES = (
     (re.compile(_TEMPORARY + r"/pytest-of-\w+/pytest-\d+/(?:popen-gw\d+/)?[\w.-]+?\d+(?![\w-])"), "TMP"),
     (re.compile(_TEMPORARY + r"/pytest-of-\w+/pytest-\d+(?:/popen-gw\d+)?"), "TMP"),
     (re.compile(_TEMPORARY + r"/tmp\w{8}"), "TMP"),
+    (re.compile(r"(\.tmp-[\w.-]+)-\d+-[0-9a-f]{8}\b"), r"\1-N"),
     (re.compile(re.escape(str(TESTS.parent))), "REPOSITORY"),
     (re.compile(re.escape(sys.prefix)), "PREFIX"),
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:PORT"),

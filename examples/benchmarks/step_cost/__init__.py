@@ -1,1 +1,1 @@
-"""The parts of the benchmark ``step_overhead.py``: one idea a file."""
+"""The parts of the benchmark ``step_overhead.py``, one idea per file."""

@@ -1,8 +1,8 @@
-"""How a host is measured beside its floor: in turns, a block of steps each, in one process.
+"""Measure a host and its floor alternately, a block of steps each, in one process.
 
-The host takes its batches from an `Alternation`. Between two blocks of batches that runs as many steps of the floor, a
-bare loop, so that both meet the same machine: what else runs on it, its clock rate and its caches change more slowly
-than the turns. The figures are medians over hundreds of such pairs.
+The host takes its batches from an `Alternation`. Between two blocks of batches, the `Alternation` runs as many steps of
+the floor, a bare loop. Both therefore meet the same machine: its other load, clock rate and caches change more slowly
+than the blocks. The figures are medians over hundreds of such pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WARM_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Pair:
-    """One block of the floor and the next one of the host, in seconds."""
+    """Times of one block of the floor and the next block of the host, in seconds."""
 
     floor_cpu_s: float
     host_cpu_s: float
@@ -40,17 +40,17 @@ def _now() -> _Moment:
 
 
 class Alternation:
-    """Batches for a host, and between blocks of them as many steps of its floor.
+    """Yields batches for a host, and runs as many steps of its floor between blocks of them.
 
     Args:
         floor: One step of the bare loop.
         blocks: Pairs to measure; the first few are not counted.
         block: Steps in a block.
-        meet: Waits until all ranks, or the device, have come as far; called where a block begins and ends.
-        shares_threads: Whether threads that the floor starts do part of its work, as those of gloo. If not, what other
-            threads do at any time is the host's.
-        batch: What is handed to the host.
-        data_s: How long each batch is waited for, by the host and by the floor.
+        meet: Waits for all ranks, or the device; called when a block begins and ends.
+        shares_threads: Whether threads that the floor starts do part of its work, like threads of gloo. If not, the
+            work of other threads always counts for the host.
+        batch: The batch that the host gets.
+        data_s: Seconds that the host and the floor wait for each batch.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Alternation:
 
     @property
     def steps(self) -> int:
-        """How many the host makes. With the last one it asks for a batch once more, which ends the last block."""
+        """Number of steps of the host; its request for another batch after them ends the last block."""
         return self._blocks * self._block + 1
 
     @property
@@ -124,15 +124,15 @@ class Alternation:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Return median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return {"median": round(middle, 4), "q1": round(low, 4), "q3": round(high, 4)}
 
 
 def figures(pairs: list[Pair], block: int) -> dict[str, Any]:
-    """Of one host: what a step costs beside the floor.
+    """The cost of a step of one host, compared with the floor.
 
-    ``total_ratio`` is that of the sums: it also holds what happens in few blocks only, such as a garbage collection.
+    ``total_ratio`` is the ratio of the sums: it also includes events in few blocks, such as a garbage collection.
     """
     us = 1e6 / block
     return {

@@ -1,11 +1,11 @@
-"""One device: a small transformer under bf16-mixed, beside the bare loop on the same device.
+"""One device: a small transformer under bf16-mixed, compared with the bare loop on the same device.
 
-A device works through what it is handed while the host goes on. Two things are shown: that no step waits for the device
-outside of the metric cadence, and that the time the host adds hides behind the work of the device. A trace of ten
-steps, for https://ui.perfetto.dev, shows both.
+A device executes its work while the host continues. The benchmark shows that no step waits for the device between
+metric cadences, and that the time the host adds is hidden behind the work of the device. A trace of ten steps, for
+https://ui.perfetto.dev, shows both.
 
-On a CPU the same runs, so that its logic can be tested without a GPU. There it counts the places that would wait: where
-Python reads the value of a tensor.
+The same code runs on a CPU, so that its logic can be tested without a GPU. There it counts the places that would wait,
+because Python reads the value of a tensor.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ WAITING_CALLS = {
     "cpu": {"aten::_local_scalar_dense"},
 }
 LITTLE = {"layers": 1, "width": 16, "length": 8, "rows": 2}
-"""Size of the transformer where there is no GPU."""
+"""Size of the transformer without a GPU."""
 PLACES = 20
-"""How many places that wait are reported."""
+"""Maximum number of waiting places in the report."""
 
 
 class Transformer:
@@ -54,7 +54,7 @@ class Transformer:
         return self.configure_on(ctx.device)
 
     def configure_on(self, device: Any) -> dict[str, Any]:
-        """Model, optimizer and one batch in host memory, pinned where there is a device to copy it to."""
+        """Make model, optimizer and one batch in host memory, pinned if there is a device."""
         layer = torch.nn.TransformerEncoderLayer(self.width, 4, 4 * self.width, dropout=0.0, batch_first=True)
         model = torch.nn.TransformerEncoder(layer, self.layers, enable_nested_tensor=False).to(device)
         rows = torch.randn(self.rows, self.length, self.width)
@@ -83,7 +83,7 @@ class Transformer:
 
 
 class Counted:
-    """Batches that tell which step is going on."""
+    """Batches that count the current step."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -96,13 +96,13 @@ class Counted:
 
 
 def measure(device: str, *, steps: int, block: int, trace: Path | None = None) -> dict[str, Any]:
-    """Waits, times beside the bare loop, and what ten steps ask of the device.
+    """Measure waits, times compared with the bare loop, and the calls of ten steps to the device.
 
     Args:
         device: ``cuda``, or ``cpu`` to try the logic.
         steps: Steps that are timed.
         block: Steps from one turn to the next.
-        trace: Where to write the trace.
+        trace: Path of the trace.
     """
     on_cuda = torch.device(device).type == "cuda"
     size = {} if on_cuda else LITTLE
@@ -115,10 +115,10 @@ def measure(device: str, *, steps: int, block: int, trace: Path | None = None) -
 
 
 def waits(trainer: Transformer, device: str, steps: int) -> dict[str, Any]:
-    """Where a run waits for its device, in the steps of the metric cadence and in the others.
+    """Return the places at which a run waits for its device, in steps of the metric cadence and in others.
 
-    The first step does not count: memory is allocated and kernels are chosen there. Nor does one more at the end, after
-    which Lightning moves everything to the host.
+    The first step does not count, because memory is allocated and kernels are chosen in it. Nor does an additional last
+    step, after which Lightning moves everything to the host.
     """
     batches = Counted()
     with watching_for_waits(device, lambda: batches.step) as seen:
@@ -137,7 +137,7 @@ def _by_place(seen: list[Wait]) -> dict[str, int]:
 
 
 class Meetings:
-    """Waits for the device where a block begins and ends; knows when the host came and how long the device took."""
+    """Waits for the device when a block begins and ends; records the times of host and device."""
 
     def __init__(self, device: str) -> None:
         self._on_cuda = torch.device(device).type == "cuda"
@@ -157,7 +157,7 @@ class Meetings:
         return event
 
     def blocks(self) -> list[tuple[float, float]]:
-        """Of each block, of floor and host in turns: seconds of the host to hand it over, and of the device."""
+        """Return for each block, alternately of floor and host, the seconds of the host and of the device."""
         pairs = zip(self._notes[::2], self._notes[1::2], strict=False)
         return [(end[0] - begin[1], self._device_s(begin, end)) for begin, end in pairs]
 
@@ -169,7 +169,7 @@ class Meetings:
 
 
 def times(device: str, size: dict[str, int], *, steps: int, block: int) -> dict[str, Any]:
-    """Of a job beside the bare loop, which reads its loss at the same cadence: time of host and device a step."""
+    """Return the time of host and device per step, for a job and a bare loop with the same cadence of metrics."""
     meetings = Meetings(device)
     batches = Alternation(
         _floor(Transformer(**size), device), blocks=max(2, steps // block), block=block, meet=meetings, batch=0
@@ -200,7 +200,7 @@ def _floor(trainer: Transformer, device: str) -> Callable[[], None]:
 
 
 def traced(trainer: Transformer, device: str, path: Path | None) -> dict[str, int]:
-    """How often ten steps between two cadences call what waits; with a trace of them at `path`."""
+    """Count the waiting calls in ten steps between two cadences, and write their trace to `path`."""
     batches = Counted()
     kind = torch.device(device).type
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (kind == "cuda")
@@ -212,7 +212,7 @@ def traced(trainer: Transformer, device: str, path: Path | None) -> dict[str, in
 
 
 def _waiting_calls(events: Iterable[Any], names: Collection[str]) -> dict[str, int]:
-    """Calls by name within the steps, without those of optimizers, which read their step counts in host memory."""
+    """Return the calls within the steps by name, without optimizers: their step counts are in host memory."""
     on_host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
     steps = [event.time_range for event in on_host if event.name.startswith("step ")]
     updates = [event.time_range for event in on_host if event.name.startswith("Optimizer.step#")]
@@ -235,7 +235,7 @@ class _StepOf(pl.Callback):
 
 
 def _fit(trainer: Transformer, batches: Any, device: str, steps: int, **more: Any) -> None:
-    """A run with what a job gets, under bf16-mixed."""
+    """Train with the callbacks of a job, under bf16-mixed."""
     module = ContractModule(trainer, TrainingJobSpec(run_id="device", max_steps=steps))
     on_cuda = torch.device(device).type == "cuda"
     with tempfile.TemporaryDirectory() as name:
@@ -254,7 +254,7 @@ def _fit(trainer: Transformer, batches: Any, device: str, steps: int, **more: An
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print what was found."""
+    """Print the results."""
     waits, us = found["waits"], {name: line["median"] for name, line in found["times"].items()}
     floor = f"host {us['floor_host_us']:.0f} us a step, device {us['floor_device_us']:.0f} us"
     added = f"{us['added_host_us']:.0f} us of host; the device takes {us['device_ratio']:.4f} times as long"

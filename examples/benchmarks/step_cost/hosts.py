@@ -1,4 +1,4 @@
-"""Who takes part in one process: genlight in several set-ups, and stock Lightning."""
+"""The hosts in one process: genlight in several configurations, and Lightning."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ FAR = 10**9
 
 @dataclass(frozen=True)
 class Host:
-    """Something that runs training steps, and the loop that does the same by hand."""
+    """A program that runs training steps, and a handwritten loop that does the same."""
 
     run: Callable[[Alternation, Path], None]
     floor: Callable[[], Callable[[], None]] = floor
 
 
 class NoOp(Hook):
-    """A hook that somebody overrides and that does nothing."""
+    """An overridden hook that does nothing."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None: ...
 
 
 class Terminal(io.StringIO):
-    """A terminal for a bar that nobody sees."""
+    """A terminal for an invisible progress bar."""
 
     def isatty(self) -> bool:
         return True
 
 
 def bare(batches: Alternation, _: Path) -> None:
-    """The floor itself, to see what the measuring adds."""
+    """The floor itself, to show the cost of measuring."""
     step = floor()
     for _, _ in zip(range(batches.steps), batches, strict=False):
         step()
 
 
 def fit(module: Any, batches: Any, folder: Path, *, steps: int, **settings: Any) -> None:
-    """Train `module` under Lightning, without anything that was not asked for."""
+    """Train `module` under Lightning, without its default callbacks and logger."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -68,7 +68,7 @@ def fit(module: Any, batches: Any, folder: Path, *, steps: int, **settings: Any)
 
 
 def stock(module: type[Manual], **settings: Any) -> Callable[[Alternation, Path], None]:
-    """Lightning as it is."""
+    """Lightning with its defaults."""
 
     def run(batches: Alternation, folder: Path) -> None:
         with contextlib.redirect_stderr(Terminal()), contextlib.redirect_stdout(Terminal()):
@@ -78,19 +78,19 @@ def stock(module: type[Manual], **settings: Any) -> Callable[[Alternation, Path]
 
 
 def hosted(batches: Alternation, folder: Path, **settings: Any) -> None:
-    """The trainer class in genlight, with nothing beside it."""
+    """The trainer class in genlight, without callbacks."""
     hosted_as(Linear(), batches, folder, **settings)
 
 
 def hosted_as(trainer: Any, batches: Alternation, folder: Path, **settings: Any) -> None:
-    """An instance of a trainer class in genlight, with nothing beside it."""
+    """Make an instance of a trainer class in genlight, without callbacks."""
     job = TrainingJobSpec(run_id="cost", max_steps=batches.steps)
     arguments = {"callbacks": [LogMetrics(0)], **settings}
     fit(ContractModule(trainer, job), batches, folder, steps=batches.steps, **arguments)
 
 
 def standard_set(folder: Path, *, every: int = 10) -> list[pl.Callback]:
-    """The callbacks of a job, without its progress: stops, metrics, and two cadences that are far away."""
+    """Return the callbacks of a job, without progress: stops, metrics, and two callbacks that are never due."""
     return [
         StopRequests(cancel_file=folder / "cancel", max_runtime_s=100_000),
         LogMetrics(every),
@@ -101,7 +101,7 @@ def standard_set(folder: Path, *, every: int = 10) -> list[pl.Callback]:
 
 
 def standard(batches: Alternation, folder: Path, *more: pl.Callback, every: int = 10, **settings: Any) -> None:
-    """The trainer class in genlight, with what a job gets."""
+    """The trainer class in genlight, with the callbacks of a job."""
     callbacks = [*standard_set(folder, every=every), *more]
     hosted(batches, folder, callbacks=callbacks, logger=EventLogger(folder / "events.jsonl", run_id="cost"), **settings)
 
@@ -121,7 +121,7 @@ def _in_bf16() -> Callable[[], None]:
 
 
 def hosts_of_one() -> dict[str, Host]:
-    """Who takes part, by name."""
+    """Return the hosts by name."""
     return {
         "bare torch loop": Host(bare),
         "genlight": Host(hosted),

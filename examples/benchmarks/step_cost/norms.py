@@ -1,4 +1,4 @@
-"""A small ResNet on several ranks, whose batch norms have 60 buffers that DDP keeps equal, too."""
+"""A small ResNet on several ranks, whose batch norms have 60 buffers that DDP keeps equal too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class ResNet:
-    """The trainer class: a ResNet-18 of few channels, plain SGD; `wrap` is what DDP does to the network."""
+    """The trainer class: a ResNet-18 of few channels, plain SGD; `wrap` wraps the network in DDP."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
         self.wrap = wrap
@@ -77,7 +77,7 @@ class ResNet:
 
 
 class Never(BufferSync):
-    """Buffers of which each rank keeps its own, to see what is left of the step."""
+    """Keep separate buffers on each rank, to measure the rest of the step."""
 
     def end(self) -> None: ...
 
@@ -111,7 +111,7 @@ def _sent_by(sync: type[BufferSync]) -> Iterator[None]:
 
 
 def hosts_with_norms(rank: int, ranks: int) -> dict[str, Host]:
-    """Who takes part, beside bare DDP, which sends buffers at each forward and waits for them."""
+    """Return the hosts; bare DDP sends buffers at each forward and waits for them."""
 
     def hosted(sync: type[BufferSync]) -> Callable[[Alternation, Path], None]:
         def run(batches: Alternation, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Other hosts: Fabric, and those that take part where they are installed."""
+"""Other hosts: Fabric, and others that take part if they are installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[[Alternation, Path], None]
 
 
 def others() -> dict[str, Run]:
-    """Hosts by name; who cannot take part is named on standard error."""
+    """Return the hosts by name; print those that cannot take part to standard error."""
     found: dict[str, Run] = {"Fabric": fabric}
     optional = {
         "TorchTNT": ("torchtnt.framework.train", torchtnt),
@@ -101,7 +101,7 @@ def hugging_face(batches: Alternation, folder: Path) -> None:
 
 
 class _Rows(torch.utils.data.IterableDataset[Any]):
-    """Row by row, as the Hugging Face trainer puts batches together itself."""
+    """Single rows, because the Hugging Face trainer makes its own batches."""
 
     def __init__(self, batches: Alternation) -> None:
         self._batches = batches

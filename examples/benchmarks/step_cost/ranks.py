@@ -1,4 +1,4 @@
-"""Several ranks over gloo, beside a bare loop over ``DistributedDataParallel`` in the same processes."""
+"""Several ranks over gloo, compared with a bare loop with ``DistributedDataParallel`` in the same processes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Environment(LightningEnvironment):
 
 
 def join(rank: int, ranks: int, store: str) -> None:
-    """Make the process group of all ranks, which every host then uses."""
+    """Make the process group of all ranks, for every host."""
     dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{store}")
 
 
 def start_ranks(command: list[str], ranks: int) -> int:
-    """Run `command` once for each rank; the first one prints. The worst of the exit codes."""
+    """Run `command` once for each rank; the first rank prints. Return the highest exit code."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
         started = [
@@ -65,7 +65,7 @@ def _bare(batches: Alternation, _: Path) -> None:
 
 
 def hosts_of_ranks(rank: int, ranks: int) -> dict[str, Host]:
-    """Who takes part with several ranks."""
+    """Return the hosts for several ranks."""
 
     def ddp() -> dict[str, Any]:
         return {"strategy": DDPStrategy(cluster_environment=Environment(rank, ranks)), "devices": ranks}

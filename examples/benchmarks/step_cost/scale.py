@@ -1,4 +1,4 @@
-"""Whether a million steps cost the same as the first ones, and what many callbacks cost."""
+"""The cost of a million steps compared with the first ones, and the cost of many callbacks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Idle:
 
 
 class Milestones:
-    """Batches; notes CPU time and memory where a part of them begins."""
+    """Batches that record CPU time and memory at the beginning of each part."""
 
     def __init__(self, part: int) -> None:
         self.part = part
@@ -64,7 +64,7 @@ class Milestones:
 
 
 def memory_mb() -> float:
-    """Memory of this process that is resident; where the system does not tell, the most that it ever was."""
+    """Return the resident memory of this process, or its peak if the system does not report the current value."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -73,7 +73,7 @@ def memory_mb() -> float:
 
 
 def many_steps(steps: int, *, metric_every: int = 100) -> list[dict[str, float]]:
-    """CPU time of a step and memory in each tenth of a run with what a job gets."""
+    """Return the CPU time of a step and the memory in each tenth of a run with the callbacks of a job."""
     batches = Milestones(steps // PARTS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -86,11 +86,11 @@ def many_steps(steps: int, *, metric_every: int = 100) -> list[dict[str, float]]
 
 
 def many_callbacks(steps: int, rounds: int) -> dict[str, dict[str, float]]:
-    """CPU time of a step with more and more callbacks, of a hook that does nothing and of one without hooks.
+    """Return the CPU time of a step with more and more callbacks, with an empty hook and without hooks.
 
     Args:
-        steps: Steps that count in each run; as many before them do not.
-        rounds: Runs of each; medians are over these.
+        steps: Steps that count in each run, after as many that do not.
+        rounds: Runs of each kind, for the median.
     """
     measured: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds + 1):
@@ -109,7 +109,7 @@ def many_callbacks(steps: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def _slope(measured: dict[tuple[str, int], list[float]], kind: str) -> float:
-    """Of one callback, the median over rounds."""
+    """Cost of one callback, as the median over the rounds."""
     few, most = CALLBACKS[0], CALLBACKS[-1]
     pairs = zip(measured[kind, few], measured[kind, most], strict=True)
     return statistics.median((many - none) / (most - few) for none, many in pairs)

@@ -1,4 +1,4 @@
-"""The cost of a start: CPU seconds of whole processes, and until the first step."""
+"""The cost of a start: CPU seconds of complete processes, and until the first step."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Start:
 
     whole_s: float
     first_step_s: float | None
-    """Until its first step, or until it had its optimizer; None for a process that trains nothing."""
+    """Seconds until its first step, or until it had its optimizer; None for a process that trains nothing."""
 
 
 def start_up(rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds and ratios to the base, of processes that are started in turns."""
+    """Return seconds and ratios to the base, for processes that are started alternately."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "one_step.py").write_text(_TRAINER)

@@ -1,7 +1,7 @@
-"""Finds where a run waits for its device, by step and place.
+"""Find the places at which a run waits for its device, by step.
 
-On CUDA torch itself tells (``torch.cuda.set_sync_debug_mode``). On a CPU nothing waits; there the operations are noted
-that would, because Python gets the value of a tensor from them.
+On CUDA torch itself reports them (``torch.cuda.set_sync_debug_mode``). On a CPU nothing waits; there the operations
+that would wait are recorded: those that give Python the value of a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READS = {
 _TORCH = str(Path(torch.__file__).parent)
 _Note = Callable[[tuple[str, int] | None], None]
 _OPTIMIZERS = str(Path(_TORCH, "optim"))
-"""They keep their step counts in host memory and read them there, also on CUDA."""
+"""Optimizers keep their step counts in host memory and read them there, also on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Wait:
 
 @contextlib.contextmanager
 def watching_for_waits(device: str, current_step: Callable[[], int]) -> Iterator[list[Wait]]:
-    """The waits of this thread within the block, as they come.
+    """Collect the waits of this thread within the block.
 
     Args:
         device: Such as ``cuda`` or ``cpu``.
-        current_step: Says which step is going on.
+        current_step: Returns the current step.
     """
     waits: list[Wait] = []
 
@@ -89,10 +89,10 @@ class _Reads(TorchDispatchMode):
 
 
 def _place(arose_at: tuple[str, int] | None) -> str | None:
-    """The nearest code outside of torch and of this file; None for an optimizer that reads its own step count.
+    """Return the nearest code outside of torch and this file; None for an optimizer that reads its own step count.
 
     Args:
-        arose_at: File and line where a warning arose, which what raised it need not be part of; None looks from here.
+        arose_at: File and line of a warning that may lie outside of the current stack; None begins here.
     """
     frames = [each for each, _ in traceback.walk_stack(sys._getframe(2))]
     lines = [(each.f_code.co_filename, each.f_lineno) for each in frames]

@@ -24,7 +24,7 @@ from support.messages import refusal
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The system calls of the protocol in their order, each with the name it was about."""
+    """The system calls in order, each with the name of its file."""
     seen, opened = [], {}
     real = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace", "close")}
 
@@ -102,7 +102,7 @@ def test_an_interrupt_leaves_no_temporary_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_bytes_durably(tmp_path / "absent" / "a.json", b"x")
     with pytest.raises(FileNotFoundError):
@@ -134,7 +134,7 @@ TEAM = 54321
     ids=["readable", "sticky", "root's group", "a group's", "a team's", "closed", "everybody's"],
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another group")
-def test_files_and_folders_are_for_this_user_alone_except_in_a_shared_folder(tmp_path, mode, group, file, folder):
+def test_files_and_folders_are_private_except_in_a_shared_folder(tmp_path, mode, group, file, folder):
     os.chown(tmp_path, -1, group)
     tmp_path.chmod(mode)
     before = os.umask(0o027)
@@ -150,7 +150,7 @@ def test_files_and_folders_are_for_this_user_alone_except_in_a_shared_folder(tmp
     assert modes == {"file": file, "empty": file, "secret": 0o600, "folder": folder, "closed": 0o700}
 
 
-def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+def test_a_file_instead_of_a_folder_is_an_error(tmp_path):
     (tmp_path / "a").touch()
     with pytest.raises(NotADirectoryError):
         make_directory(tmp_path / "a" / "b" / "c")
@@ -169,7 +169,7 @@ def test_a_short_write_is_continued(tmp_path, monkeypatch):
     assert (tmp_path / "f").read_bytes() == b"0123456789abcd"
 
 
-def test_temporary_names_never_repeat_and_can_be_told_from_data():
+def test_temporary_names_never_repeat_and_have_a_prefix():
     names = {temporary_name("a.json") for _ in range(100)}
 
     assert len(names) == 100

@@ -28,7 +28,7 @@ from genlight.adapter.plumbing.failures import failure_category, safe_text, stop
         (ValueError("is true"), "ValueError: is true"),
     ],
 )
-def test_a_text_keeps_what_helps_and_drops_what_is_secret(error, text):
+def test_a_text_keeps_useful_parts_and_drops_secrets(error, text):
     environ = {"HOME": "/home/me", "FLAG": "true"}
     assert safe_text(error, secrets=["TOKEN-123", ""], environ=environ) == text
 
@@ -38,7 +38,7 @@ def test_a_longer_value_is_hidden_before_one_that_it_contains():
     assert safe_text(ValueError("/home/me/data/x"), environ=environ) == "ValueError: $DATA/x"
 
 
-def test_the_environment_of_the_process_is_hidden_unless_told_otherwise(monkeypatch):
+def test_the_environment_of_the_process_is_hidden_by_default(monkeypatch):
     monkeypatch.setenv("API_KEY", "sk-123456")
     assert safe_text(ValueError("key sk-123456")) == "ValueError: key $API_KEY"
 
@@ -47,14 +47,14 @@ def test_a_long_text_is_cut():
     assert len(safe_text(ValueError("x" * 9999))) == 2000
 
 
-def test_a_value_of_several_lines_is_hidden_whole():
+def test_a_value_of_several_lines_is_hidden_completely():
     key = "-----BEGIN KEY-----\nc4nary1\nc4nary2\n-----END KEY-----"
     assert safe_text(InputError(f"bad key:\n{key}"), environ={"PEM": key}) == "bad key:; $PEM"
     assert safe_text(ValueError(f"bad key {key}"), environ={"PEM": key}) == "ValueError: bad key $PEM"
 
 
 @given(st.text(min_size=6, max_size=20), st.text(max_size=10), st.text(max_size=10))
-def test_no_secret_survives_wherever_it_stands(secret, before, after):
+def test_no_secret_survives_in_any_position(secret, before, after):
     secret = f"\u2603{secret}"
     assert secret not in safe_text(ValueError(before + secret + after), secrets=[secret], environ={})
     assert secret not in safe_text(ValueError(before + secret + after), environ={"KEY": secret})
@@ -72,7 +72,7 @@ def test_no_secret_survives_wherever_it_stands(secret, before, after):
         (OSError("upload token"), None),
     ],
 )
-def test_the_category_follows_from_the_type_and_not_from_the_text(error, category):
+def test_the_category_depends_on_the_type_and_not_on_the_text(error, category):
     assert failure_category(error) == category
 
 

@@ -1,4 +1,4 @@
-"""A file has one holder at a time, and none once its holder has ended, however it ended."""
+"""A lock has one holder at a time, and none after its holder has ended in any way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def without_locks(monkeypatch):
-    """A file system that has no locks, as Lustre is without its mount option."""
+    """A file system without locks, such as Lustre without its mount option."""
 
     def refuse(descriptor, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -43,17 +43,17 @@ def without_locks(monkeypatch):
 
 
 def hold_elsewhere(path, mode="plain"):
-    """Another process that holds the lock, and its forked child's id, or its own."""
+    """Start another process that holds the lock; return it, and the id of its forked child or its own."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(path), mode], stdout=subprocess.PIPE, text=True)
     return process, int(process.stdout.readline())
 
 
-def test_a_second_holder_of_the_same_process_is_refused_until_the_first_lets_go(path):
+def test_a_second_holder_in_the_same_process_is_refused_until_the_first_releases(path):
     lock = FileLock(path)
     assert is_held(path)
     path.chmod(0o644)
     assert is_held(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644, "to look changes nothing"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644, "a check changes nothing"
     with pytest.raises(LockHeldError):
         FileLock(path, tries=2)
     lock.release()
@@ -68,7 +68,7 @@ def test_another_process_is_named_and_its_lock_ends_when_it_is_killed(path):
     with process:
         with pytest.raises(LockHeldError) as caught:
             FileLock(path)
-        assert holding_process(caught.value.filename) in (process.pid, None)  # a sandbox may hide what the kernel knows
+        assert holding_process(caught.value.filename) in (process.pid, None)  # a sandbox may hide the holder
         assert caught.value.filename == str(path)
         process.kill()
         process.wait()
@@ -87,7 +87,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_lock(path):
             os.kill(child, 9)
 
 
-def test_a_file_that_was_moved_aside_is_not_what_gets_locked(path, monkeypatch):
+def test_a_file_that_was_moved_aside_is_not_locked(path, monkeypatch):
     lock, aside = fcntl.flock, path.with_suffix(".aside")
     path.touch()
 
@@ -109,7 +109,7 @@ def test_a_copy_holds_no_lock(path):
     lock.release()
 
 
-def test_a_link_in_its_place_is_not_followed(path, tmp_path):
+def test_a_link_instead_of_the_lock_is_not_followed(path, tmp_path):
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UnsafeFileError):
         FileLock(path)
@@ -117,7 +117,7 @@ def test_a_link_in_its_place_is_not_followed(path, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_file_system_without_locks_is_an_error_that_says_what_it_said(path, without_locks):
+def test_a_file_system_without_locks_is_an_error_with_the_systems_reason(path, without_locks):
     with pytest.raises(NoLocksError) as caught:
         FileLock(path)
     assert caught.value.strerror == os.strerror(errno.ENOSYS)

@@ -73,7 +73,7 @@ def to(location, code=307):
     return b"HTTP/1.1 %d X\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % (code, location.encode())
 
 
-def test_the_token_is_sent_to_a_trusted_origin_and_to_no_other(start_answers):
+def test_the_token_is_sent_only_to_a_trusted_origin(start_answers):
     trusted, other = start_answers(), start_answers()
     trusted.answers, other.answers = [ok()], [ok()]
     with build_client(TOKEN, trusted_origins([trusted.url])) as client:
@@ -84,7 +84,7 @@ def test_the_token_is_sent_to_a_trusted_origin_and_to_no_other(start_answers):
 
 
 @pytest.mark.parametrize("both_trusted", [False, True])
-def test_a_redirect_to_another_origin_leaves_the_token_behind_even_a_trusted_one(start_answers, both_trusted):
+def test_a_redirect_to_another_origin_drops_the_token_even_if_it_is_trusted(start_answers, both_trusted):
     first, second = start_answers(), start_answers()
     first.answers, second.answers = [to(f"{second.url}/b")], [ok(b"there")]
     origins = trusted_origins([first.url, second.url if both_trusted else None])
@@ -94,7 +94,7 @@ def test_a_redirect_to_another_origin_leaves_the_token_behind_even_a_trusted_one
     assert TOKEN not in second.requests[0]
 
 
-def test_a_redirect_back_to_the_first_origin_does_not_bring_the_token_back(start_answers):
+def test_a_redirect_back_to_the_first_origin_does_not_restore_the_token(start_answers):
     first, second = start_answers(), start_answers()
     first.answers, second.answers = [to(f"{second.url}/b"), ok()], [to(f"{first.url}/c")]
     with build_client(TOKEN, trusted_origins([first.url])) as client:
@@ -110,16 +110,14 @@ def test_a_redirect_within_an_origin_keeps_the_token(start_answers):
     assert TOKEN in server.requests[1]
 
 
-def test_from_http_to_https_of_the_same_host_the_token_stays_behind():
+def test_a_redirect_from_http_to_https_drops_the_token():
     seen = []
 
     def answer(request):
         seen.append((request.url.scheme, "authorization" in request.headers))
-        return (
-            httpx2.Response(307, headers={"Location": "https://h/"})
-            if request.url.scheme == "http"
-            else None or (httpx2.Response(200))
-        )
+        if request.url.scheme == "http":
+            return httpx2.Response(307, headers={"Location": "https://h/"})
+        return httpx2.Response(200)
 
     with build_client(TOKEN, trusted_origins(["http://h", "https://h"])) as client:
         client._transport = httpx2.MockTransport(answer)
@@ -135,7 +133,7 @@ def test_redirects_without_end_are_an_error(start_answers):
         client.get(server.url)
 
 
-def test_user_info_of_a_url_is_used_where_the_token_is_not_meant_for_it(start_answers):
+def test_user_info_of_a_url_is_used_if_the_token_is_not_for_its_origin(start_answers):
     server = start_answers()
     server.answers = [ok()]
     with build_client(TOKEN, ()) as client:
@@ -143,7 +141,7 @@ def test_user_info_of_a_url_is_used_where_the_token_is_not_meant_for_it(start_an
     assert "Authorization: Basic dXNlcjp3b3Jk" in server.requests[0]
 
 
-def test_a_second_answer_is_not_taken_for_the_answer_to_the_next_request(start_answers):
+def test_a_second_answer_is_not_used_for_the_next_request(start_answers):
     server = start_answers()
     server.answers = [ok(b"one") + ok(b"one again"), ok(b"two")]
     with build_client(None, ()) as client:
@@ -153,7 +151,7 @@ def test_a_second_answer_is_not_taken_for_the_answer_to_the_next_request(start_a
 
 def test_logs_of_the_http_library_show_no_query(start_answers, caplog):
     caplog.set_level(logging.DEBUG)
-    caplog.set_level(logging.DEBUG, logger="httpx2")  # which the command line quietens
+    caplog.set_level(logging.DEBUG, logger="httpx2")  # the command line reduces its level
     server = start_answers()
     server.answers = [ok()]
     with build_client(TOKEN, trusted_origins([server.url])) as client:
@@ -188,7 +186,7 @@ def test_a_proxy_that_is_down_is_named_without_its_password(monkeypatch, scheme,
     assert failure_text(caught.value) == "ConnectError: Connection refused"
 
 
-def test_failure_text_tells_type_and_system_error_and_no_address():
+def test_failure_text_has_type_and_system_error_but_no_address():
     with build_client(None, ()) as client, pytest.raises(httpx2.ConnectError) as caught:
         client.get("http://127.0.0.1:9/secret?x")
     assert failure_text(caught.value) == "ConnectError: Connection refused"

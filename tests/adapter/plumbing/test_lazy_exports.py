@@ -1,4 +1,4 @@
-"""The public names of a package are read from its code, whatever form its installation has."""
+"""The public names of a package are read from its code in any form of installation."""
 
 import compileall
 import shutil

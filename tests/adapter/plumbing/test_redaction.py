@@ -1,4 +1,4 @@
-"""Tokens and values of the environment do not get into a text."""
+"""Tokens and values of the environment are removed from texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENVIRON = {"API_KEY": "s3cret-key", "LONG": "x" * 20, "PWD": "/a/path/that/is/lo
 SPELLED = 'ab"cd'
 
 
-def test_secrets_are_replaced_longest_first_also_in_their_json_spelling_but_not_tiny_ones():
+def test_secrets_are_replaced_longest_first_also_in_json_except_tiny_ones():
     assert redact('abcdef abcd "ab\\"cd"', ["abcd", "abcdef", SPELLED, "a", None]) == '<hidden> <hidden> "<hidden>"'
 
 
@@ -39,16 +39,16 @@ def test_a_log_keeps_paths_and_short_values(text, safe):
         ("one two my-token", "one two <hidden>"),
     ],
 )
-def test_what_leaves_the_machine_keeps_no_value_of_the_environment_but_tiny_ones(text, safe):
+def test_a_text_for_other_machines_has_no_value_of_the_environment_except_tiny_ones(text, safe):
     assert hide_environment(text, secrets=("my-token",), environ=ENVIRON) == safe
 
 
-def test_a_value_that_contains_a_secret_is_hidden_whole():
+def test_a_value_that_contains_a_secret_is_hidden_completely():
     assert hide_environment("see user:my-token", secrets=["my-token"], environ={"A": "user:my-token"}) == "see $A"
 
 
 @given(st.text(min_size=5, max_size=30), st.text(max_size=10), st.text(max_size=10))
-def test_no_secret_survives_wherever_it_stands(secret, before, after):
+def test_no_secret_survives_in_any_position(secret, before, after):
     secret = f"\u2603{secret}"
     for hide in (redact, lambda text, secrets: hide_secrets(text, secrets=secrets, environ={})):
         assert secret not in hide(before + secret + after, [secret])

@@ -1,4 +1,4 @@
-"""Transient failures are repeated with pauses, and given up after too many in a row."""
+"""Transient failures are retried with pauses, up to a number of failures in a row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLICY = RetryPolicy(attempts=3, first_delay_s=1.0, longest_delay_s=8.0, longest
 
 
 def failing(*errors):
-    """A call that raises each of `errors` in turn, and returns ``done`` then."""
+    """Return a function that raises each of `errors` in turn and then returns ``done``."""
     left = list(errors)
 
     def attempt():
@@ -22,27 +22,27 @@ def failing(*errors):
     return attempt
 
 
-def test_it_waits_longer_after_each_failure_and_returns_what_the_attempt_does():
+def test_waits_grow_after_each_failure_and_the_result_is_returned():
     waits = []
     assert with_retries(failing(TransientError("a"), TransientError("b")), POLICY, waits.append) == "done"
     assert 0.5 <= waits[0] <= 1.0 <= waits[1] <= 2.0
 
 
-def test_the_last_failure_is_raised_and_says_how_many_there_were():
+def test_the_last_failure_is_raised_with_the_number_of_attempts():
     waits = []
     with refusal(TransientError):
         with_retries(failing(*map(TransientError, "abcd")), POLICY, waits.append)
     assert len(waits) == 2
 
 
-def test_a_failure_that_brought_something_counts_as_the_first_again():
+def test_a_failure_after_progress_counts_as_the_first():
     assert with_retries(failing(*map(TransientError, "abcdef")), POLICY, lambda _: None, progressed=lambda: True)
 
 
-@pytest.mark.parametrize(("asked_s", "waited_s"), [(5.0, 5.0), (3600.0, 20.0)], ids=["within reason", "too long"])
-def test_a_server_may_ask_for_a_longer_wait_within_limits(asked_s, waited_s):
+@pytest.mark.parametrize(("retry_after_s", "waited_s"), [(5.0, 5.0), (3600.0, 20.0)], ids=["short", "too long"])
+def test_a_server_may_request_a_longer_wait_within_limits(retry_after_s, waited_s):
     waits = []
-    with_retries(failing(TransientError("busy", asked_s)), POLICY, waits.append)
+    with_retries(failing(TransientError("busy", retry_after_s)), POLICY, waits.append)
     assert waits == [waited_s]
 
 

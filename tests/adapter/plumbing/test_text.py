@@ -1,4 +1,4 @@
-"""Messages offer the name that was meant, tell sizes in one way, and keep what cannot be stored out."""
+"""Texts of messages: suggested names, sizes, and strings that cannot be stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from genlight.adapter.plumbing.text import closest, is_storable, is_utf8, nearest, size_text
 
 
-def test_the_nearest_name_is_offered_and_a_far_one_is_not():
+def test_the_nearest_name_is_suggested_unless_it_is_too_different():
     assert nearest("max_step", ["max_steps", "run_id"]) == " Did you mean `max_steps`?"
     assert nearest("zzz", ["max_steps"]) == ""
     assert closest("colour", iter(["color", "size"])) == "color"
@@ -18,7 +18,7 @@ def test_the_nearest_name_is_offered_and_a_far_one_is_not():
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2.5e6, "2.5 MB"), (3.2e9, "3.2 GB"), (5e15, "5000.0 TB")],
 )
-def test_a_size_is_told_in_decimal_units(size, text):
+def test_a_size_has_decimal_units(size, text):
     assert size_text(size) == text
 
 
@@ -26,5 +26,5 @@ def test_a_size_is_told_in_decimal_units(size, text):
     ("text", "utf8", "storable"),
     [("path/ü", True, True), ("", True, True), ("\ud800", False, False), ("a\0", False, False), ("a\n", True, False)],
 )
-def test_what_cannot_be_written_down_is_known(text, utf8, storable):
+def test_strings_that_cannot_be_encoded_or_stored_are_recognized(text, utf8, storable):
     assert (is_utf8(text), is_storable(text)) == (utf8, storable)

@@ -58,7 +58,7 @@ class WhereTo(httpx2.BaseTransport):
 
 @pytest.fixture(scope="module")
 def client():
-    with build_client(TOKEN, ()) as opened:  # once: a client reads the certificates of the machine
+    with build_client(TOKEN, ()) as opened:  # only once, because a client reads the certificates of the machine
         opened._transport, opened._mounts = WhereTo(), {}
         yield opened
 
@@ -75,7 +75,7 @@ def connects_to(client, url, origins):
 @example("http://[FE80::A]:443")
 @example("http://trusted.example:")
 @example("HTTPS://Trusted.Example.:443/\\evil.example")
-def test_what_is_not_refused_goes_to_the_approved_origin_and_with_the_token(client, url):
+def test_an_accepted_url_connects_to_its_origin_with_the_token(client, url):
     if url_fault(url) is not None:
         return
     try:
@@ -94,7 +94,7 @@ def test_what_is_not_refused_goes_to_the_approved_origin_and_with_the_token(clie
 @example("http://trusted.example", "http://trusted.example\\@evil.example")
 @example("http://trusted.example", "http://trusted.example@evil.example")
 @example("http://trusted.example:80", "http://evil.example:80@trusted.example:81")
-def test_the_token_goes_nowhere_but_to_the_approved_origin_however_a_url_is_written(client, trusted, url):
+def test_the_token_is_sent_only_to_the_trusted_origin_however_a_url_is_written(client, trusted, url):
     if url_fault(trusted) is not None:
         return
     try:
@@ -143,7 +143,7 @@ def test_the_token_goes_nowhere_but_to_the_approved_origin_however_a_url_is_writ
         ("http://h/" + "a" * 70_000, "cannot be used"),
     ],
 )
-def test_what_programs_read_differently_or_cannot_request_is_refused_with_a_reason(url, reason):
+def test_ambiguous_and_unusable_urls_are_refused_with_a_reason(url, reason):
     assert reason in url_fault(url)
     with refusal(ValueError):
         origin_of(url)
@@ -164,16 +164,16 @@ def test_an_origin_has_one_spelling(url, origin):
     assert origin_of(url) == origin
 
 
-def test_the_fault_of_a_url_does_not_show_its_secrets():
+def test_the_error_for_a_url_does_not_show_its_secrets():
     with refusal(ValueError) as caught:
         origin_of("ftp://user:s3cret@host/path?sig=s3cret")
     assert "s3cret" not in str(caught.value)
 
 
-def test_trusted_origins_pass_over_what_is_not_set_and_other_schemes():
-    given_urls = [None, "", "hf://me/model", "https://a.example/x", "HTTPS://c.example"]
+def test_trusted_origins_skip_unset_urls_and_other_schemes():
+    urls = [None, "", "hf://me/model", "https://a.example/x", "HTTPS://c.example"]
     origins = {"https://a.example:443", "https://c.example:443", "http://b.example:80"}
-    assert trusted_origins(given_urls, ["http://b.example"]) == origins
+    assert trusted_origins(urls, ["http://b.example"]) == origins
     with refusal(ValueError):
         trusted_origins([], ["ftp://b"])
     assert trusted_origins([], ["A.example"]) == {"https://a.example:443"}
@@ -199,7 +199,7 @@ def test_a_url_is_shown_without_user_info_query_and_fragment(url, shown):
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
-def test_any_text_can_be_shown(before, after):
+def test_any_text_has_a_safe_form(before, after):
     assert isinstance(safe_url(f"{before}://{after}"), str)
     assert isinstance(is_http_url(before), bool)
 
@@ -217,6 +217,6 @@ def test_urls_in_a_text_are_shown_the_same_way(text, shown):
     assert hide_urls(text) == shown
 
 
-def test_looking_for_urls_in_a_long_text_without_blanks_ends_soon():
+def test_the_search_for_urls_in_a_long_text_without_blanks_is_fast():
     text = "a+b" * 100_000  # a search that tries every start to the end would take an hour
     assert hide_urls(text) == text

@@ -13,8 +13,8 @@ from support.messages import refusal
 CONTEXT = JobContext(job_id="1")
 
 
-def called(function, *args, **kwargs):
-    """Call `function` as the runner calls it."""
+def call(function, *args, **kwargs):
+    """Call `function` as the runner does."""
     args, kwargs = bind_job_context(function, args, kwargs, CONTEXT)
     return function(*args, **kwargs)
 
@@ -92,7 +92,7 @@ class Made:
         self.job = job
 
 
-ASK = {
+REQUESTS = {
     "by_name": by_name,
     "by_annotation": by_annotation,
     "optional": optional,
@@ -118,17 +118,17 @@ ASK = {
     "cached": functools.lru_cache(by_name),
     "future_annotations": postponed.asks,
     "future_union": postponed.asks_perhaps,
-    "for_type_checkers_alone": postponed.asks_by_a_name_that_is_never_imported,
+    "only_for_type_checkers": postponed.asks_by_a_name_that_is_never_imported,
 }
 
 
-@pytest.mark.parametrize("what", ASK)
-def test_a_parameter_that_asks_for_the_context_gets_it(what):
-    assert called(ASK[what]) is CONTEXT
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_parameter_for_the_context_receives_it(name):
+    assert call(REQUESTS[name]) is CONTEXT
 
 
-def test_a_class_gets_it_too():
-    assert called(Made).job is CONTEXT
+def test_a_class_receives_it_too():
+    assert call(Made).job is CONTEXT
 
 
 def other_name(place):
@@ -164,13 +164,13 @@ def variadic(*job, **jobs):
         lambda: "mine",
     ],
 )
-def test_a_function_that_does_not_ask_is_called_unchanged(function):
-    assert called(function) == "mine"
+def test_a_function_without_such_a_parameter_is_called_unchanged(function):
+    assert call(function) == "mine"
 
 
 @pytest.mark.parametrize("function", [other_annotation, any_annotation, postponed.names_what_is_not_there])
-def test_a_parameter_named_job_gets_it_whatever_its_annotation(function):
-    assert called(function) is CONTEXT
+def test_a_parameter_named_job_receives_it_whatever_its_annotation(function):
+    assert call(function) is CONTEXT
 
 
 def test_a_call_that_cannot_be_bound_is_left_to_python():
@@ -180,12 +180,12 @@ def test_a_call_that_cannot_be_bound_is_left_to_python():
 
 
 def test_arguments_of_the_caller_are_kept():
-    assert called(by_name, "mine") == "mine"
-    assert called(by_name, job="mine") == "mine"
-    assert called(with_default, None) is None
-    assert called(functools.partial(by_name, job="mine")) == "mine"
-    assert called(functools.partial(by_name, "mine")) == "mine"
-    assert called(functools.partial(in_a_wrapper(functools.partial(by_name, job="mine")))) == "mine"
+    assert call(by_name, "mine") == "mine"
+    assert call(by_name, job="mine") == "mine"
+    assert call(with_default, None) is None
+    assert call(functools.partial(by_name, job="mine")) == "mine"
+    assert call(functools.partial(by_name, "mine")) == "mine"
+    assert call(functools.partial(in_a_wrapper(functools.partial(by_name, job="mine")))) == "mine"
 
 
 def three(a, job, b):
@@ -196,33 +196,33 @@ def two_positional_only(a, job, /, b=0):
     return a, job, b
 
 
-def test_it_stands_in_its_place_among_other_arguments():
-    assert called(three, 1, b=2) == (1, CONTEXT, 2)
-    assert called(three, a=1, b=2) == (1, CONTEXT, 2)
-    assert called(two_positional_only, 1, b=2) == (1, CONTEXT, 2)
-    assert called(functools.partial(three, b=2), 1) == (1, CONTEXT, 2)
-    assert called(functools.partial(three, 1, b=2)) == (1, CONTEXT, 2)
-    assert called(functools.partial(three, a=1), b=2) == (1, CONTEXT, 2)
+def test_the_context_is_inserted_between_other_arguments():
+    assert call(three, 1, b=2) == (1, CONTEXT, 2)
+    assert call(three, a=1, b=2) == (1, CONTEXT, 2)
+    assert call(two_positional_only, 1, b=2) == (1, CONTEXT, 2)
+    assert call(functools.partial(three, b=2), 1) == (1, CONTEXT, 2)
+    assert call(functools.partial(three, 1, b=2)) == (1, CONTEXT, 2)
+    assert call(functools.partial(three, a=1), b=2) == (1, CONTEXT, 2)
 
 
-def test_given_arguments_are_passed_on_unchanged():
+def test_other_arguments_are_passed_on_unchanged():
     args, kwargs = bind_job_context(three, (1,), {"b": 2}, CONTEXT)
     assert (args, kwargs) == ((1, CONTEXT), {"b": 2})
     args, kwargs = bind_job_context(three, (), {"b": 2, "a": 1}, CONTEXT)
     assert (args, kwargs) == ((), {"a": 1, "b": 2, "job": CONTEXT})
 
 
-def two_that_ask(job, place: JobContext, *, third: JobContext | None = None):
+def three_contexts(job, place: JobContext, *, third: JobContext | None = None):
     return job, place, third
 
 
-def test_each_parameter_that_asks_gets_it_unless_it_was_given():
-    assert called(two_that_ask) == (CONTEXT, CONTEXT, CONTEXT)
-    assert called(two_that_ask, "mine") == ("mine", CONTEXT, CONTEXT)
-    assert called(two_that_ask, place="mine") == (CONTEXT, "mine", CONTEXT)
+def test_each_parameter_for_the_context_receives_it_unless_the_caller_passes_it():
+    assert call(three_contexts) == (CONTEXT, CONTEXT, CONTEXT)
+    assert call(three_contexts, "mine") == ("mine", CONTEXT, CONTEXT)
+    assert call(three_contexts, place="mine") == (CONTEXT, "mine", CONTEXT)
 
 
 def test_a_call_that_python_refuses_fails_with_its_message():
     with refusal(TypeError):
-        called(three, b=2)
+        call(three, b=2)
     assert typing.get_type_hints(by_annotation) == {"place": JobContext}

@@ -1,4 +1,4 @@
-"""The runner, as a job script starts it: a process that calls one function and reports how it went."""
+"""The runner as a job script starts it: a process that calls one function and reports the outcome."""
 
 import grp
 import json
@@ -116,7 +116,7 @@ class StaysHere(Fails):
 
 
 class Submitter:
-    """Writes what a submitter writes, and starts the runner."""
+    """Writes the files of a submitter and starts the runner."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -128,7 +128,7 @@ class Submitter:
 
     def start(self, module, function, *options, args=None, kwargs=None, callbacks="[hooks.Record('noted')]", **environ):
         program = "import sys; sys.path.insert(0, '.'); import hooks; from genlight.adapter.runner.transport import *; "
-        program += f"write_pickle('callbacks', {callbacks})"  # of classes that are not known here
+        program += f"write_pickle('callbacks', {callbacks})"  # their classes are unknown to this process
         subprocess.run([sys.executable, "-c", program], cwd=self.folder, check=True)
         command = [sys.executable, "-m", "genlight.adapter.runner", "--module", module, "--function", function]
         command += ["--output-file", "result", "--callbacks-file", "callbacks", *options]
@@ -141,12 +141,12 @@ class Submitter:
             command, cwd=self.folder, env=dict(os.environ) | environ, stdout=pipe, stderr=pipe, text=True
         )
 
-    def run(self, *arguments, **given):
-        process = self.start(*arguments, **given)
+    def run(self, *arguments, **options):
+        process = self.start(*arguments, **options)
         _, errors = process.communicate(timeout=120)
         return process.returncode, errors
 
-    def noted(self):
+    def records(self):
         path = self.folder / "noted"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -156,14 +156,14 @@ def submitter(tmp_path):
     return Submitter(tmp_path)
 
 
-def test_a_function_is_called_and_its_result_and_its_end_are_reported_in_order(submitter):
+def test_a_function_is_called_and_its_result_and_end_are_reported_in_order(submitter):
     code, errors = submitter.run(
         "tasks", "add", "--pre-submission-id", "s1", "--stdout-path", "o.txt", args=(1,), kwargs={"b": 41}
     )
 
     assert (code, errors) == (0, "")
     assert pickle.loads(submitter.result.read_bytes()) == 42
-    begin, end, completed = submitter.noted()
+    begin, end, completed = submitter.records()
     assert [each["event"] for each in (begin, end, completed)] == ["begin", "end", "completed"]
     assert [each["result_there"] for each in (begin, end, completed)] == [False, True, True]
     assert (begin["module"], begin["function"], begin["pre_submission_id"]) == ("tasks", "add", "s1")
@@ -182,7 +182,7 @@ def test_the_context_is_injected_and_only_rank_0_writes_the_result(submitter):
         assert (code, errors) == (0, "")
         assert submitter.result.exists() is (rank == "0")
     assert json.loads(submitter.result.read_text()) == [0, ["n9"], "/scratch/j"]
-    assert {each["rank"] for each in submitter.noted()} == {0, 1}
+    assert {each["rank"] for each in submitter.records()} == {0, 1}
 
 
 def test_a_function_that_fails_is_reported_with_its_traceback_and_no_argument_is_logged(submitter):
@@ -193,7 +193,7 @@ def test_a_function_that_fails_is_reported_with_its_traceback_and_no_argument_is
     assert not submitter.result.exists()
     assert "ValueError: no such thing" in errors
     assert "s3cret" not in errors
-    _, end, completed = submitter.noted()
+    _, end, completed = submitter.records()
     assert (end["status"], end["error_type"], end["error_message"]) == ("failure", "ValueError", "no such thing")
     assert 'raise ValueError("no such thing")' in end["traceback"]
     assert end["output_file"] is None
@@ -202,14 +202,14 @@ def test_a_function_that_fails_is_reported_with_its_traceback_and_no_argument_is
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "status"),
+    ("argument", "code", "status"),
     [(0, 0, "success"), (None, 0, "success"), (3, 3, "failure"), (256, 1, "failure"), ("a text", 1, "failure")],
 )
-def test_an_exit_of_the_function_is_reported_too(submitter, given, code, status):
-    assert submitter.run("tasks", "leave", args=(given,))[0] == code
-    assert [each["event"] for each in submitter.noted()] == ["begin", "end", "completed"]
-    assert submitter.noted()[1]["status"] == status
-    assert submitter.noted()[1]["error_type"] == (None if code == 0 else "SystemExit")
+def test_an_exit_of_the_function_is_reported_too(submitter, argument, code, status):
+    assert submitter.run("tasks", "leave", args=(argument,))[0] == code
+    assert [each["event"] for each in submitter.records()] == ["begin", "end", "completed"]
+    assert submitter.records()[1]["status"] == status
+    assert submitter.records()[1]["error_type"] == (None if code == 0 else "SystemExit")
 
 
 def test_sigterm_ends_the_function_and_is_reported(submitter):
@@ -222,7 +222,7 @@ def test_sigterm_ends_the_function_and_is_reported(submitter):
 
     assert process.returncode == 143
     assert (submitter.folder / "started.cleaned").exists()
-    _, end, completed = submitter.noted()
+    _, end, completed = submitter.records()
     assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "Terminated", 143)
     assert "SIGTERM" in end["error_message"]
     assert completed["exit_code"] == 143
@@ -246,7 +246,7 @@ def test_sigterm_during_the_imports_of_the_runner_is_reported(submitter):
     assert submitter.run("tasks", "add", args=(1,), PYTHONPATH=path)[0] == 143
 
     assert not submitter.result.exists()
-    _, end, completed = submitter.noted()
+    _, end, completed = submitter.records()
     assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "Terminated", 143)
     assert completed["exit_code"] == 143
 
@@ -262,14 +262,14 @@ WITHOUT_A_FUNCTION = {
 
 
 @pytest.mark.parametrize("fault", WITHOUT_A_FUNCTION)
-def test_a_failure_before_the_call_is_reported_with_its_beginning_and_end(submitter, fault):
+def test_a_failure_before_the_call_is_reported_with_begin_and_end(submitter, fault):
     command, environ, kind, words = WITHOUT_A_FUNCTION[fault]
     code, errors = submitter.run(*command, **environ)
 
     assert code == 1
     assert words in errors
-    assert [each["event"] for each in submitter.noted()] == ["begin", "end", "completed"]
-    end = submitter.noted()[1]
+    assert [each["event"] for each in submitter.records()] == ["begin", "end", "completed"]
+    end = submitter.records()[1]
     assert (end["status"], end["error_type"]) == ("failure", kind)
     assert words in end["error_message"]
     with pytest.raises(FunctionFailedError) as failure:
@@ -281,7 +281,7 @@ def test_a_failure_before_the_call_is_reported_with_its_beginning_and_end(submit
 def test_the_begin_context_has_the_redacted_environment_and_the_argument_files(submitter):
     task = {"SLURM_JOB_ID": "7", "HF_TOKEN": "hf_0123456789abcdef", "PLAIN": "yes"}
     assert submitter.run("bad_module", "f", args=(1,), kwargs={}, **task)[0] == 1
-    begin, end, _ = submitter.noted()
+    begin, end, _ = submitter.records()
 
     assert (begin["job_id"], begin["args_file"], begin["kwargs_file"]) == ("7", "args", "kwargs")
     assert begin["environment_snapshot"]["PLAIN"] == "yes"
@@ -290,7 +290,7 @@ def test_the_begin_context_has_the_redacted_environment_and_the_argument_files(s
     assert task["HF_TOKEN"] not in (submitter.folder / "noted").read_text()
 
 
-def test_a_failure_is_kept_without_secrets_for_the_client_and_forgotten_by_the_next_attempt(submitter):
+def test_a_failure_is_stored_without_secrets_and_removed_by_the_next_attempt(submitter):
     token = "hf_0123456789abcdef"
     assert submitter.run("tasks", "fail_with_a_secret", HF_TOKEN=token)[0] == 1
     kept = failure_file(submitter.result)
@@ -305,7 +305,7 @@ def test_a_failure_is_kept_without_secrets_for_the_client_and_forgotten_by_the_n
     assert read_result(submitter.result) == 1
 
 
-def test_each_rank_keeps_its_failure_and_the_client_reads_the_first(submitter):
+def test_each_rank_stores_its_failure_and_the_client_reads_the_first(submitter):
     task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n9"}
     assert submitter.run("tasks", "fail", args=(1,), SLURM_PROCID="1", **task)[0] == 1
     assert submitter.run("tasks", "add", args=(1,), SLURM_PROCID="0", **task)[0] == 0
@@ -328,16 +328,16 @@ def break_folder(path, how):
 
 
 @pytest.mark.parametrize("how", ["is_a_file", "result_is_a_folder", "read_only"])
-def test_a_place_that_takes_no_result_is_refused_before_the_call(submitter, how):
+def test_an_unusable_place_for_the_result_is_refused_before_the_call(submitter, how):
     if how == "read_only" and not os.geteuid():
         pytest.skip("root writes everywhere")
     break_folder(submitter.folder / "no" / "result", how)
     assert submitter.run("tasks", "wait", "--output-file", "no/result", args=("started",))[0] == 1
     assert not (submitter.folder / "started").exists()
-    assert [each["event"] for each in submitter.noted()] == ["begin", "end", "completed"]
+    assert [each["event"] for each in submitter.records()] == ["begin", "end", "completed"]
 
 
-def test_a_missing_folder_is_made_for_the_result_and_made_again_if_the_function_removes_it(submitter):
+def test_a_missing_folder_for_the_result_is_made_before_and_after_the_call(submitter):
     for function, args, result in (("add", (1,), 1), ("remove_folder", ("no/such",), "done")):
         assert submitter.run("tasks", function, "--output-file", "no/such/result", args=args) == (0, "")
         assert read_result(submitter.folder / "no/such/result") == result
@@ -345,7 +345,7 @@ def test_a_missing_folder_is_made_for_the_result_and_made_again_if_the_function_
     assert (submitter.folder / "no/such").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_callback_that_fails_is_logged_and_hides_nothing(submitter):
+def test_a_failing_callback_is_logged_and_hides_nothing(submitter):
     callbacks = "[hooks.Fails(), hooks.Record('noted'), hooks.StaysHere()]"
     code, errors = submitter.run("tasks", "fail", args=(1,), callbacks=callbacks)
 
@@ -354,7 +354,7 @@ def test_a_callback_that_fails_is_logged_and_hides_nothing(submitter):
     assert "callback is broken" in errors
     assert "Fails.on_end_run_job_ctx failed" in errors
     assert "StaysHere" not in errors
-    assert [each["event"] for each in submitter.noted()] == ["begin", "end", "completed"]
+    assert [each["event"] for each in submitter.records()] == ["begin", "end", "completed"]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_a_result_that_cannot_be_written_is_a_failure(submitter, function, form,
     assert code == (0 if words is None else 1)
     assert submitter.result.exists() is (words is None)
     assert words is None or words in errors
-    if words is not None:  # computed, and not lost
+    if words is not None:  # the computed value is not lost
         assert read_result(submitter.folder / "result.pickle") in ({1}, float("inf"))
 
 
@@ -429,14 +429,14 @@ def test_files_of_a_submitter_are_private_and_readable(tmp_path):
     write_pickle(path, ((1, "two"), {"three": 3.0}))
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_pickle(path) == ((1, "two"), {"three": 3.0})
-    path.write_bytes(b"\n".join(path.read_bytes()[i : i + 8] for i in range(0, 999, 8)))  # as the shell's base64
+    path.write_bytes(b"\n".join(path.read_bytes()[i : i + 8] for i in range(0, 999, 8)))  # like base64 of the shell
     assert read_pickle(path) == ((1, "two"), {"three": 3.0})
 
 
 def test_a_file_of_the_user_s_own_group_and_a_pickle_that_is_no_base64_are_read(tmp_path):
     user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(os.getegid())
     if (group.gr_name, group.gr_gid) != (user.pw_name, user.pw_gid):
-        pytest.skip("this user has no group of its own")
+        pytest.skip("this user has no private group")
     path = tmp_path / "args"
     path.write_bytes(pickle.dumps(("hello", 2)))
     os.chown(path, -1, group.gr_gid)
@@ -460,7 +460,7 @@ def test_the_command_of_older_scripts_is_this_runner_unless_another_package_has_
     assert subprocess.run(command, cwd=submitter.folder, check=False).returncode == 17
 
 
-def test_only_callbacks_that_ask_for_it_travel():
+def test_only_callbacks_that_request_it_are_transported():
     class Here:
         pass
 
@@ -474,5 +474,5 @@ def test_only_callbacks_that_ask_for_it_travel():
         def requires_runner_transport(self):
             return self.answer
 
-    there, asks = There(), Answers(True)
-    assert travelling([Here(), there, asks, Answers(False)]) == [there, asks]
+    there, requests = There(), Answers(True)
+    assert travelling([Here(), there, requests, Answers(False)]) == [there, requests]

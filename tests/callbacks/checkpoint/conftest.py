@@ -28,11 +28,11 @@ class Net(pl.LightningModule):
 
 
 class ResumableLoader:
-    """Batches in an order that depends on the epoch; knows how far it got."""
+    """Batches in an order that depends on the epoch; its state is its position."""
 
     def __init__(self, batches: int = 10):
         self.batches, self.epoch, self.position = batches, 0, 0
-        self.sampler = self  # Where Lightning looks for `set_epoch`.
+        self.sampler = self  # Lightning calls `set_epoch` of the sampler.
 
     def set_epoch(self, epoch):
         self.epoch = epoch

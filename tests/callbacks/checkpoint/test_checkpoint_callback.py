@@ -22,11 +22,11 @@ from support.messages import refusal
 
 
 class Killed(Exception):
-    """Ends a run in the middle."""
+    """Ends a run before its end."""
 
 
 class KillAfterSave(pl.Callback):
-    """Saves after the n-th batch and ends the run there."""
+    """Saves after the n-th batch, then ends the run."""
 
     def __init__(self, batch, checkpoint):
         self.batch, self.checkpoint, self.seen = batch, checkpoint, 0
@@ -40,7 +40,7 @@ class KillAfterSave(pl.Callback):
 
 
 class KillAtEpochEnd(pl.Callback):
-    """Ends the run after the first epoch was saved."""
+    """Ends the run after the save of the first epoch."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:
@@ -64,7 +64,7 @@ def scramble_rng():
 
 @pytest.mark.parametrize("stop", [3, 13, "epoch"])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, make_trainer, make_net, make_loader, stop):
-    """With dropout, a scheduler, an unfinished accumulation window, within and at the end of an epoch."""
+    """The run has dropout, a scheduler, and an open accumulation window, and stops in and after an epoch."""
     reference = make_net()
     make_trainer(max_epochs=2, accumulate_grad_batches=4).fit(reference, make_loader())
 
@@ -85,8 +85,10 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, make_trainer, make_net,
 
 @pytest.mark.parametrize("stop", [3, 5, 10])
 @pytest.mark.parametrize("has_generator", [False, True])
-def test_a_resumed_run_shuffles_later_epochs_as_it_would_have(tmp_path, make_trainer, make_net, stop, has_generator):
-    """A loader of torch draws its order from the generator that dropout draws from too, or from one of its own."""
+def test_a_resumed_run_shuffles_later_epochs_like_an_uninterrupted_one(
+    tmp_path, make_trainer, make_net, stop, has_generator
+):
+    """A `DataLoader` draws its order from its own generator, or from the one that dropout uses too."""
 
     def shuffled():
         rows = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
@@ -109,10 +111,10 @@ def test_a_resumed_run_shuffles_later_epochs_as_it_would_have(tmp_path, make_tra
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_what_the_module_changes_at_the_end_of_a_batch_belongs_to_the_checkpoint_of_its_step(
+def test_changes_of_the_modules_own_hook_belong_to_the_checkpoint_of_the_step(
     tmp_path, make_trainer, make_net, make_loader, is_stopped
 ):
-    """Where most keep their moving average; Lightning calls it after the hooks of all callbacks."""
+    """Moving averages are often updated there; Lightning calls it after the hooks of all callbacks."""
 
     class Averaged(type(make_net())):
         def __init__(self):
@@ -153,7 +155,7 @@ def test_what_the_module_changes_at_the_end_of_a_batch_belongs_to_the_checkpoint
 
 
 @pytest.mark.parametrize("of_instance", [False, True])
-def test_a_save_that_waits_for_the_modules_own_hook_fails_by_the_callbacks_policy_and_leaves_the_hook(
+def test_a_save_after_the_modules_own_hook_fails_by_policy_and_restores_the_hook(
     tmp_path, make_trainer, make_net, make_loader, caplog, of_instance
 ):
     ended = []
@@ -175,7 +177,7 @@ def test_a_save_that_waits_for_the_modules_own_hook_fails_by_the_callbacks_polic
 
 
 class Endless(IterableDataset):
-    """Of which Lightning says nothing when a run is resumed: it knows no length."""
+    """A dataset without a length; Lightning does not warn about it at a resume."""
 
     def __iter__(self):
         while True:
@@ -192,7 +194,7 @@ class Endless(IterableDataset):
     ],
     ids=["endless", "several", "resumable", "between epochs"],
 )
-def test_a_loader_that_begins_anew_within_an_epoch_is_told(
+def test_a_loader_that_restarts_within_an_epoch_causes_a_warning(
     tmp_path, make_trainer, make_net, make_loader, caplog, loader, stop, is_warned
 ):
     class Net(type(make_net())):
@@ -206,15 +208,15 @@ def test_a_loader_that_begins_anew_within_an_epoch_is_told(
     assert ("torchdata.stateful_dataloader.StatefulDataLoader" in caplog.text) is is_warned
 
 
-def test_a_list_of_batches_is_told_as_one_loader(tmp_path, make_trainer, counting_trainer, caplog):
+def test_a_list_of_batches_causes_one_warning(tmp_path, make_trainer, counting_trainer, caplog):
     batches = list(range(6))
     for steps, resumed_from in ((3, None), (5, tmp_path / "final.json")):
         trainer = make_trainer(Checkpoint(tmp_path), max_steps=steps)
         trainer.fit(ContractModule(counting_trainer()), batches, ckpt_path=resumed_from)
 
-    told = [record.getMessage() for record in caplog.records if "keeps no position" in record.getMessage()]
-    assert len(told) == 1
-    assert "its list keeps no position" in told[0]
+    warnings = [record.getMessage() for record in caplog.records if "keeps no position" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "its list keeps no position" in warnings[0]
 
 
 def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, make_trainer, make_net, make_loader):
@@ -232,14 +234,16 @@ class Scored(pl.Callback):
         trainer.callback_metrics["score"] = torch.tensor([1.0, 9.0, 3.0, 4.0, 5.0][batch_idx])
 
 
-def test_the_best_stays_whatever_comes_after(tmp_path, make_trainer, make_net, make_loader):
+def test_the_best_is_kept_although_later_ones_follow(tmp_path, make_trainer, make_net, make_loader):
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=1, monitor="score", mode="max")
     make_trainer(Scored(), checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
     assert records(tmp_path / "c") == ["step-00000002.json", "step-00000005.json", "final.json"]
     assert checkpoint.best_model_path == str(tmp_path / "c" / "step-00000002.json")
 
 
-def test_a_monitor_that_was_never_logged_is_named_with_what_was(tmp_path, make_trainer, make_net, make_loader, caplog):
+def test_a_monitor_that_was_never_logged_is_named_with_the_logged_names(
+    tmp_path, make_trainer, make_net, make_loader, caplog
+):
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, monitor="scores")
     make_trainer(Scored(), checkpoint, max_steps=1).fit(make_net(), make_loader(1))
     assert (
@@ -249,7 +253,7 @@ def test_a_monitor_that_was_never_logged_is_named_with_what_was(tmp_path, make_t
 
 
 class Listener(Hook):
-    """Notes what it hears, and where."""
+    """Records each event and whether it came in the main thread."""
 
     def __init__(self):
         self.heard = []
@@ -268,7 +272,7 @@ def test_callbacks_hear_of_a_durable_checkpoint_in_the_training_thread(tmp_path,
 
 
 class StopAt(Hook):
-    """Decides on a stop at a batch, and ends the run at the next, as a preemption does."""
+    """Sets a stop reason after a batch and ends the run at the next, like a preemption."""
 
     writes = ("stop_reason",)
 
@@ -295,20 +299,20 @@ def test_a_stop_leaves_a_durable_checkpoint_of_its_step(tmp_path, make_trainer, 
 
 
 class Silent(pl.Callback):
-    """A step that asks for no checkpoint."""
+    """Gives the second step a hint that skips its checkpoint."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         hints = StepControlHints(skip_cadence_emit=batch_idx == 1)
         pl_module.step_result = StepResult(control=hints)
 
 
-def test_a_boundary_on_a_step_that_asked_for_silence_is_lost(tmp_path, make_trainer, make_net, make_loader):
+def test_no_checkpoint_is_saved_for_a_step_that_skips_cadences(tmp_path, make_trainer, make_net, make_loader):
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
     make_trainer(Silent(), checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
     assert records(tmp_path / "c") == ["step-00000004.json", "final.json"]
 
 
-def test_debris_of_a_killed_run_is_swept(tmp_path, make_trainer, make_net, make_loader):
+def test_debris_of_a_killed_run_is_removed(tmp_path, make_trainer, make_net, make_loader):
     directory = tmp_path / "c"
     make_trainer(Checkpoint(directory, every_n_steps=5), max_epochs=1).fit(make_net(), make_loader())
     (directory / ".tmp-step-00000015-1-aa").mkdir()
@@ -321,13 +325,13 @@ def test_debris_of_a_killed_run_is_swept(tmp_path, make_trainer, make_net, make_
     assert sorted(os.listdir(directory)) == ["final", "final.json", "mine", "step-00000010", "step-00000010.json"]
 
 
-def ended(checkpoint):
-    """The save in the background has, and is not looked at yet."""
+def wait_for_save(checkpoint):
+    """Wait until the background save has ended, without polling its result."""
     concurrent.futures.wait([pending.future for pending in checkpoint._store._pending])
 
 
 class Unwritable(pl.Callback):
-    """Takes the destination away while training goes on, and lets a save in the background end before a step does."""
+    """Removes the destination during training, and lets each background save end before the step."""
 
     def __init__(self, directory, checkpoint):
         self.directory, self.checkpoint, self.batches = directory, checkpoint, 0
@@ -337,7 +341,7 @@ class Unwritable(pl.Callback):
         if batch_idx == 1:
             self.directory.rmdir()
             self.directory.write_text("in the way")
-        ended(self.checkpoint)
+        wait_for_save(self.checkpoint)
 
 
 def test_a_failed_write_ends_the_run_within_a_step(tmp_path, make_trainer, make_net, make_loader):
@@ -357,7 +361,7 @@ def test_space_is_checked_before_training(tmp_path, make_trainer, make_net, make
 
 
 class Hoarder(pl.Callback):
-    """Has state that cannot be stored."""
+    """A callback whose state cannot be stored."""
 
     def state_dict(self):
         return {"lock": [random.Random(0)]}
@@ -370,7 +374,7 @@ def test_unstorable_state_is_refused_at_the_first_checkpoint_by_its_path(tmp_pat
         )
 
 
-def test_files_of_a_save_that_failed_are_not_left_behind(tmp_path, make_trainer, make_net, make_loader):
+def test_a_failed_save_leaves_no_files(tmp_path, make_trainer, make_net, make_loader):
     net = make_net()
     net.save_trainer_files = WithFiles().save_trainer_files
 
@@ -383,7 +387,7 @@ def test_files_of_a_save_that_failed_are_not_left_behind(tmp_path, make_trainer,
     assert os.listdir(tmp_path / "c") == []
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_costs_space_and_not_the_run(
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     tmp_path, make_trainer, make_net, make_loader, caplog, monkeypatch
 ):
     real = os.rename
@@ -407,7 +411,7 @@ def test_a_fast_development_run_saves_nothing(tmp_path, make_trainer, make_net, 
 
 
 class WithFiles:
-    """What a contract trainer's hook writes."""
+    """A contract trainer with a `save_checkpoint` hook."""
 
     def save_trainer_files(self, *, output_dir, step, final):
         (output_dir / "lora.bin").write_bytes(b"%d" % step)
@@ -424,9 +428,9 @@ def test_files_of_the_trainer_are_part_of_the_checkpoint(tmp_path, make_trainer,
     assert read_record(tmp_path / "c" / "final.json").primary_path.read_bytes() == b"3"
 
 
-def test_a_strategy_with_a_format_of_its_own_is_refused_with_the_way_out(tmp_path, make_trainer, make_net):
+def test_a_strategy_with_its_own_checkpoint_format_is_refused_with_an_alternative(tmp_path, make_trainer, make_net):
     class Sharding(SingleDeviceStrategy, FSDPStrategy):
-        """One process of it."""
+        """A sharding strategy with one process."""
 
     trainer = make_trainer()
     trainer.strategy.__class__ = Sharding
@@ -446,17 +450,17 @@ def test_a_strategy_with_a_format_of_its_own_is_refused_with_the_way_out(tmp_pat
         ("weights", "some", "Invalid `weights`. Expected 'all' or 'trained', but received 'some'."),
     ],
 )
-def test_constructor_refuses_what_makes_no_sense(argument, value, text):
+def test_the_constructor_refuses_an_invalid_argument(argument, value, text):
     with pytest.raises(ValueError, match="^" + text.replace("(", r"\(") + "$"):
         Checkpoint(**{argument: value})
 
 
-def test_all_that_makes_no_sense_is_named_at_once():
+def test_all_invalid_arguments_are_named_at_once():
     with refusal(ValueError):
         Checkpoint(every_minutes=-1, on_error="x", weights="some")
 
 
-def test_elapsed_time_goes_on_over_attempts(tmp_path, make_trainer, make_net, make_loader):
+def test_elapsed_time_accumulates_over_attempts(tmp_path, make_trainer, make_net, make_loader):
     make_trainer(Checkpoint(tmp_path / "c"), max_epochs=1).fit(make_net(), make_loader(2))
     first = read_record(tmp_path / "c" / "final.json").elapsed_s
     make_trainer(Checkpoint(tmp_path / "d"), max_epochs=2).fit(

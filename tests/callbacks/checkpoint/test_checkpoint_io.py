@@ -1,4 +1,4 @@
-"""The checkpoint plugin under stock Lightning: ModelCheckpoint, ckpt_path, removal, files of Lightning's own."""
+"""The checkpoint plugin with plain Lightning: ModelCheckpoint, ckpt_path, removal, Lightning's own files."""
 
 import errno
 import os
@@ -62,7 +62,7 @@ def test_last_may_be_a_link(tmp_path, plugin, make_trainer, make_net, make_loade
 
 
 @pytest.mark.parametrize("extension", [".pt", ".json"])
-def test_model_checkpoint_may_name_its_files_by_another_extension(
+def test_model_checkpoint_may_use_another_extension(
     tmp_path, plugin, make_trainer, make_net, make_loader, monkeypatch, extension
 ):
     monkeypatch.setattr(ModelCheckpoint, "FILE_EXTENSION", extension)
@@ -74,7 +74,9 @@ def test_model_checkpoint_may_name_its_files_by_another_extension(
     first = trainer(3)
     first.fit(make_net(), make_loader(2))
     keeper = first.checkpoint_callback
-    assert len(os.listdir(tmp_path / "c")) == 4, "the best and the last, each a record and a folder; others are removed"
+    assert len(os.listdir(tmp_path / "c")) == 4, (
+        "the best and the last, each a record and a folder; the others were removed"
+    )
     for path in (keeper.best_model_path, keeper.last_model_path):
         assert path.endswith(extension)
     assert verify(keeper.best_model_path).step == 4
@@ -84,10 +86,10 @@ def test_model_checkpoint_may_name_its_files_by_another_extension(
 
 
 @pytest.mark.parametrize("extension", [".ckpt", ".pth", ".json"])
-def test_each_start_finds_the_last_checkpoint_by_whatever_extension(
+def test_each_start_finds_the_last_checkpoint_by_any_extension(
     tmp_path, plugin, make_trainer, make_net, make_loader, monkeypatch, extension
 ):
-    """The name of the last one is taken at each further save, and its data gets another."""
+    """Each later save finds the name of the last one in use, and gives its data folder another name."""
     monkeypatch.setattr(ModelCheckpoint, "FILE_EXTENSION", extension)
     began = []
 
@@ -109,7 +111,7 @@ def test_a_checkpoint_is_found_by_its_data_folder(tmp_path):
     assert DurableCheckpointIO().load_checkpoint(tmp_path / "last~1.pth")["global_step"] == 2
 
 
-def test_weights_alone_can_be_saved(tmp_path, plugin, make_trainer, make_net, make_loader):
+def test_only_the_weights_can_be_saved(tmp_path, plugin, make_trainer, make_net, make_loader):
     trainer = make_trainer(plugins=[plugin], max_epochs=1, enable_checkpointing=False)
     net = make_net()
     trainer.fit(net, make_loader(2))
@@ -153,7 +155,7 @@ def in_flight(plugin, save):
     plugin.store._submit(save, None)
 
 
-def test_a_removal_waits_until_the_newer_one_is_durable(tmp_path):
+def test_a_removal_waits_until_the_newer_checkpoint_is_durable(tmp_path):
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "old.ckpt")
     release = threading.Event()
@@ -166,7 +168,7 @@ def test_a_removal_waits_until_the_newer_one_is_durable(tmp_path):
     assert verify(tmp_path / "new.ckpt").step == 2
 
 
-def test_a_removal_is_dropped_when_the_newer_one_fails(tmp_path):
+def test_a_removal_is_dropped_if_the_newer_checkpoint_fails(tmp_path):
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, tmp_path / "old.ckpt")
     release = threading.Event()
@@ -183,7 +185,7 @@ def test_a_removal_is_dropped_when_the_newer_one_fails(tmp_path):
     assert verify(tmp_path / "old.ckpt").step == 1
 
 
-def test_a_write_that_fails_names_checkpoint_size_and_file_and_says_what_to_do(tmp_path, plugin, monkeypatch):
+def test_a_failed_write_names_checkpoint_size_file_and_remedy(tmp_path, plugin, monkeypatch):
     def full(_, part):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -202,13 +204,13 @@ def test_a_write_that_fails_names_checkpoint_size_and_file_and_says_what_to_do(t
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_the_checkpoint_that_was_to_go_there(tmp_path, plugin):
+def test_a_folder_that_cannot_be_made_is_named_with_its_checkpoint(tmp_path, plugin):
     (tmp_path / "c").write_text("in the way")
     with refusal(UnwrittenCheckpointError):
         plugin.save_checkpoint({"global_step": 1}, tmp_path / "c" / "a")
 
 
-def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path):
+def test_an_asynchronous_save_holds_the_values_at_its_start(tmp_path):
     plugin = DurableCheckpointIO(asynchronous=True)
     weight, other = torch.ones(1000), torch.arange(12.0).reshape(3, 4).t()
     release = threading.Event()
@@ -247,14 +249,14 @@ def test_a_broken_checkpoint_is_not_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["missing.ckpt", "missing", "folder"])
-def test_what_is_not_there_is_not_found(tmp_path, name):
+def test_a_missing_checkpoint_raises_file_not_found(tmp_path, name):
     (tmp_path / "folder").mkdir()
     with pytest.raises(FileNotFoundError):
         DurableCheckpointIO().load_checkpoint(tmp_path / name)
 
 
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, make_loader):
+def test_a_url_is_refused_with_an_alternative(tmp_path, make_trainer, make_net, make_loader):
     for use in (DurableCheckpointIO().load_checkpoint, lambda path: DurableCheckpointIO().save_checkpoint({}, path)):
         with refusal(ValueError):
             use("memory://a.ckpt")
@@ -272,7 +274,7 @@ def test_a_url_is_refused_with_the_way_out(tmp_path, make_trainer, make_net, mak
     assert plugin.load_checkpoint(f"file://{tmp_path}/a.ckpt")["global_step"] == 1
 
 
-def test_torch_says_that_a_record_is_no_file_of_its_own(tmp_path):
+def test_torch_refuses_to_load_a_record(tmp_path):
     DurableCheckpointIO().save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "a.ckpt")
@@ -285,7 +287,7 @@ def test_removing_a_torch_file_leaves_a_folder_of_the_same_name(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_tensors_are_loaded_to_the_host_and_another_place_is_refused(tmp_path):
+def test_tensors_are_loaded_to_the_host_and_another_device_is_refused(tmp_path):
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"w": torch.ones(2)}, tmp_path / "a.ckpt")
     assert plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu")["w"].is_cpu
@@ -293,9 +295,9 @@ def test_tensors_are_loaded_to_the_host_and_another_place_is_refused(tmp_path):
         plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cuda:0")
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # without those callbacks
-def test_files_of_other_callbacks_stay_lightnings_own(tmp_path, make_trainer, make_net, make_loader):
-    """`Checkpoint` alone changes no file that others read: stock Lightning loads and resumes from them."""
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the second trainer lacks those callbacks
+def test_files_of_other_callbacks_stay_in_lightnings_format(tmp_path, make_trainer, make_net, make_loader):
+    """`Checkpoint` without the plugin changes no other file: plain Lightning loads them and resumes from them."""
     keeper = ModelCheckpoint(tmp_path / "stock", save_last=True, every_n_train_steps=2, save_top_k=1)
     trainer = make_trainer(keeper, Checkpoint(tmp_path / "own", every_n_steps=2), max_steps=6)
     trainer.fit(make_net(), make_loader(20))

@@ -1,4 +1,4 @@
-"""A plain Lightning trainer with `Checkpoint`, in a directory that holds checkpoints already."""
+"""A plain Lightning trainer with `Checkpoint`, in a directory that already has checkpoints."""
 
 import pytest
 
@@ -21,25 +21,25 @@ trainer.fit(BoringModel())
 """
 
 
-def trained_elsewhere(directory):
+def train_elsewhere(directory):
     program = directory.parent / "another.py"
     program.write_text(ANOTHER_PROCESS)
     run_forked(directory, program=str(program), folder=directory.parent).check_returncode()
     return {path: path.read_bytes() for path in directory.glob("*.json")}
 
 
-def test_a_fit_from_step_zero_among_anothers_checkpoints_is_refused_with_the_ways_out(
+def test_a_fit_from_step_zero_among_other_checkpoints_is_refused_with_the_options(
     tmp_path, make_trainer, make_net, make_loader
 ):
-    before = trained_elsewhere(tmp_path / "c")
+    before = train_elsewhere(tmp_path / "c")
     assert before
     for on_error in ("stop", "continue"):
         checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, on_error=on_error)
         with refusal(StartupContractError) as refused:
             make_trainer(checkpoint, max_steps=3).fit(make_net(), make_loader())
         assert refused.value.code == "startup.artifacts_in_use"
-        for way_out in ("ckpt_path=", "final.json", "`dirpath`", "replace_existing=True"):
-            assert way_out in str(refused.value)
+        for option in ("ckpt_path=", "final.json", "`dirpath`", "replace_existing=True"):
+            assert option in str(refused.value)
     assert {path: path.read_bytes() for path in (tmp_path / "c").glob("*.json")} == before
 
     replacing = Checkpoint(tmp_path / "c", every_n_steps=1, replace_existing=True)
@@ -53,7 +53,7 @@ def test_a_broken_checkpoint_of_another_run_is_not_trained_over(tmp_path, make_t
         make_trainer(Checkpoint(tmp_path), max_steps=2).fit(make_net(), make_loader())
 
 
-def test_files_that_are_no_checkpoints_of_ours_hinder_nobody(tmp_path, make_trainer, make_net, make_loader):
+def test_other_files_do_not_prevent_a_fit(tmp_path, make_trainer, make_net, make_loader):
     (tmp_path / "notes.json").write_text("{}")
     save(tmp_path / "by-hand", {"x": 1})
     make_trainer(Checkpoint(tmp_path), max_steps=2).fit(make_net(), make_loader())
@@ -67,7 +67,7 @@ def test_one_process_may_fit_again_in_its_own_directory(tmp_path, make_trainer, 
     make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_steps=2).fit(make_net(), make_loader())
 
 
-def test_best_finds_ours_before_anything_was_trained(tmp_path, make_trainer, make_net, make_loader):
+def test_best_finds_a_checkpoint_of_genlight_before_training(tmp_path, make_trainer, make_net, make_loader):
     make_trainer(Checkpoint(tmp_path, every_n_steps=1, save_final=False), max_steps=2).fit(make_net(), make_loader())
     trainer = make_trainer(Checkpoint(tmp_path, every_n_steps=1), max_steps=4)
     trainer.fit(make_net(), make_loader(), ckpt_path="best")
@@ -76,7 +76,7 @@ def test_best_finds_ours_before_anything_was_trained(tmp_path, make_trainer, mak
 
 
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
-def test_last_knows_lightnings_own_alone_and_overwrites_nothing(tmp_path, make_trainer, make_net, make_loader):
-    trained_elsewhere(tmp_path / "c")
+def test_last_finds_only_lightnings_files_and_overwrites_nothing(tmp_path, make_trainer, make_net, make_loader):
+    train_elsewhere(tmp_path / "c")
     with refusal(StartupContractError):
         make_trainer(Checkpoint(tmp_path / "c"), max_steps=4).fit(make_net(), make_loader(), ckpt_path="last")

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its weights: finite, not finite, or not known."""
+"""The entry of a checkpoint about its weights: finite, not finite, or unknown."""
 
 import json
 
@@ -22,11 +22,11 @@ def test_a_record_says_whether_the_parameters_are_finite(tmp_path):
     assert saved(tmp_path / "a", weight=[1.0, 2.0]) is True
     assert saved(tmp_path / "b", {"weight"}, weight=[1.0], mask=[-INF]) is True
     assert saved(tmp_path / "c", {"weight"}, weight=[1.0, NAN], mask=[1.0]) is False
-    assert saved(tmp_path / "d", weight=[1.0, INF]) is None  # nobody says that it is no mask
+    assert saved(tmp_path / "d", weight=[1.0, INF]) is None  # it may be a mask
     assert save(tmp_path / "e", {"epoch": 1}, meta=RecordMeta(step=1)).finite_weights is None
 
 
-def test_a_record_that_says_nothing_of_it_still_loads(tmp_path):
+def test_a_record_without_the_entry_still_loads(tmp_path):
     saved(tmp_path / "a", weight=[1.0])
     path = tmp_path / "a.json"
     content = json.loads(path.read_bytes())
@@ -38,7 +38,7 @@ def test_a_record_that_says_nothing_of_it_still_loads(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_diverged_run_keeps_its_newest_finite_checkpoint_says_so_and_warns_on_resume(
+def test_a_diverged_run_keeps_its_newest_finite_checkpoint_and_warns_on_resume(
     tmp_path, make_trainer, make_net, make_loader, caplog, capsys, asynchronous
 ):
     class Diverges(type(make_net())):

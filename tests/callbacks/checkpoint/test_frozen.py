@@ -1,4 +1,4 @@
-"""Frozen weights are written once, and every checkpoint is whole by itself all the same."""
+"""Frozen weights are written once, and yet every checkpoint is complete without the others."""
 
 import copy
 import errno
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches
 
 @pytest.fixture(params=["links", "no links"])
 def linking(request, monkeypatch):
-    """Both kinds of file systems."""
+    """A file system with hard links, and one without."""
     if request.param == "no links":
 
         def refuse(*_, **__):
@@ -57,7 +57,7 @@ def files_of(folder):
 
 
 def frozen_files_of(folder):
-    """Inodes of the files of frozen weights."""
+    """Return the inodes of the files of frozen weights."""
     return {path.stat().st_ino for path in Path(folder).glob("*/frozen.safetensors")}
 
 
@@ -66,7 +66,7 @@ def assert_equal(found, expected):
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def test_what_is_frozen_is_kept_once_for_all_checkpoints_of_a_run(train, tmp_path, linking):
+def test_frozen_weights_are_stored_once_for_all_checkpoints_of_a_run(train, tmp_path, linking):
     directory = tmp_path / "c"
     first = train(Adapted(), 6)
     second = train(Adapted(), 10, resume=directory / "step-00000006.json")
@@ -82,17 +82,17 @@ def test_what_is_frozen_is_kept_once_for_all_checkpoints_of_a_run(train, tmp_pat
         assert_equal(dict(load(record.path)["state_dict"]), (first.seen | second.seen)[record.step])
 
 
-def test_a_run_that_was_resumed_ends_with_the_same_bits(train, tmp_path):
-    whole = train(Adapted(), 10)
+def test_a_resumed_run_ends_with_the_same_bits(train, tmp_path):
+    expected = train(Adapted(), 10)
     shutil.rmtree(tmp_path / "c")
     train(Adapted(), 6)
 
     resumed = train(Adapted(), 10, resume=tmp_path / "c" / "step-00000006.json")
 
-    assert_equal(resumed.state_dict(), whole.state_dict())
+    assert_equal(resumed.state_dict(), expected.state_dict())
 
 
-def test_a_checkpoint_is_whole_without_the_others_and_elsewhere(train, tmp_path, linking):
+def test_a_checkpoint_is_complete_without_the_others_and_as_a_copy(train, tmp_path, linking):
     directory = tmp_path / "c"
     module = train(Adapted(), 6)
     shutil.copytree(directory, tmp_path / "copy")
@@ -107,25 +107,25 @@ def test_a_checkpoint_is_whole_without_the_others_and_elsewhere(train, tmp_path,
     assert not [path for path in directory.rglob("*") if path.is_file()]
 
 
-def test_only_what_is_trained_is_copied_in_a_save(train, tmp_path, monkeypatch):
+def test_a_save_copies_only_trained_weights(train, tmp_path, monkeypatch):
     copied = []
     real = CheckpointStore._write
 
-    def noted(self, captured, *rest):
+    def record(self, captured, *rest):
         copied.append(captured.nbytes)
         return real(self, captured, *rest)
 
-    monkeypatch.setattr(CheckpointStore, "_write", noted)
+    monkeypatch.setattr(CheckpointStore, "_write", record)
     train(Adapted(), 8)
 
     weights = 4 * 64 * 65 * 4
     assert copied[0] > weights + 40_000
-    # All but the frozen weights; what is left over is bookkeeping of a few hundred bytes.
+    # All but the frozen weights, with a few hundred bytes of bookkeeping.
     assert all(nbytes < copied[0] - weights + 1_000 for nbytes in copied[1:])
 
 
 class ByHand(Adapted):
-    """Its frozen tensors change without the knowledge of autograd, in every way that there is."""
+    """Changes its frozen tensors without autograd, in every possible way."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ class ByHand(Adapted):
         return super().training_step(self.norm(batch), batch_idx)
 
 
-def test_what_a_trainer_changes_by_hand_is_saved_as_it_is(train, tmp_path, linking):
+def test_frozen_weights_that_a_trainer_changes_are_saved(train, tmp_path, linking):
     module = train(ByHand(), 8)
 
     for listed in list_checkpoints(tmp_path / "c"):
@@ -153,7 +153,7 @@ def test_what_a_trainer_changes_by_hand_is_saved_as_it_is(train, tmp_path, linki
     assert 6 * 64 * 65 * 4 < frozen < 8 * 64 * 65 * 4
 
 
-def test_what_an_optimizer_holds_is_not_frozen(train, tmp_path):
+def test_weights_of_an_optimizer_are_not_frozen(train, tmp_path):
     class Thawing(Adapted):
         """Trains a layer of its base for a while."""
 
@@ -170,7 +170,7 @@ def test_what_an_optimizer_holds_is_not_frozen(train, tmp_path):
     assert len(frozen_files_of(tmp_path / "c")) == 1
 
 
-def test_a_payload_that_holds_the_same_weights_stores_none_twice(train, tmp_path):
+def test_weights_in_the_payload_are_not_stored_twice(train, tmp_path):
     class WithPayload(Adapted):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["payload"] = {"weights": self.state_dict()}
@@ -182,7 +182,7 @@ def test_a_payload_that_holds_the_same_weights_stores_none_twice(train, tmp_path
     assert_equal(dict(payload["weights"]), module.seen[6])
 
 
-def test_a_shared_file_that_was_written_to_is_not_shared_any_further(train, tmp_path):
+def test_a_shared_file_that_was_modified_is_no_longer_shared(train, tmp_path):
     class Meddling(Adapted):
         def on_train_batch_start(self, batch, batch_idx):
             if self.trainer.global_step == 3:
@@ -198,7 +198,7 @@ def test_a_shared_file_that_was_written_to_is_not_shared_any_further(train, tmp_
     assert len(frozen_files_of(tmp_path / "c")) == 2
 
 
-def test_a_shared_file_that_is_gone_is_written_again(train, tmp_path, linking):
+def test_a_missing_shared_file_is_written_again(train, tmp_path, linking):
     class Losing(Adapted):
         def on_train_batch_start(self, batch, batch_idx):
             if self.trainer.global_step == 3:
@@ -210,7 +210,7 @@ def test_a_shared_file_that_is_gone_is_written_again(train, tmp_path, linking):
     assert_equal(load_weights(tmp_path / "c" / "step-00000006.json"), module.seen[6])
 
 
-def test_an_upload_has_every_file_under_the_name_by_which_a_resume_asks_for_it(train, tmp_path, linking):
+def test_an_upload_names_every_file_as_a_resume_requests_it(train, tmp_path, linking):
     train(Adapted(), 4, save_final=False)
     record = read_record(tmp_path / "c" / "step-00000004.json")
 
@@ -222,14 +222,14 @@ def test_an_upload_has_every_file_under_the_name_by_which_a_resume_asks_for_it(t
     assert entry.name_in_store(files[-1]) == record.path.name
 
 
-def test_a_tensor_that_two_files_hold_is_a_broken_checkpoint(train, tmp_path):
+def test_a_tensor_in_two_files_makes_a_checkpoint_broken(train, tmp_path):
     train(Adapted(), 2, save_final=False)
     record = read_record(tmp_path / "c" / "step-00000002.json")
     [frozen] = [file for file in record.files if file.path.endswith("frozen.safetensors")]
     twice = replace(frozen, path="step-00000002/model.safetensors")
     shutil.copy(tmp_path / "c" / frozen.path, tmp_path / "c" / twice.path)
     others = [file for file in record.files if file.path != twice.path]
-    record.path.write_bytes(written_again(record, files=[*others, twice]))
+    record.path.write_bytes(change_record(record, files=[*others, twice]))
 
     for read in (lambda path: check_contents(verify(path)), load):
         with refusal(BrokenCheckpointError):
@@ -237,11 +237,11 @@ def test_a_tensor_that_two_files_hold_is_a_broken_checkpoint(train, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["F32", "X9"])
-def test_what_a_record_says_that_it_leaves_out_takes_no_memory(train, tmp_path, dtype):
+def test_omitted_tensors_of_a_record_take_no_memory(train, tmp_path, dtype):
     train(Adapted(), 2, save_final=False, weights="trained")
     record = read_record(tmp_path / "c" / "step-00000002.json")
     huge = [replace(left, dtype=dtype, shape=(2**40, 2**20)) for left in record.left_out]
-    record.path.write_bytes(written_again(record, left_out=huge))
+    record.path.write_bytes(change_record(record, left_out=huge))
 
     if dtype == "X9":
         with refusal(BrokenCheckpointError):
@@ -250,13 +250,13 @@ def test_what_a_record_says_that_it_leaves_out_takes_no_memory(train, tmp_path, 
         load(record.path, base=Adapted().state_dict())
 
 
-def written_again(record, **changed):
-    """The bytes of `record` with something else in it, and a digest that fits."""
+def change_record(record, **changed):
+    """Return the bytes of `record` with other fields and a valid digest."""
     return serialise_record(replace(record, **changed))
 
 
 class Run:
-    """A trainer's weights and the checkpoints that it should have, over restarts of its process."""
+    """Weights of a trainer and its expected checkpoints, over restarts of its process."""
 
     def __init__(self, directory, chance):
         self.directory, self.chance = directory, chance
@@ -279,7 +279,7 @@ class Run:
         self.expected[path] = copy.deepcopy(self.weights)
         state = {"state_dict": dict(self.weights), "kept": self.weights["layer5"][:10]}
         self.store.save(path, state, meta, asynchronous=self.asynchronous)
-        self.train()  # goes on while the checkpoint is written
+        self.train()  # continues while the checkpoint is written
         self.store.wait()
 
     def train(self):
@@ -303,8 +303,8 @@ class Run:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_each_checkpoint_that_is_kept_is_whole_and_has_its_bits(tmp_path, seed, linking, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here is cut off from power
+def test_every_kept_checkpoint_is_complete_and_exact_after_random_actions(tmp_path, seed, linking, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power cut is simulated here
     torch.manual_seed(seed)
     chance = random.Random(seed)
     run = Run(tmp_path / "c", chance)

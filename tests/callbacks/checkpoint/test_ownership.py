@@ -1,4 +1,4 @@
-"""What belongs to others in a directory of checkpoints stays, whatever is saved, removed, swept or moved beside it."""
+"""Files of others in a directory of checkpoints stay when checkpoints are saved, removed, swept or moved."""
 
 import os
 import shutil
@@ -28,15 +28,15 @@ def checkpoint_of(step):
 
 
 def tree(directory):
-    """Every name below a directory: the content of a file, the target of a link, None for a folder."""
-    found = {}
+    """Map every name below a directory to the content of a file, the target of a link, or None for a folder."""
+    entries = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_symlink():
-            found[name] = ("link", os.readlink(path))
+            entries[name] = ("link", os.readlink(path))
         else:
-            found[name] = None if path.is_dir() else path.read_bytes()
-    return found
+            entries[name] = None if path.is_dir() else path.read_bytes()
+    return entries
 
 
 def test_a_save_over_a_link_replaces_the_link_and_leaves_its_target(tmp_path):
@@ -54,7 +54,7 @@ def test_a_save_over_a_link_replaces_the_link_and_leaves_its_target(tmp_path):
 
 
 @pytest.mark.parametrize("content", [{}, {"config.json": "{}"}, {"training_state.json": "[1]"}])
-def test_a_users_folder_of_the_checkpoints_name_stays_and_the_data_takes_another(tmp_path, content):
+def test_a_users_folder_with_the_checkpoints_name_stays_and_the_data_gets_another(tmp_path, content):
     (tmp_path / "model").mkdir()
     for name, text in content.items():
         (tmp_path / "model" / name).write_text(text)
@@ -72,7 +72,7 @@ def test_a_users_folder_of_the_checkpoints_name_stays_and_the_data_takes_another
     assert tree(tmp_path) == before
 
 
-def test_a_users_file_and_link_of_the_checkpoints_name_stay_too(tmp_path):
+def test_a_users_file_and_link_with_the_checkpoints_name_stay(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "a").write_text("mine")
     os.symlink("elsewhere", tmp_path / "b")
@@ -85,7 +85,7 @@ def test_a_users_file_and_link_of_the_checkpoints_name_stay_too(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "a.json", "a~2", "b", "b.json", "b~2", "elsewhere"]
 
 
-def test_records_of_one_name_share_no_folder(tmp_path):
+def test_records_with_the_same_name_share_no_folder(tmp_path):
     io = DurableCheckpointIO()
     for step in (1, 2):
         io.save_checkpoint(checkpoint_of(step), tmp_path / "a.ckpt")
@@ -149,7 +149,7 @@ def test_a_sweep_leaves_copies_of_data_and_temporary_names_of_others(tmp_path):
     assert tree(tmp_path) == before
 
 
-def test_what_a_kill_left_is_swept_but_not_a_file_of_others_in_it(tmp_path):
+def test_debris_of_a_kill_is_removed_but_not_a_users_file_in_it(tmp_path):
     for name in "ab":
         save(tmp_path / name, checkpoint_of(1))
         (tmp_path / f"{name}.json").rename(tmp_path / name / temporary_name(f"{name}.json"))
@@ -179,7 +179,7 @@ def test_a_renamed_record_keeps_its_data(tmp_path):
     assert verify(tmp_path / "best").step == 1
 
 
-def test_retention_leaves_what_model_checkpoint_wrote_into_the_same_directory(
+def test_retention_leaves_checkpoints_of_model_checkpoint_in_the_same_directory(
     tmp_path, make_trainer, make_net, make_loader
 ):
     keeper = ModelCheckpoint(tmp_path, filename="best", monitor="loss", save_last="link", every_n_train_steps=2)
@@ -197,7 +197,7 @@ def test_retention_leaves_what_model_checkpoint_wrote_into_the_same_directory(
     assert checkpoint.best_model_path == str(tmp_path / "final.json")
 
 
-def test_retention_removes_only_what_this_callback_wrote_in_this_run(tmp_path, make_trainer, make_net, make_loader):
+def test_retention_removes_only_checkpoints_of_this_callback_and_run(tmp_path, make_trainer, make_net, make_loader):
     save(tmp_path / "step-00000001", checkpoint_of(1), meta=RecordMeta(run_id="another", writer="Checkpoint"))
     save(tmp_path / "step-00000002", checkpoint_of(2))  # by hand
     save(tmp_path / "step-00000003", checkpoint_of(3), meta=RecordMeta(writer="Checkpoint"))
@@ -230,7 +230,7 @@ def test_a_users_file_with_the_name_of_a_checkpoint_is_refused_before_training(
     assert tree(tmp_path) == {name: b"[]"}
 
 
-def test_a_resumed_training_renames_what_is_in_its_way_and_keeps_earlier_ones(
+def test_a_resumed_training_renames_files_in_its_way_and_keeps_earlier_ones(
     tmp_path, make_trainer, make_net, make_loader, caplog
 ):
     first = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)

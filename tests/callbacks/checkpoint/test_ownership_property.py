@@ -1,4 +1,4 @@
-"""Any sequence of saves, links, retentions, removals and foreign files leaves others' files and kept checkpoints."""
+"""Any sequence of saves, links, retentions and removals preserves files of others and kept checkpoints."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ MANY = 200 if os.environ.get("GENLIGHT_LONG_FAULTS") else 80
 NAMES = ["a", "a~1", "last", "final", "step-00000001", "v1.2.final"]
 SUFFIXES = ["", ".json", ".ckpt"]
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""A file system where a sync costs nothing."""
+"""A file system on which a sync costs nothing."""
 paths = st.builds(str.__add__, st.sampled_from(NAMES), st.sampled_from(SUFFIXES))
 records = st.builds(str.__add__, st.sampled_from(NAMES), st.sampled_from(SUFFIXES[1:]))
 temporary = st.sampled_from([".tmp-notes", ".tmp-a-2026-11-22"])
@@ -50,7 +50,7 @@ class Directory(RuleBasedStateMachine):
     def teardown(self):
         shutil.rmtree(self.base)
 
-    # What a user does
+    # Actions of a user
 
     @rule(name=st.one_of(paths, temporary), content=contents)
     def put_file(self, name, content):
@@ -106,7 +106,7 @@ class Directory(RuleBasedStateMachine):
             os.link(data.draw(st.sampled_from(sorted(files))), path)
             self.foreign[path] = path.read_bytes()
 
-    # What we do
+    # Actions of genlight
 
     @rule(name=paths)
     def save(self, name):
@@ -157,7 +157,7 @@ class Directory(RuleBasedStateMachine):
         self.kept.pop(path, None)
 
     @rule()
-    def start_anew(self):
+    def restart(self):
         storage._live.clear()
         sweep(self.directory)
 
@@ -168,7 +168,7 @@ class Directory(RuleBasedStateMachine):
             assert found == content, path
 
     @invariant()
-    def kept_checkpoints_are_whole(self):
+    def kept_checkpoints_are_complete(self):
         for path, (step, _) in self.kept.items():
             verify(path)
             assert float(load(path)["state_dict"]["w"][0]) == step

@@ -16,8 +16,8 @@ def draw():
     return [random.random(), random.gauss(0, 1), np.random.normal(), torch.randn(()).item(), random.getrandbits(70)]
 
 
-def test_every_source_goes_on_where_it_was(tmp_path):
-    random.gauss(0, 1)  # Leaves a second value behind, which is part of the state.
+def test_every_random_source_continues(tmp_path):
+    random.gauss(0, 1)  # Python keeps a second value as part of the state.
     np.random.normal()
     save(tmp_path / "a", {"rng": capture_rng()})
     expected = draw()
@@ -26,15 +26,15 @@ def test_every_source_goes_on_where_it_was(tmp_path):
     assert draw() == expected
 
 
-def test_devices_that_are_not_here_are_named():
+def test_missing_devices_are_named():
     state = capture_rng() | {"devices": {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}}
     missing = 3 - (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     expected = [f"the random state of {missing} CUDA devices that are not here"] if missing > 0 else []
     assert restore_rng(state) == expected
 
 
-def test_generators_of_the_training_loaders_are_put_back(tmp_path):
-    """A loader with `state_dict` replays its order, but not what its iterator drew from the generator beside that."""
+def test_generators_of_the_training_loaders_are_restored(tmp_path):
+    """A loader with `state_dict` replays its order, but not other numbers that its iterator drew."""
     given = torch.Generator().manual_seed(4)
     torch.rand(3, generator=given)
     save(tmp_path / "a", {"rng": capture_rng([given])})
@@ -61,7 +61,7 @@ def test_each_generator_is_found_once_whichever_part_of_a_loader_holds_it():
      (3, 2, {"w": 3.0, "same": 5.0})],
 )  # fmt: skip
 def test_gradients_of_an_open_window_keep_their_mean_over_the_ranks(world_size, rank, expected):
-    """Each rank's own where their number is the same; else no part is lost, and none counts twice."""
+    """The same number of ranks get their own gradients back; otherwise no part is lost and none counts twice."""
     saved = [{"w": torch.tensor(2.0), "same": torch.tensor(5.0)}, {"w": torch.tensor(4.0)}]
     assert gradients_of_rank(saved, rank, world_size) == expected
     assert gradients_of_rank([], rank, world_size) == {}
@@ -73,6 +73,6 @@ def test_gradients_of_an_open_window_keep_their_mean_over_the_ranks(world_size, 
      (4, 3, {"w": 2.0, "late": 2.0})],
 )  # fmt: skip
 def test_a_rank_without_a_gradient_gets_none(world_size, rank, expected):
-    """A layer that a rank did not use in this window yet: its part of the mean is nothing, not that of rank 0."""
+    """A rank that has not used a layer in this window contributes nothing to the mean."""
     saved = [{"w": torch.tensor(3.0)}, {"w": None}, {"late": torch.tensor(6.0)}]
     assert gradients_of_rank(saved, rank, world_size) == expected

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps."""
+"""The checkpoints that a run keeps."""
 
 import dataclasses
 from pathlib import Path
@@ -29,15 +29,15 @@ def steps(records):
     return [item.step for item in records]
 
 
-def test_all_but_the_newest_two_go():
+def test_all_but_the_newest_two_are_deleted():
     assert steps(to_delete([record(step) for step in (4, 1, 3, 2)], Retention())) == [1, 2]
 
 
-def test_none_goes_when_all_are_kept():
+def test_none_is_deleted_if_all_are_kept():
     assert to_delete([record(step) for step in range(9)], Retention(keep_last=None)) == []
 
 
-def test_the_newest_with_finite_weights_stays_whatever_came_after():
+def test_the_newest_with_finite_weights_is_kept_although_later_ones_follow():
     finite = [True, True, False, False, False]
     records = [dataclasses.replace(record(at), finite_weights=known) for at, known in enumerate(finite)]
     assert steps(to_delete(records, Retention(keep_last=1))) == [0, 2, 3]
@@ -45,7 +45,7 @@ def test_the_newest_with_finite_weights_stays_whatever_came_after():
     assert steps(to_delete(unknown, Retention(keep_last=1))) == [0, 2, 3]
 
 
-def test_the_best_stay_by_either_mode():
+def test_the_best_are_kept_in_either_mode():
     records = [record(step, score=score) for step, score in enumerate([5.0, 1.0, 3.0, 9.0, 4.0])]
     assert steps(to_delete(records, Retention(keep_last=1, keep_best=2, monitor="score", mode="min"))) == [0, 3]
     assert steps(to_delete(records, Retention(keep_last=1, keep_best=1, monitor="score", mode="max"))) == [0, 1, 2]
@@ -56,7 +56,7 @@ def test_a_score_that_is_no_number_is_never_the_best():
     assert steps(to_delete(records, Retention(keep_last=1, monitor="score", mode="max"))) == [1, 3]
 
 
-def test_final_and_older_runtimes_checkpoints_are_left_alone():
+def test_final_and_checkpoints_of_the_older_runtime_are_kept():
     records = [record(1, final=True), record(2, is_old=True), record(3), record(4)]
     assert steps(to_delete(records, Retention(keep_last=1))) == [3]
 
@@ -78,8 +78,8 @@ def test_newest_and_best_are_never_deleted(scores, keep_last, keep_best):
     assert len(scores) - len(gone) <= keep_last + keep_best
 
 
-def test_old_checkpoints_are_removed_with_as_many_reads_as_there_are_records(tmp_path, monkeypatch):
-    """Quadratic reading once held a run up for minutes."""
+def test_removing_old_checkpoints_reads_each_record_a_few_times_at_most(tmp_path, monkeypatch):
+    """Quadratic reading once delayed a run by minutes."""
     saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in range(60)]
     read, store = [], CheckpointStore()
 
@@ -97,8 +97,8 @@ def test_old_checkpoints_are_removed_with_as_many_reads_as_there_are_records(tmp
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError("of the user's"), PermissionError(13, "Permission denied")], ids=repr
 )
-def test_retention_that_fails_is_said(tmp_path, caplog, error):
-    """Otherwise the disk fills up, and nothing says why."""
+def test_a_failure_of_retention_is_logged(tmp_path, caplog, error):
+    """Otherwise the disk fills up without a reason in the log."""
 
     def choose(listed):
         raise error
@@ -109,7 +109,7 @@ def test_retention_that_fails_is_said(tmp_path, caplog, error):
     assert f"Could not remove old checkpoints from {tmp_path}: {type(error).__name__}: {error}" in caplog.text
 
 
-def test_a_removal_that_fails_is_said(tmp_path, caplog, monkeypatch):
+def test_a_failure_of_a_removal_is_logged(tmp_path, caplog, monkeypatch):
     store = CheckpointStore()
     monkeypatch.setattr(store_module, "delete_checkpoint", lambda *_: 1 / 0)
     store.save(tmp_path / "new", {"global_step": 2}, asynchronous=True)

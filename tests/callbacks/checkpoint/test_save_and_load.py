@@ -1,4 +1,4 @@
-"""Saving and loading whole checkpoints."""
+"""Saving and loading complete checkpoints."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def dump(model, optimizer, state=None):
     }
 
 
-def test_what_was_saved_is_loaded(tmp_path, trained):
+def test_a_saved_checkpoint_is_loaded(tmp_path, trained):
     model, optimizer = trained
     save(tmp_path / "step-00000007", dump(model, optimizer, {"best": 0.5, "ids": (1, 2)}))
 
@@ -54,7 +54,7 @@ def test_module_versions_are_kept(tmp_path, trained):
     assert load(tmp_path / "a")["state_dict"]._metadata == trained[0].state_dict()._metadata
 
 
-def test_the_layout_on_disk_is_a_record_beside_a_folder(tmp_path, trained):
+def test_the_layout_on_disk_is_a_record_next_to_a_folder(tmp_path, trained):
     record = save(tmp_path / "step-00000007", dump(*trained), meta=RecordMeta(run_id="r", attempt=2))
     assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000007.json"]
     content = json.loads((tmp_path / "step-00000007.json").read_text())
@@ -73,7 +73,7 @@ def test_model_file_is_readable_by_safetensors(tmp_path, trained):
             assert torch.equal(file.get_tensor(name), tensor)
 
 
-def test_model_file_is_complete_though_weights_are_tied(tmp_path):
+def test_model_file_is_complete_if_weights_are_tied(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     save(tmp_path / "a", {"state_dict": model.state_dict()})
@@ -83,13 +83,13 @@ def test_model_file_is_complete_though_weights_are_tied(tmp_path):
     assert weights["0.weight"].data_ptr() == weights["1.weight"].data_ptr()
 
 
-def test_what_the_trainer_shares_with_the_model_is_stored_once(tmp_path, trained):
+def test_tensors_shared_by_trainer_and_model_are_stored_once(tmp_path, trained):
     model, optimizer = trained
-    alone = save(tmp_path / "a", dump(model, optimizer))
+    plain = save(tmp_path / "a", dump(model, optimizer))
     shared = save(tmp_path / "b", dump(model, optimizer, {"model": model.state_dict(), "opt": optimizer.state_dict()}))
     tensors = [
         {f.path.split("/")[1]: f.size for f in record.files if f.path.endswith(".safetensors")}
-        for record in (alone, shared)
+        for record in (plain, shared)
     ]
     assert tensors[0] == tensors[1]
     loaded = load(tmp_path / "b")
@@ -129,7 +129,7 @@ def test_a_link_of_the_trainers_hook_is_refused_by_name_and_nothing_is_written(t
     assert os.listdir(tmp_path / "c") == []
 
 
-def test_an_older_runtimes_record_gives_its_state_as_it_is(tmp_path):
+def test_a_record_of_the_older_runtime_returns_its_state_unchanged(tmp_path):
     state = {"w": [1.5], "$tuple": [1]}
     (tmp_path / "step-00000012.json").write_text(json.dumps({"state": state, "request_id": "old"}))
     record = read_record(tmp_path / "step-00000012.json")
@@ -138,6 +138,6 @@ def test_an_older_runtimes_record_gives_its_state_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "step"), [("step-00000005", {"step": 9}, 9), ("resume", {}, 0)])
-def test_an_older_records_step_comes_from_its_content_else_its_name(tmp_path, name, content, step):
+def test_the_step_of_an_older_record_comes_from_its_content_or_its_name(tmp_path, name, content, step):
     (tmp_path / f"{name}.json").write_text(json.dumps({"state": {}, **content}))
     assert read_record(tmp_path / f"{name}.json").step == step

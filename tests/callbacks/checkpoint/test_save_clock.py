@@ -1,4 +1,4 @@
-"""Saves by the clock: when, and on all ranks alike."""
+"""Saves by the clock: their time, and the same time on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def saved(directory) -> list[int]:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of the triggers, which runs as a test says."""
+    """The clock of the triggers; a test sets it."""
     clock = SimpleNamespace(now=1000.0)
     for module in (policy, cadence):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -27,7 +27,7 @@ def clock(monkeypatch):
 
 
 class Takes(Hook):
-    """Lets each step take so many seconds."""
+    """Makes each step take some seconds of the clock."""
 
     def __init__(self, clock, seconds) -> None:
         self.clock, self.seconds = clock, seconds
@@ -38,7 +38,7 @@ class Takes(Hook):
 
 @pytest.mark.parametrize(
     ("every_n_steps", "expected"),
-    [(0, [12, 24, 36]), (10, [10, 20, 30, 40])],  # the minutes count from the last save, whatever asked for it
+    [(0, [12, 24, 36]), (10, [10, 20, 30, 40])],  # the minutes count from the last save, whatever caused it
 )
 def test_minutes_count_from_the_last_save(fit, counting_trainer, tmp_path, clock, every_n_steps, expected) -> None:
     checkpoint = Checkpoint(tmp_path, every_minutes=2, every_n_steps=every_n_steps, keep_last=None, save_final=False)
@@ -47,8 +47,8 @@ def test_minutes_count_from_the_last_save(fit, counting_trainer, tmp_path, clock
     assert saved(tmp_path) == expected
 
 
-def test_ranks_save_together_what_the_first_one_decides(tmp_path) -> None:
+def test_ranks_save_when_rank_zero_decides(tmp_path) -> None:
     run_ranks("save_clock_ranks.py", tmp_path)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
-    assert ranks[0]["minutes"] == [12, 24]  # rank 1's clock stands still
+    assert ranks[0]["minutes"] == [12, 24]  # rank 1's clock does not advance

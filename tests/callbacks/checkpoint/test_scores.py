@@ -1,4 +1,4 @@
-"""A score that comes after its checkpoint was saved counts for that checkpoint, and for no other."""
+"""A score that arrives after its checkpoint was saved counts for that checkpoint and no other."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from genlight.callbacks.hook.events import publish_scores
 from support.score_waiting import WaitsForScores
 
 
-class Tells(Hook):
-    """Publishes scores of steps, each after the step that is its key."""
+class Publishes(Hook):
+    """Publishes the score of a step after the step that is its key."""
 
     writes = ("eval_scores",)
     critical = True
 
-    def __init__(self, told: dict[int, tuple[int, float]]) -> None:
-        self.told = told
+    def __init__(self, scores: dict[int, tuple[int, float]]) -> None:
+        self.scores = scores
 
     def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step in self.told:
-            step, value = self.told[trainer.global_step]
+        if trainer.global_step in self.scores:
+            step, value = self.scores[trainer.global_step]
             publish_scores(trainer, {"val": value}, step)
 
 
@@ -41,8 +41,8 @@ def scores_in(folder: Path) -> dict[int, float | None]:
     return {entry.record.step: entry.record.metrics.get("val") for entry in list_checkpoints(folder)}
 
 
-def test_the_best_by_a_command_beside_training_stays_with_its_own_score(fit, counting_trainer, tmp_path, capsys):
-    """Step 4 is the best, which is known only when training is past it."""
+def test_the_best_by_a_background_command_is_kept_with_its_own_score(fit, counting_trainer, tmp_path, capsys):
+    """Step 4 is the best, but its score arrives when training is past it."""
     script = tmp_path / "score.py"
     script.write_text(
         textwrap.dedent("""
@@ -63,17 +63,20 @@ def test_the_best_by_a_command_beside_training_stays_with_its_own_score(fit, cou
     assert "val=0" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_is_saved_while_an_older_one_is_scored_does_not_get_that_score(
-    fit, counting_trainer, tmp_path
-):
-    """Nor in the run that resumes, whose run state begins with the scores of the one before."""
+def test_a_checkpoint_saved_while_an_older_one_is_scored_does_not_get_that_score(fit, counting_trainer, tmp_path):
+    """The scores of the previous attempt, with which a resumed run begins, must not count either."""
     folder = tmp_path / "c"
-    fit(counting_trainer(), [Tells({3: (2, 0.1)}), saver(folder, keep_last=None)], steps=6, enable_checkpointing=True)
+    fit(
+        counting_trainer(),
+        [Publishes({3: (2, 0.1)}), saver(folder, keep_last=None)],
+        steps=6,
+        enable_checkpointing=True,
+    )
     assert scores_in(folder) == {2: 0.1, 4: None, 6: None}
 
     fit(
         counting_trainer(),
-        [Tells({9: (8, 0.3)}), saver(folder, keep_last=None)],
+        [Publishes({9: (8, 0.3)}), saver(folder, keep_last=None)],
         steps=10,
         enable_checkpointing=True,
         ckpt_path=folder / "step-00000006.json",
@@ -85,12 +88,12 @@ def test_a_checkpoint_that_is_saved_while_an_older_one_is_scored_does_not_get_th
 def test_a_score_of_this_step_counts_whether_it_comes_before_the_save_or_after(
     fit, counting_trainer, tmp_path, asynchronous
 ):
-    class TellsAfterTheSave(Tells):
+    class PublishesAfterTheSave(Publishes):
         writes = ()
         reads = ("latest_checkpoint_uri",)
 
     folder = tmp_path / "c"
-    hooks = [Tells({2: (2, 0.25)}), TellsAfterTheSave({4: (4, 0.5)})]
+    hooks = [Publishes({2: (2, 0.25)}), PublishesAfterTheSave({4: (4, 0.5)})]
     fit(
         counting_trainer(),
         [*hooks, saver(folder, keep_last=None, asynchronous=asynchronous)],
@@ -105,14 +108,14 @@ def record_at(folder: Path, step: int, weight: float):
     return save(folder / f"step-{step:08d}.json", dump, meta=RecordMeta(run_id="r", writer=WRITER))
 
 
-def test_a_checkpoint_that_takes_the_place_of_another_has_no_score_of_that(tmp_path):
+def test_a_checkpoint_that_replaces_another_does_not_inherit_its_score(tmp_path):
     add_score(record_at(tmp_path, 2, 1.0), "val", 0.5)
     assert scores_in(tmp_path) == {2: 0.5}
     record_at(tmp_path, 2, 2.0)
     assert scores_in(tmp_path) == {2: None}
 
 
-def test_scores_go_with_their_checkpoint(tmp_path):
+def test_scores_are_deleted_with_their_checkpoint(tmp_path):
     record = record_at(tmp_path, 2, 1.0)
     add_score(record, "val", 0.5)
     add_score(record, "test", 0.25)
@@ -123,14 +126,14 @@ def test_scores_go_with_their_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"val": "best"}', b"{}" * 1_000_000])
-def test_a_damaged_file_of_scores_is_said_and_costs_no_checkpoint(tmp_path, caplog, content):
+def test_a_damaged_score_file_causes_a_warning_and_loses_no_checkpoint(tmp_path, caplog, content):
     record = record_at(tmp_path, 2, 1.0)
     (record.data_path / SCORES_FILE).write_bytes(content)
     assert scores_in(tmp_path) == {2: None}
     assert "scores.json cannot be read" in caplog.text
 
 
-def test_a_link_in_the_place_of_the_file_is_not_read_and_is_replaced_itself(tmp_path, caplog):
+def test_a_link_instead_of_the_score_file_is_not_followed_but_replaced(tmp_path, caplog):
     other = tmp_path / "other"
     other.write_text('{"val": 1.0}')
     record = record_at(tmp_path / "c", 2, 1.0)

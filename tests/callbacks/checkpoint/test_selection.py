@@ -1,4 +1,4 @@
-"""Which checkpoint of a directory is taken."""
+"""The choice of a checkpoint in a directory."""
 
 import errno
 import json
@@ -18,25 +18,25 @@ def save_steps(directory, *steps, **meta):
         save(directory / f"step-{step:08d}", {"global_step": step}, meta=RecordMeta(run_id="r", **meta))
 
 
-def test_the_newest_is_the_one_with_the_highest_step_whatever_its_name(tmp_path):
+def test_the_newest_has_the_highest_step_whatever_its_name(tmp_path):
     save_steps(tmp_path, 9, 10)
     save(tmp_path / "epoch=0-step=11.ckpt", {"global_step": 11})
     assert newest_valid(tmp_path)[0].step == 11
 
 
-def test_of_one_step_final_is_the_newest(tmp_path):
+def test_final_is_the_newest_of_its_step(tmp_path):
     save(tmp_path / "final", {"global_step": 5}, meta=RecordMeta(final=True))
     save_steps(tmp_path, 5)
     assert newest_valid(tmp_path)[0].name == "final"
 
 
-def test_records_that_are_not_accepted_are_passed_over_without_a_warning(tmp_path):
+def test_records_that_are_not_accepted_are_skipped_without_a_warning(tmp_path):
     save_steps(tmp_path, 1, 2)
     assert newest_valid(tmp_path, accept=lambda record: record.step < 2)[0].step == 1
     assert newest_valid(tmp_path, accept=lambda record: record.step < 2)[1] == []
 
 
-def test_a_broken_one_is_passed_over_with_a_warning_that_names_it_and_why(tmp_path):
+def test_a_broken_checkpoint_is_skipped_with_a_warning_that_names_the_reason(tmp_path):
     save_steps(tmp_path, 1, 2, 3)
     (tmp_path / "step-00000003.json").write_text("{")
     os.truncate(tmp_path / "step-00000002" / "training_state.json", 5)
@@ -47,7 +47,7 @@ def test_a_broken_one_is_passed_over_with_a_warning_that_names_it_and_why(tmp_pa
     assert "step-00000002/training_state.json has 5 bytes" in warnings[1]
 
 
-def test_an_unreadable_final_marker_is_told_of_though_it_tells_no_step(tmp_path):
+def test_an_unreadable_final_record_causes_a_warning(tmp_path):
     save_steps(tmp_path, 3)
     (tmp_path / "final.json").write_text("{")
     record, warnings = newest_valid(tmp_path)
@@ -55,7 +55,7 @@ def test_an_unreadable_final_marker_is_told_of_though_it_tells_no_step(tmp_path)
     assert "checkpoint final is broken" in warnings[0]
 
 
-def test_no_directory_holds_no_checkpoint(tmp_path):
+def test_a_missing_directory_has_no_checkpoint(tmp_path):
     assert newest_valid(tmp_path / "nowhere") == (None, [])
     assert list_checkpoints(tmp_path / "nowhere") == []
     assert find_final(tmp_path / "nowhere") is None
@@ -68,7 +68,7 @@ def test_an_older_runtimes_record_is_a_candidate(tmp_path):
     assert (record.step, record.is_old) == (7, True)
 
 
-def test_a_final_marker_is_proven(tmp_path):
+def test_a_final_record_is_verified(tmp_path):
     save(tmp_path / "final", {"global_step": 5}, meta=RecordMeta(final=True, max_steps=5, spec_digest="d"))
     final = find_final(tmp_path)
     assert (final.final, final.max_steps, final.spec_digest) == (True, 5, "d")
@@ -78,7 +78,7 @@ def test_a_final_marker_is_proven(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("name", "expected"),
     [
         ("run", "final.json"),
         ("run/", "final.json"),
@@ -90,8 +90,8 @@ def test_a_final_marker_is_proven(tmp_path):
         ("run/checkpoints/last.ckpt", "last.ckpt"),
     ],
 )
-def test_a_checkpoint_is_found_by_its_record_its_name_its_folder_or_as_the_newest_of_a_folder(
-    given, found, tmp_path, monkeypatch
+def test_a_checkpoint_is_found_by_its_record_name_or_folder_or_as_the_newest_in_a_folder(
+    name, expected, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -99,11 +99,11 @@ def test_a_checkpoint_is_found_by_its_record_its_name_its_folder_or_as_the_newes
     save(checkpoints / "last.ckpt", {"global_step": 10})
     save(checkpoints / "final", {"global_step": 12}, meta=RecordMeta(final=True))
     (checkpoints / "step-00000020.json").write_text("{")
-    assert find_checkpoint(given) == checkpoints / found
+    assert find_checkpoint(name) == checkpoints / expected
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("name", "message"),
     [
         ("none", "there is nothing at none; name the JSON record of a checkpoint, or the folder that holds it"),
         ("empty", "empty is not a checkpoint; name"),
@@ -112,46 +112,46 @@ def test_a_checkpoint_is_found_by_its_record_its_name_its_folder_or_as_the_newes
         ("notes.txt", "notes.txt is not a checkpoint; name"),
     ],
 )
-def test_where_there_is_no_checkpoint_it_is_said_what_there_is(given, said, tmp_path, monkeypatch):
+def test_a_path_without_a_checkpoint_is_refused_with_the_reason(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("empty", "torn"):
         (tmp_path / folder).mkdir()
     for file in ("torn/step-00000001.json", "x.safetensors", "notes.txt"):
         (tmp_path / file).write_text("{")
     with pytest.raises(FileNotFoundError) as raised:
-        find_checkpoint(given)
-    assert str(raised.value).startswith(said)
+        find_checkpoint(name)
+    assert str(raised.value).startswith(message)
 
 
-def test_a_file_that_torch_wrote_is_told_from_a_broken_record(tmp_path):
+def test_a_file_of_torch_is_distinguished_from_a_broken_record(tmp_path):
     (tmp_path / "x.ckpt").write_bytes(b"PK\x03\x04" + bytes(100))
     (listed,) = list_checkpoints(tmp_path)
     assert listed.problem == "x.ckpt was written by torch.save and is not a record of genlight"
 
 
-def test_a_record_that_cannot_be_read_is_listed_and_never_passed_over(tmp_path, monkeypatch):
-    """It may be the newest whole one: a run that went on from an older one would replace it."""
+def test_a_record_that_cannot_be_read_is_listed_and_never_skipped(tmp_path, monkeypatch):
+    """It may be the newest complete one, and a run that resumed from an older one would replace it."""
     save_steps(tmp_path, 1, 2)
-    opened = os.open
+    real = os.open
 
-    def refused(path, *rest, **options):
+    def refuse(path, *rest, **options):
         if str(path).endswith("step-00000002.json"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
-        return opened(path, *rest, **options)
+        return real(path, *rest, **options)
 
-    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "open", refuse)
     assert list_checkpoints(tmp_path)[1].problem == "it cannot be read: Permission denied"
-    for chosen_by in (newest_valid, find_checkpoint):
+    for choose in (newest_valid, find_checkpoint):
         with pytest.raises(PermissionError):
-            chosen_by(tmp_path)
+            choose(tmp_path)
 
 
-def test_unfinished_work_is_no_checkpoint(tmp_path):
+def test_a_temporary_file_is_no_checkpoint(tmp_path):
     (tmp_path / ".tmp-step-00000009.json-1-aa").write_text("{}")
     assert list_checkpoints(tmp_path) == []
 
 
-def test_records_listings_and_proofs_load_neither_torch_nor_lightning_nor_numpy(tmp_path):
+def test_records_listings_and_verification_import_neither_torch_nor_lightning_nor_numpy(tmp_path):
     save_steps(tmp_path, 1)
     program = (
         "import sys; from genlight.callbacks.checkpoint import newest_valid, verify, read_record, sweep, Retention\n"
@@ -163,8 +163,8 @@ def test_records_listings_and_proofs_load_neither_torch_nor_lightning_nor_numpy(
     assert done.stderr == ""
 
 
-def test_a_checkpoint_with_a_type_that_is_not_imported_is_not_called_broken(tmp_path, monkeypatch):
-    """Its package may be one that the class imports in `configure`, after the checkpoint is chosen."""
+def test_a_checkpoint_with_a_type_that_is_not_imported_is_not_reported_as_broken(tmp_path, monkeypatch):
+    """The class may import the type in `configure`, after the checkpoint is chosen."""
     module = types.ModuleType("late_optimizers")
     exec("import enum\nclass Mode(enum.Enum):\n    FAST = 1", vars(module))
     monkeypatch.setitem(sys.modules, "late_optimizers", module)

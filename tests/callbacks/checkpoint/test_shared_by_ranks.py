@@ -1,4 +1,4 @@
-"""What several ranks do not train is written once by rank zero, where no rank holds a part of it alone."""
+"""Frozen weights of several ranks are written once, by rank zero, unless the ranks hold different parts of them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from support.rank_processes import run_ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "weights"), [("ddp", "trained"), ("sharded", "all")])
-def test_ranks_share_what_they_hold_whole_and_resume(tmp_path, what, weights):
+def test_ranks_share_frozen_weights_and_resume(tmp_path, what, weights):
     ended = []
     for attempt in ("first", "second"):
         (tmp_path / attempt).mkdir()

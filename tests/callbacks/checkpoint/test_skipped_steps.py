@@ -1,4 +1,4 @@
-"""Checkpoint is not called after each step of genlight's loop, and still hears in time of what it waits for."""
+"""genlight's loop does not call `Checkpoint` after every step, yet it notices finished saves in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.messages import refusal
 
 
 class HeldWriter(Background):
-    """A disk on which a write ends at the beginning of the next step, neither sooner nor later."""
+    """A writer whose writes end exactly at the beginning of the next step."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class HeldWriter(Background):
         return self.jobs[-1]
 
     def end(self):
-        """Let the write in flight end; a failure of it is still to be raised."""
+        """Let the write in flight end, without raising its failure."""
         self.may_write.set()
         concurrent.futures.wait(self.jobs)
 
@@ -42,7 +42,7 @@ class HeldWriter(Background):
 
 
 class SlowDisk(Hook):
-    """Gives a training a held writer."""
+    """Installs a held writer."""
 
     def __init__(self, writer):
         self.writer = writer
@@ -61,7 +61,7 @@ def writer():
 
 @pytest.fixture
 def trainer_class(counting_trainer, writer):
-    """Steps in which a write of the step before ends."""
+    """A trainer class in whose steps the previous write ends."""
 
     class Waiting(counting_trainer):
         def train_step(self, batch, state, ctx):
@@ -72,7 +72,7 @@ def trainer_class(counting_trainer, writer):
 
 
 class Counted(Checkpoint):
-    """Counts the steps after which it was called to look for what is due."""
+    """Counts the steps after which the loop polled it."""
 
     calls = 0
 
@@ -81,8 +81,8 @@ class Counted(Checkpoint):
         super().poll(trainer)
 
 
-class Told(Hook):
-    """Notes after which step it heard of each checkpoint."""
+class Listener(Hook):
+    """Records the step after which each checkpoint was reported."""
 
     def __init__(self):
         self.heard = []
@@ -92,11 +92,11 @@ class Told(Hook):
 
 
 def test_a_checkpoint_is_reported_after_the_step_in_which_it_became_durable(fit, trainer_class, writer, tmp_path):
-    told, checkpoint = Told(), Counted(tmp_path, every_n_steps=20, save_final=False)
+    listener, checkpoint = Listener(), Counted(tmp_path, every_n_steps=20, save_final=False)
 
-    fit(trainer_class(), [SlowDisk(writer), checkpoint, told], steps=60, enable_checkpointing=True)
+    fit(trainer_class(), [SlowDisk(writer), checkpoint, listener], steps=60, enable_checkpointing=True)
 
-    assert told.heard == [(20, 21), (40, 41), (60, 60)]
+    assert listener.heard == [(20, 21), (40, 41), (60, 60)]
     assert checkpoint.calls < 15
 
 
@@ -127,36 +127,36 @@ def test_a_failure_in_the_background_ends_the_run_within_a_step_whoever_saved(fi
 def test_each_of_two_checkpoints_is_reported_after_the_step_in_which_it_became_durable(
     fit, trainer_class, writer, tmp_path
 ):
-    """Both save through one store: the second must not take the first one's place in it."""
-    told = Told()
+    """Both save through one store; the second must not replace the first in it."""
+    listener = Listener()
     often = Checkpoint(tmp_path / "often", every_n_steps=20, save_final=False)
     rarely = Checkpoint(tmp_path / "rarely", every_n_steps=70, save_final=False)
-    fit(trainer_class(), [SlowDisk(writer), often, rarely, told], steps=75, enable_checkpointing=True)
-    assert told.heard == [(20, 21), (40, 41), (60, 61), (70, 71)]
+    fit(trainer_class(), [SlowDisk(writer), often, rarely, listener], steps=75, enable_checkpointing=True)
+    assert listener.heard == [(20, 21), (40, 41), (60, 61), (70, 71)]
 
 
-@pytest.mark.parametrize("first_goes_on", [True, False])
-def test_a_failed_save_is_told_to_the_callback_that_asked_for_it(
-    fit, trainer_class, writer, tmp_path, first_goes_on, caplog
+@pytest.mark.parametrize("first_continues", [True, False])
+def test_a_failed_save_is_reported_to_the_callback_that_requested_it(
+    fit, trainer_class, writer, tmp_path, first_continues, caplog
 ):
-    """One callback ends the run at a failure, the other goes on, whoever of them looks first."""
-    told = Told()
+    """One callback ends the run at a failure and the other continues, whichever polls first."""
+    listener = Listener()
     broken = Checkpoint(tmp_path / "broken", every_n_steps=20, save_final=False, on_error="continue")
     sound = Checkpoint(tmp_path / "sound", every_n_steps=50, save_final=False)
-    callbacks = [broken, sound] if first_goes_on else [sound, broken]
+    callbacks = [broken, sound] if first_continues else [sound, broken]
 
     class BreaksAt20(Hook):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.global_step == 19:
                 (tmp_path / "broken" / "step-00000020.json").mkdir(parents=True)
 
-    fit(trainer_class(), [SlowDisk(writer), BreaksAt20(), *callbacks, told], steps=60, enable_checkpointing=True)
-    assert [step for step, _ in told.heard] == [40, 50, 60]
+    fit(trainer_class(), [SlowDisk(writer), BreaksAt20(), *callbacks, listener], steps=60, enable_checkpointing=True)
+    assert [step for step, _ in listener.heard] == [40, 50, 60]
     assert "step-00000020.json is not a checkpoint" in caplog.text
 
 
-def test_memory_that_is_reserved_hides_no_failure(tmp_path):
-    """The failure of a save in flight is raised, and so is that of taking the memory."""
+def test_reserving_memory_hides_no_failure(tmp_path):
+    """The failure of a save in flight is raised, and so is a failed reservation."""
     store = CheckpointStore()
     (tmp_path / "a.json").mkdir()
     store.save(tmp_path / "a", {"global_step": 1}, asynchronous=True)

@@ -1,8 +1,7 @@
-"""A dozen of Lightning's own callbacks and loggers, with our plugin and without: a user sees the same.
+"""Twelve callbacks and two loggers of Lightning behave the same with our checkpoint plugin and without it.
 
-Two runs each, one that trains and one that goes on from a checkpoint within an epoch, are compared in everything that
-can be seen of them: hooks in their order, files, what checkpoints hold, metrics, rows and scalars of loggers, states of
-callbacks and loops, weights.
+A run from the start and one that resumes within an epoch are compared in everything that is visible: hooks in order,
+files, contents of checkpoints, metrics, rows and scalars of loggers, states of callbacks and loops, weights.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ pytestmark = [
 ]
 
 MEASURED = ("device/", "time", "per_sec", "cpu_", "DeviceStatsMonitor", "flops")
-"""Parts of the names of what a clock or the machine decides; of these only the names are compared."""
+"""Parts of the names of values that depend on the clock or the machine; these values are not compared."""
 
 
 class Regression(pl.LightningModule):
@@ -77,7 +76,7 @@ class Regression(pl.LightningModule):
 
 
 class Records(pl.Callback):
-    """Notes every hook that is called, with the step at which it was."""
+    """Records every hook that is called, with its step."""
 
     state_key = "every hook"
 
@@ -102,7 +101,7 @@ class Records(pl.Callback):
 
 
 def run(folder: Path, plugin: DurableCheckpointIO | None, *, epochs: int, resumes: bool = False) -> Any:
-    """Train, or go on, with everything at once."""
+    """Train or resume with all callbacks and loggers."""
     torch.manual_seed(7)
     records, batch_ends = Records(), []
     callbacks: list[pl.Callback] = [
@@ -162,7 +161,7 @@ def _load(trainer: pl.Trainer, path: Path) -> Any:
 
 
 def _files(folder: Path) -> list[str]:
-    """All files but those that hold the data of a checkpoint, which is how a checkpoint of ours is stored."""
+    """Return all files except the data of checkpoints, because the plugin stores these differently."""
     found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     data = {path.with_suffix("") for path in found if path.suffix == ".ckpt"}
     own = [str(path) for path in found if not any(_without_number(parent) in data for parent in path.parents)]
@@ -194,12 +193,12 @@ def _unmeasured(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any, name: str = "") -> Any:
-    """`value` in a form that ``==`` compares to the bit and the type, without what a clock decided."""
+    """Return `value` in a form that ``==`` compares bit by bit with types, without measured values."""
     if isinstance(value, torch.Tensor):
         measured = any(part in name for part in MEASURED)
         return (str(value.dtype), tuple(value.shape), None if measured else value.tolist())
     if isinstance(value, dict):
-        # Weights come back as torch's own mapping of weights, also where a callback has made a plain one of it.
+        # Weights come back as torch's own mapping, also if a callback has made a plain dictionary of it.
         kind = "dict" if isinstance(value, OrderedDict) else type(value).__name__
         return {kind: {key: _plain(item, f"{name}/{key}") for key, item in value.items()}}
     if isinstance(value, list | tuple):
@@ -220,9 +219,7 @@ def assert_same(ours: dict[str, Any], stock: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_user_of_stock_callbacks_and_loggers_sees_no_difference(tmp_path: Path, asynchronous: bool) -> None:
-    """Also of what a resume does with what was saved."""
-
+def test_lightnings_callbacks_and_loggers_see_no_difference(tmp_path: Path, asynchronous: bool) -> None:
     def train(name: str, **settings: Any) -> dict[str, Any]:
         plugin = DurableCheckpointIO(asynchronous=asynchronous) if name == "ours" else None
         return run(tmp_path / name, plugin, **settings)

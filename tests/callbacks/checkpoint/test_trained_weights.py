@@ -1,4 +1,4 @@
-"""Checkpoints that leave out what is frozen, and take it from the class on resume, where it is the same."""
+"""Checkpoints without frozen weights: a resume takes these from the class, if they are the same."""
 
 import json
 
@@ -30,8 +30,8 @@ def left_out(path):
 FROZEN = {key for key in Adapted().state_dict() if key.startswith("base.")}
 
 
-def test_what_is_frozen_is_in_no_checkpoint_and_a_resume_ends_with_the_same_bits(train, tmp_path):
-    whole = train(Adapted(), 10, weights="trained")
+def test_frozen_weights_are_in_no_checkpoint_and_a_resume_ends_with_the_same_bits(train, tmp_path):
+    expected = train(Adapted(), 10, weights="trained")
     sizes = [listed.record.size_bytes for listed in list_checkpoints(tmp_path / "c")]
     (tmp_path / "c").rename(tmp_path / "other")
     train(Adapted(), 6, weights="trained")
@@ -39,15 +39,15 @@ def test_what_is_frozen_is_in_no_checkpoint_and_a_resume_ends_with_the_same_bits
     resumed = train(Adapted(), 10, resume=tmp_path / "c" / "step-00000006.json", weights="trained")
 
     assert max(sizes) < FROZEN_BYTES
-    assert_equal(resumed.state_dict(), whole.state_dict())
+    assert_equal(resumed.state_dict(), expected.state_dict())
     for listed in list_checkpoints(tmp_path / "c"):
         check_contents(verify(listed.path))
         assert left_out(listed.path) == FROZEN
         assert listed.record.finite_weights
-        assert_equal(load_weights(listed.path, base=Adapted().state_dict()), (whole.seen)[listed.record.step])
+        assert_equal(load_weights(listed.path, base=Adapted().state_dict()), expected.seen[listed.record.step])
 
 
-def test_a_changed_base_is_refused_by_name_with_both_digests_and_the_way_out(train, tmp_path):
+def test_a_changed_base_is_refused_by_name_with_both_digests_and_the_remedy(train, tmp_path):
     train(Adapted(), 2, weights="trained")
     record = read_record(tmp_path / "c" / "step-00000002.json")
     [saved] = [left for left in record.left_out if left.key == "base.1.weight"]
@@ -57,9 +57,9 @@ def test_a_changed_base_is_refused_by_name_with_both_digests_and_the_way_out(tra
     with pytest.raises(CheckpointError) as refused:
         train(other, 4, resume=record.path, weights="trained")
 
-    told = str(refused.value)
-    assert f" with the digest {saved.xxh3_128}, and the module has " in told
-    assert "build the module, unsharded, with the base that it was trained with, or begin a new run" in told
+    message = str(refused.value)
+    assert f" with the digest {saved.xxh3_128}, and the module has " in message
+    assert "build the module, unsharded, with the base that it was trained with, or begin a new run" in message
 
 
 def test_a_base_of_another_shape_or_without_a_tensor_is_refused(train, tmp_path):
@@ -74,14 +74,14 @@ def test_a_base_of_another_shape_or_without_a_tensor_is_refused(train, tmp_path)
 
 
 class Edited(Adapted):
-    """A frozen layer changes by hand in the third step."""
+    """Edits a frozen layer in the third step."""
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.global_step == 2:
             self.base[2].weight.data.mul_(2)
 
 
-def test_what_is_no_longer_as_the_class_built_it_is_saved(train, tmp_path):
+def test_weights_that_differ_from_those_that_the_class_built_are_saved(train, tmp_path):
     module = train(Edited(), 8, weights="trained")
     changed = {"base.2.weight"}
 
@@ -92,7 +92,7 @@ def test_what_is_no_longer_as_the_class_built_it_is_saved(train, tmp_path):
         assert_equal(load_weights(path, base=Adapted().state_dict()), module.seen[step])
 
 
-def test_what_a_resumed_run_finds_changed_stays_saved_although_nothing_changes_it_any_more(train, tmp_path):
+def test_weights_that_changed_before_a_resume_are_still_saved_after_it(train, tmp_path):
     train(Edited(), 4, weights="trained")
 
     resumed = train(Adapted(), 8, resume=tmp_path / "c" / "step-00000004.json", weights="trained")
@@ -103,7 +103,7 @@ def test_what_a_resumed_run_finds_changed_stays_saved_although_nothing_changes_i
 
 
 @pytest.mark.parametrize("first", ["all", "trained"])
-def test_a_run_may_change_what_it_saves_and_then_saves_what_its_checkpoint_has(train, tmp_path, first):
+def test_a_run_may_change_its_weights_setting_and_saves_the_weights_of_its_checkpoint(train, tmp_path, first):
     other = {"all": "trained", "trained": "all"}[first]
     train(Adapted(), 2, weights=first)
 
@@ -114,7 +114,7 @@ def test_a_run_may_change_what_it_saves_and_then_saves_what_its_checkpoint_has(t
     assert_equal(load_weights(newest), module.seen[4])
 
 
-def test_without_a_base_it_is_said_what_is_missing_and_what_to_do(train, tmp_path, capsys):
+def test_a_load_without_a_base_names_the_missing_tensors_and_the_remedy(train, tmp_path, capsys):
     module = train(Adapted(), 2, weights="trained")
     path = tmp_path / "c" / "step-00000002.json"
     missing = r"step-00000002 omits 8 tensors \(base.0.weight, .*, …\).*load\(path, base=module.state_dict\(\)\)"
@@ -140,7 +140,7 @@ from genlight.adapter import StepResult
 
 
 class Trainer:
-    """Its payload holds the frozen weights, too."""
+    """A class whose payload contains the frozen weights too."""
 
     def setup(self, ctx):
         pass
@@ -168,7 +168,7 @@ class Trainer:
 '''
 
 
-def test_a_job_leaves_out_what_its_class_builds(tmp_path, caplog):
+def test_a_job_omits_weights_that_its_class_builds(tmp_path, caplog):
     (tmp_path / "adapter_of_job.py").write_text(ADAPTER)
     job = {
         "run_id": "adapted",

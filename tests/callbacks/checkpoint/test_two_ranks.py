@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: one consistent set, from which each rank gets its own part back."""
+"""Checkpoints of several ranks: one consistent set, from which each rank restores its own part."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from support.rank_processes import run_ranks
 
 
 def run(folder, directory, what, world_size=2):
-    """Weights of each rank after one run, and what the ranks wrote to their terminals."""
+    """Return the weights of each rank after one run, and the output of the ranks."""
     folder.mkdir()
     output = run_ranks("two_ranks.py", folder, directory, what, world_size=world_size)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)], output
 
 
 @pytest.mark.slow
-def test_two_ranks_resume_to_the_same_bits_and_one_rank_keeps_what_it_can(tmp_path):
+def test_two_ranks_resume_to_the_same_bits_and_one_rank_warns(tmp_path):
     expected, _ = run(tmp_path / "reference", tmp_path / "unused", "train")
     run(tmp_path / "killed", tmp_path / "c", "kill")
 
@@ -30,5 +30,5 @@ def test_two_ranks_resume_to_the_same_bits_and_one_rank_keeps_what_it_can(tmp_pa
         assert all(torch.equal(resumed[rank][name], tensor) for name, tensor in expected[rank].items())
     assert "saved by" not in output
 
-    _, output = run(tmp_path / "alone", tmp_path / "c", "resume", world_size=1)
+    _, output = run(tmp_path / "one", tmp_path / "c", "resume", world_size=1)
     assert "The checkpoint was saved by 2 ranks and is resumed by 1" in output

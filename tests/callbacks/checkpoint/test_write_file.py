@@ -1,4 +1,4 @@
-"""A file that is written is what memory held, and is durable."""
+"""A written file has the bytes of memory and is durable."""
 
 import errno
 import itertools
@@ -34,7 +34,7 @@ def test_a_file_holds_its_buffers_one_after_the_other(many_chunks, data, tmp_pat
     assert facts == hash_file(tmp_path / "file") == (len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def test_an_empty_file_is_written_too(tmp_path):
+def test_an_empty_file_is_written(tmp_path):
     assert write_file(tmp_path / "file", []) == hash_file(tmp_path / "file") == (0, xxhash.xxh3_128_hexdigest(b""))
 
 
@@ -57,7 +57,7 @@ def test_a_sync_that_fails_fails_the_write(many_chunks, data, tmp_path, monkeypa
 
 
 def test_a_write_that_fails_is_raised_and_nothing_is_synced(many_chunks, data, tmp_path, monkeypatch, open_files):
-    """No descriptor stays behind."""
+    """No descriptor stays open."""
     real, calls = os.write, []
 
     def fail_late(descriptor, part):
@@ -74,14 +74,14 @@ def test_a_write_that_fails_is_raised_and_nothing_is_synced(many_chunks, data, t
     assert open_files(tmp_path) == 0
 
 
-def test_a_file_that_reads_back_otherwise_is_refused(many_chunks, data, tmp_path, monkeypatch):
+def test_a_file_that_reads_back_differently_is_refused(many_chunks, data, tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, part: real(descriptor, b"x" * len(part)))
     with refusal(BrokenCheckpointError):
         write_file(tmp_path / "file", [data])
 
 
-def test_writes_that_stop_short_are_gone_on_with(many_chunks, data, tmp_path, monkeypatch):
+def test_short_writes_are_continued(many_chunks, data, tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, part: real(descriptor, memoryview(part)[:333]))
     write_file(tmp_path / "file", [data])

@@ -24,7 +24,7 @@ from support.messages import refusal
 
 
 class Loop:
-    """A training loop of thirty lines, as people have them."""
+    """A training loop of thirty lines, as users write them."""
 
     def __init__(self, folder, losses):
         self.model = torch.nn.Linear(2, 1)
@@ -53,7 +53,7 @@ class Loop:
         callbacks.on_train_end(self)
 
 
-def test_each_of_them_acts(tmp_path, capsys):
+def test_all_callbacks_act(tmp_path, capsys):
     telemetry = tmp_path / "metrics.jsonl"
     loop = Loop(tmp_path, [3.0, 2.0, 1.0, 1.0, float("nan"), 1.0])
     heard, evaluated = [], []
@@ -97,14 +97,14 @@ def test_each_of_them_acts(tmp_path, capsys):
     assert faults[:2] == ["nonfinite_loss", "nonfinite_gradients"]
 
 
-def test_early_stopping_asks_the_loop_to_end(tmp_path):
+def test_early_stopping_ends_the_loop(tmp_path):
     loop = Loop(tmp_path, [3.0, 2.0, *[2.0] * 20])
     loop.train(CallbackList([EarlyStoppingCallback(patience=4)]))
 
     assert (loop.should_stop, loop.global_step) == (True, 6)
 
 
-def test_steps_are_counted_for_a_loop_that_does_not_and_a_loop_without_save_checkpoint_is_refused(tmp_path):
+def test_steps_are_counted_and_a_loop_without_save_checkpoint_is_refused(tmp_path):
     trainer = SimpleNamespace(loss=torch.tensor(1.0))
     callbacks = CallbackList([EarlyStoppingCallback(patience=3)])
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Callbacks of the six-hook style: all six called, with a trainer that has what they use, under a policy."""
+"""Callbacks of the six-hook style: all six are called, with the attributes that they use, under a policy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EPOCH = ["on_epoch_begin", *["on_step_begin", "on_step_end"] * 3, "on_epoch_end"
 
 
 class Trains:
-    """A layer; its loss falls with each step down to `floor`."""
+    """Trains a layer; the reported loss falls with each step down to `floor`."""
 
     def __init__(self, floor: float = 0.0) -> None:
         self.floor = floor
@@ -70,7 +70,7 @@ class Trains:
 
 
 class Notes(Callback):
-    """Notes each of the six hooks, and the trainer that it got."""
+    """Records the calls of the six hooks, and step and loss of each step."""
 
     def __init__(self):
         self.calls, self.steps = [], []
@@ -99,10 +99,10 @@ class Notes(Callback):
 def run(tmp_path: Path, quiet):
     """Train a class for some steps with callbacks of the six-hook style."""
 
-    def train(callbacks, *, plugin=None, steps=3, epochs=1, defaults=False, beside=(), **options):
+    def train(callbacks, *, plugin=None, steps=3, epochs=1, defaults=False, other_callbacks=(), **options):
         adapter = callbacks if isinstance(callbacks, CallbackList) else CallbackList(callbacks, defaults=defaults)
         settings = {**quiet, "max_steps": steps, "max_epochs": epochs, "default_root_dir": tmp_path, **options}
-        trainer = pl.Trainer(**settings, callbacks=[*beside, adapter])
+        trainer = pl.Trainer(**settings, callbacks=[*other_callbacks, adapter])
         module = ContractModule(plugin or Trains(), TrainingJobSpec("r", steps, hyperparams={"width": 7}))
         trainer.fit(module, BatchStream(range(steps)))
         return trainer, module
@@ -118,7 +118,7 @@ def test_all_six_hooks_are_called_in_order_with_the_metrics_of_the_step(run) -> 
     assert notes.steps == [(1, 9.0), (2, 8.0), (3, 7.0)]
 
 
-def test_they_are_called_under_lightnings_own_loop_as_well(fit_plain) -> None:
+def test_all_six_hooks_are_called_in_lightnings_own_loop(fit_plain) -> None:
     notes = Notes()
     fit_plain([CallbackList([notes], defaults=False)], steps=3)
 
@@ -184,7 +184,7 @@ def test_failures_are_counted_other_callbacks_continue_and_a_critical_one_ends_t
         run([critical])
 
 
-def test_a_class_of_elsewhere_needs_no_base(run) -> None:
+def test_a_class_without_the_base_class_works(run) -> None:
     class Elsewhere:
         def __init__(self):
             self.ended = 0
@@ -198,7 +198,7 @@ def test_a_class_of_elsewhere_needs_no_base(run) -> None:
     assert elsewhere.ended == 1
 
 
-def test_the_list_can_be_called_by_a_loop_of_ones_own() -> None:
+def test_a_users_own_loop_can_call_the_list() -> None:
     class Own:
         global_step, metrics = 4, {"loss": 0.5}
 
@@ -217,16 +217,16 @@ def test_an_object_without_any_of_the_six_hooks_is_refused(callback) -> None:
         CallbackList([callback])
 
 
-def test_a_lightning_callback_in_the_list_joins_those_of_the_trainer_and_a_second_progress_bar_does_not(run) -> None:
-    stays_out = ProgressCallback()
-    trainer, _ = run([timer := pl.callbacks.Timer(), stays_out], beside=[JobProgress()])
+def test_a_lightning_callback_in_the_list_joins_the_trainer_unless_it_is_a_second_progress_bar(run) -> None:
+    second_bar = ProgressCallback()
+    trainer, _ = run([timer := pl.callbacks.Timer(), second_bar], other_callbacks=[JobProgress()])
 
     assert timer in trainer.callbacks
     assert timer.time_elapsed() > 0
-    assert stays_out not in trainer.callbacks
+    assert second_bar not in trainer.callbacks
 
 
-def test_a_six_hook_callback_passed_to_the_trainer_is_refused_with_the_way_out(quiet) -> None:
+def test_a_six_hook_callback_passed_to_the_trainer_is_refused_with_the_remedy(quiet) -> None:
     def train():
         pl.Trainer(**quiet, max_steps=1, callbacks=[Notes()]).fit(ContractModule(Trains(), None), BatchStream([1]))
 
@@ -247,7 +247,7 @@ def test_a_second_fit_calls_each_hook_once(run, quiet) -> None:
     assert notes.calls.count("on_step_end") <= 3
 
 
-def test_default_callbacks_are_there_in_a_second_fit_too(run, tmp_path: Path) -> None:
+def test_a_second_fit_has_the_default_callbacks_too(run, tmp_path: Path) -> None:
     callbacks = CallbackList([Notes()])
     trainer, module = run(callbacks)
     trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = 6, 2
@@ -264,7 +264,7 @@ def test_a_copy_has_separate_callbacks(run) -> None:
     assert notes.calls == []
 
 
-def test_logging_and_checkpoints_are_there_by_default(run, tmp_path: Path, capfd) -> None:
+def test_logging_and_checkpoints_are_on_by_default(run, tmp_path: Path, capfd) -> None:
     trainer, _ = run([Notes()], defaults=True, steps=100)
 
     assert "step 100  " in capfd.readouterr().err
@@ -280,14 +280,14 @@ def test_logging_writes_lines_at_its_cadence(run, capfd) -> None:
     assert "loss 8" in lines[0]
 
 
-def test_checkpoints_are_those_of_ours_and_the_newest_and_the_best_are_kept(run, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_by_genlight_and_the_newest_are_kept(run, tmp_path: Path) -> None:
     run([CheckpointCallback(2, save_best=False, max_checkpoints=2)], steps=8)
 
     steps = [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")]
     assert sorted(set(steps)) == [6, 8]
 
 
-def test_a_callback_has_the_trainer_write_a_pt_file(run, tmp_path: Path) -> None:
+def test_a_callback_can_save_a_pt_file(run, tmp_path: Path) -> None:
     class Saves(Callback):
         def on_step_end(self, trainer):
             if trainer.metrics and trainer.global_step == 8:
@@ -301,7 +301,7 @@ def test_a_callback_has_the_trainer_write_a_pt_file(run, tmp_path: Path) -> None
     assert checkpoint["scheduler_state_dict"]["last_epoch"] == 8
 
 
-def test_a_pt_file_is_taken_over_by_another_run(run, tmp_path: Path) -> None:
+def test_another_run_can_load_a_pt_file(run, tmp_path: Path) -> None:
     class Saves(Callback):
         def on_train_end(self, trainer):
             trainer.save_checkpoint(tmp_path / "x.pt")
@@ -322,7 +322,7 @@ def test_a_pt_file_is_taken_over_by_another_run(run, tmp_path: Path) -> None:
     assert loads.step == 3
 
 
-def test_early_stopping_heartbeats_diagnosis_and_progress_are_ours(run, tmp_path: Path, monkeypatch, capfd) -> None:
+def test_early_stopping_heartbeats_diagnosis_and_progress_work(run, tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("WORLDFLUX_METRICS_PATH", str(tmp_path / "metrics.jsonl"))
     callbacks = [
         EarlyStoppingCallback(patience=20, monitor="loss"),
@@ -332,7 +332,7 @@ def test_early_stopping_heartbeats_diagnosis_and_progress_are_ours(run, tmp_path
     ]
     trainer, _ = run(callbacks, plugin=Trains(floor=5.0), steps=200)
 
-    assert trainer.global_step == 30  # metrics come every 10 steps, and none is better than that of step 10
+    assert trainer.global_step == 30  # metrics come every 10 steps, and none is better than at step 10
     events = read_events(tmp_path / "metrics.jsonl")
     assert [event["step"] for event in events if event["event"] == "heartbeat"] == [10, 20, 30]
     assert "vanishing_gradients" in [event["artifacts"].get("fault") for event in events]
@@ -340,9 +340,9 @@ def test_early_stopping_heartbeats_diagnosis_and_progress_are_ours(run, tmp_path
     assert "Digits  step 30/200" in capfd.readouterr().err
 
 
-def test_the_file_and_the_id_of_telemetry_may_be_given(run, tmp_path: Path) -> None:
-    given = {"run_id": "mine", "metrics_path": tmp_path / "own.jsonl", "scenario": "digits"}
-    run([HeartbeatCallback(2, **given), DiagnosisCallback(2, gradient_min_norm=1e9, **given)], steps=4)
+def test_telemetry_has_arguments_for_file_and_run_id(run, tmp_path: Path) -> None:
+    arguments = {"run_id": "mine", "metrics_path": tmp_path / "own.jsonl", "scenario": "digits"}
+    run([HeartbeatCallback(2, **arguments), DiagnosisCallback(2, gradient_min_norm=1e9, **arguments)], steps=4)
 
     events = read_events(tmp_path / "own.jsonl")
     assert {event["event"] for event in events} == {"heartbeat", "diagnostic"}
@@ -355,12 +355,12 @@ def test_a_second_argument_needs_its_name() -> None:
             kind(10, True)
 
 
-def test_all_checkpoints_are_kept_where_no_number_is_given(run, tmp_path: Path) -> None:
+def test_all_checkpoints_are_kept_without_a_maximum(run, tmp_path: Path) -> None:
     run([CheckpointCallback(1, save_best=False, max_checkpoints=None, output_dir=tmp_path / "c")], steps=7)
     assert {listed.record.step for listed in list_checkpoints(tmp_path / "c")} == set(range(1, 8))
 
 
-def test_the_view_has_times_and_the_sum_of_the_losses(run) -> None:
+def test_the_state_has_times_and_the_sum_of_the_losses(run) -> None:
     class Looks(Callback):
         def on_train_begin(self, trainer):
             self.before = (trainer.state.ttfi_sec, trainer.state.total_loss)
@@ -435,7 +435,7 @@ def test_state_of_a_callback_is_resumed(run, tmp_path: Path, quiet) -> None:
         def load_state_dict(self, state):
             self.steps = state["steps"]
 
-    run([Counts(), Counts()], beside=[Checkpoint(tmp_path / "c")], enable_checkpointing=True)
+    run([Counts(), Counts()], other_callbacks=[Checkpoint(tmp_path / "c")], enable_checkpointing=True)
     first, second = Counts(), Counts()
     trainer = pl.Trainer(
         **{**quiet, "enable_checkpointing": True}, max_steps=5, default_root_dir=tmp_path,
@@ -446,7 +446,7 @@ def test_state_of_a_callback_is_resumed(run, tmp_path: Path, quiet) -> None:
     assert (first.steps, second.steps) == (5, 5)
 
 
-def test_best_loss_is_infinite_before_any_loss_was_read(run) -> None:
+def test_best_loss_is_infinite_before_the_first_loss(run) -> None:
     seen = []
 
     class Looks(Callback):
@@ -476,7 +476,7 @@ LOSSES = [5.0, 4.0, 3.0, 2.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]
 
 
 class Returns(pl.LightningModule):
-    """Returns the losses of the list, and logs none of them."""
+    """Returns the losses of the list without logging them."""
 
     def __init__(self, as_mapping: bool = False) -> None:
         super().__init__()

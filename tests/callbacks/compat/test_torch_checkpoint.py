@@ -1,4 +1,4 @@
-"""A ``.pt`` checkpoint is complete or absent, proven before it is renamed, and read without running code."""
+"""A ``.pt`` checkpoint is complete or absent, verified before it is renamed, and read without running code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from genlight.adapter import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.compat import load_checkpoint, save_checkpoint
 from support.messages import refusal
 
-WHOLE = {"model_state_dict": {"weight": torch.ones(3)}, "optimizer_state_dict": {}, "global_step": 3}
+COMPLETE = {"model_state_dict": {"weight": torch.ones(3)}, "optimizer_state_dict": {}, "global_step": 3}
 
 
 class Kind(enum.StrEnum):
@@ -46,7 +46,7 @@ def test_a_checkpoint_is_read_again_without_pickle(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["x.pt"]
 
 
-def test_a_file_that_lacks_something_essential_is_neither_written_nor_read(tmp_path: Path) -> None:
+def test_an_incomplete_file_is_neither_written_nor_read(tmp_path: Path) -> None:
     with refusal(CheckpointError):
         save_checkpoint(tmp_path / "x.pt", {"model_state_dict": {}})
     assert list(tmp_path.iterdir()) == []
@@ -56,12 +56,12 @@ def test_a_file_that_lacks_something_essential_is_neither_written_nor_read(tmp_p
         load_checkpoint(tmp_path / "y.pt")
 
 
-def test_a_file_that_could_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:
+def test_a_file_that_could_run_code_is_refused_without_running_it(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "ran"),))
 
-    torch.save({**WHOLE, "config": Evil()}, tmp_path / "evil.pt")
+    torch.save({**COMPLETE, "config": Evil()}, tmp_path / "evil.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil(), protocol=2))
 
     for name in ("evil.pt", "plain.pt"):
@@ -71,9 +71,9 @@ def test_a_file_that_could_run_code_is_refused_and_runs_none(tmp_path: Path) -> 
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "x.pt", WHOLE)
-    whole = (tmp_path / "x.pt").read_bytes()
-    (tmp_path / "x.pt").write_bytes(whole[: len(whole) // 2])
+    save_checkpoint(tmp_path / "x.pt", COMPLETE)
+    data = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(data[: len(data) // 2])
 
     with refusal(BrokenCheckpointError):
         load_checkpoint(tmp_path / "x.pt")
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "absent.pt")
 
 
-def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_only_the_old_file(tmp_path: Path) -> None:
     script = (
         "import resource, sys, torch\n"
         "from genlight.callbacks.compat import save_checkpoint\n"

@@ -1,4 +1,4 @@
-"""Planted faults are found, told once when they begin and once when they end, and nothing else is told."""
+"""Planted faults are found and reported once when they begin and once when they end, and nothing else is."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def batches(count: int) -> list[torch.Tensor]:
     return [torch.randn(6, 4, generator=generator) for _ in range(count)]
 
 
-def told(path: Path) -> list[tuple[str, str, int]]:
-    """Fault, begins or ends, and the step of each event."""
+def reported(path: Path) -> list[tuple[str, str, int]]:
+    """Return fault, state (begins or ends) and step of each event."""
     events = [event for event in read_events(path) if event["event"] == "diagnostic"]
     return [(event["artifacts"]["fault"], event["artifacts"]["state"], event["step"]) for event in events]
 
@@ -87,7 +87,7 @@ def begun(path: Path, kind: str) -> dict:
 
 
 def within(first: int, last: int, action, otherwise=lambda trainer, state: None):
-    """Do `action` in steps from `first` to `last`, and `otherwise` in all others."""
+    """Call `action` in the steps from `first` to `last`, and `otherwise` in all others."""
 
     def plant(trainer, step, state):
         (action if first <= step <= last else otherwise)(trainer, state)
@@ -95,17 +95,17 @@ def within(first: int, last: int, action, otherwise=lambda trainer, state: None)
     return plant
 
 
-def test_a_healthy_run_is_told_nothing_of(fit, path: Path) -> None:
+def test_nothing_is_reported_of_a_healthy_run(fit, path: Path) -> None:
     fit(Planted(), [Diagnosis(5, path=path)], steps=80, batches=batches(80))
 
     assert read_events(path) == []
 
 
 def test_a_fault_has_one_event_when_it_begins_and_one_when_it_ends(fit, path: Path, caplog, tmp_path: Path) -> None:
-    """With figures, suggestions, log, metrics and `on_fault`; `success` says whether all is well again."""
+    """It has figures, suggestions, a log message, metrics and `on_fault`; `success` says whether no fault is left."""
     heard = []
 
-    class Hears(Hook):
+    class Listens(Hook):
         def on_fault(self, trainer, pl_module, fault):
             heard.append((fault.kind, fault.is_over, trainer.global_step))
 
@@ -116,10 +116,10 @@ def test_a_fault_has_one_event_when_it_begins_and_one_when_it_ends(fit, path: Pa
         state["optimizer"].param_groups[0]["lr"] = 0.01
 
     logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
-    callbacks = [Hears(), Diagnosis(5, path=path)]
+    callbacks = [Listens(), Diagnosis(5, path=path)]
     fit(Planted(within(11, 20, stop, go)), callbacks, steps=40, batches=batches(40), logger=logger)
 
-    assert told(path) == [
+    assert reported(path) == [
         ("zero_learning_rate", "begins", 15),
         ("rising_learning_rate", "begins", 25),
         ("zero_learning_rate", "ends", 30),
@@ -131,14 +131,14 @@ def test_a_fault_has_one_event_when_it_begins_and_one_when_it_ends(fit, path: Pa
     assert first["suggestions"]
     assert first["artifacts"]["learning_rate"] == 0.0
     assert third["artifacts"]["began_at_step"] == 15
-    assert [event[0] for event in heard] == [fault for fault, _, _ in told(path)]
+    assert [event[0] for event in heard] == [fault for fault, _, _ in reported(path)]
     assert "step 15: the learning rate is 0" in caplog.text
     logged = [event for event in read_log(tmp_path / "events.jsonl") if event.get("name", "").startswith("diagnosis/z")]
     assert [(event["value"], event["step"]) for event in logged] == [(1.0, 15), (0.0, 30)]
 
 
-def test_the_first_module_that_gives_nan_is_named_with_the_step(fit, path: Path) -> None:
-    """Also in a step between two checks, with `trace_modules`."""
+def test_the_first_module_that_returns_nan_is_named_with_the_step(fit, path: Path) -> None:
+    """`trace_modules` finds it also in a step between two checks."""
 
     def poison(trainer, state):
         trainer.model[2].weight.data[0, 0] = float("nan")
@@ -153,7 +153,7 @@ def test_the_first_module_that_gives_nan_is_named_with_the_step(fit, path: Path)
     assert "the first output that is not finite is that of" in event["error"]
 
 
-def test_without_a_trace_it_says_since_which_step_and_how_to_learn_which_module(fit, path: Path) -> None:
+def test_without_a_trace_the_event_names_the_first_step_and_how_to_trace_modules(fit, path: Path) -> None:
     def poison(trainer, state):
         trainer.model[2].weight.data[0, 0] = float("nan")
 
@@ -165,7 +165,7 @@ def test_without_a_trace_it_says_since_which_step_and_how_to_learn_which_module(
     assert any("trace_modules=True" in suggestion for suggestion in event["suggestions"])
 
 
-def test_a_backward_that_gives_nan_is_named(fit, path: Path) -> None:
+def test_a_backward_that_returns_nan_is_named(fit, path: Path) -> None:
     class Breaks(torch.autograd.Function):
         @staticmethod
         def forward(ctx, values):
@@ -191,11 +191,11 @@ def test_a_backward_that_gives_nan_is_named(fit, path: Path) -> None:
     assert event["step"] == 1
     assert event["artifacts"]["origin"].endswith("3")
     assert "comes out of the backward of" in event["error"]
-    assert ("nonfinite_loss", "begins", 2) in told(path)  # the weights are nan after the first update
+    assert ("nonfinite_loss", "begins", 2) in reported(path)  # the weights are nan after the first update
 
 
 def test_gradients_are_seen_as_the_update_uses_them(fit, path: Path) -> None:
-    """What the trainer clips does not explode."""
+    """Gradients that the trainer clips do not count as exploding."""
 
     class Clips(Planted):
         def before_update(self):
@@ -205,14 +205,14 @@ def test_gradients_are_seen_as_the_update_uses_them(fit, path: Path) -> None:
         trainer.scale = torch.tensor(1e9)
 
     fit(Clips(grow), [Diagnosis(5, path=path)], steps=10, batches=batches(10))
-    assert "exploding_gradients" not in [fault for fault, _, _ in told(path)]
+    assert "exploding_gradients" not in [fault for fault, _, _ in reported(path)]
 
     fit(Planted(grow), [Diagnosis(5, path=path)], steps=10, batches=batches(10))
     event = begun(path, "exploding_gradients")
     assert event["artifacts"]["largest_norm"] > event["artifacts"]["limit"]
 
 
-def test_gradients_that_vanish_and_weights_that_stay(fit, path: Path) -> None:
+def test_vanishing_gradients_are_reported(fit, path: Path) -> None:
     def shrink(trainer, state):
         trainer.scale, trainer.uses_spare = torch.tensor(1e-12), False
 
@@ -223,16 +223,16 @@ def test_gradients_that_vanish_and_weights_that_stay(fit, path: Path) -> None:
 
 
 def test_parameters_without_a_gradient_are_named_after_some_checks(fit, path: Path) -> None:
-    def leave_out(trainer, state):
+    def skip(trainer, state):
         trainer.uses_spare = False
 
     def use(trainer, state):
         trainer.uses_spare = True
 
-    plant = within(6, 25, leave_out, use)
+    plant = within(6, 25, skip, use)
     fit(Planted(plant), [Diagnosis(5, path=path)], steps=40, batches=batches(40))
 
-    assert told(path) == [("dead_parameters", "begins", 20), ("dead_parameters", "ends", 35)]
+    assert reported(path) == [("dead_parameters", "begins", 20), ("dead_parameters", "ends", 35)]
     assert [name.rpartition(".")[2] for name in begun(path, "dead_parameters")["artifacts"]["parameters"]] == [
         *("weight", "bias")
     ]
@@ -248,8 +248,8 @@ def test_a_loss_spike_between_checks_is_found_with_its_step(fit, path: Path) -> 
     plant = within(53, 53, spike, usual)
     fit(Planted(plant, lr=1e-4), [Diagnosis(10, path=path)], steps=80, batches=batches(80))
 
-    assert ("loss_spike", "begins", 60) in told(path)
-    assert ("loss_spike", "ends", 80) in told(path)
+    assert ("loss_spike", "begins", 60) in reported(path)
+    assert ("loss_spike", "ends", 80) in reported(path)
     assert begun(path, "loss_spike")["artifacts"]["spike_step"] == 53
 
 
@@ -261,7 +261,7 @@ def test_updates_as_large_as_the_weights_and_updates_lost_in_rounding(fit, path:
     assert begun(path, "small_updates")["artifacts"]["update_ratio"] < 1e-8
 
 
-def test_the_update_of_a_wrapper_without_hooks_is_that_of_the_optimizer_inside(fit, path: Path) -> None:
+def test_the_update_of_a_wrapper_without_hooks_is_read_from_the_inner_optimizer(fit, path: Path) -> None:
     class Wraps(Planted):
         def configure(self, ctx):
             return {"optimizer": WithoutHooks(super().configure(ctx)["optimizer"])}
@@ -280,13 +280,15 @@ def test_the_update_of_a_wrapper_without_hooks_is_that_of_the_optimizer_inside(f
         ({"latent_var": 1e-13}, True),
     ],
 )
-def test_latent_values_collapse_and_a_variance_is_compared_with_its_square(fit, path, metrics, is_collapsed) -> None:
-    def tell(trainer, step, state):
+def test_collapsed_latent_values_are_reported_and_a_variance_has_the_squared_limit(
+    fit, path, metrics, is_collapsed
+) -> None:
+    def set_metrics(trainer, step, state):
         trainer.metrics = metrics
 
-    fit(Planted(tell), [Diagnosis(3, path=path)], steps=3, batches=batches(3))
+    fit(Planted(set_metrics), [Diagnosis(3, path=path)], steps=3, batches=batches(3))
 
-    assert [fault for fault, _, _ in told(path)] == ["latent_collapse"] * is_collapsed
+    assert [fault for fault, _, _ in reported(path)] == ["latent_collapse"] * is_collapsed
 
 
 def test_the_same_batch_twice_in_a_row_is_repeated_data(fit, path: Path) -> None:
@@ -294,20 +296,20 @@ def test_the_same_batch_twice_in_a_row_is_repeated_data(fit, path: Path) -> None
 
     fit(Planted(), [Diagnosis(5, path=path)], steps=10, batches=[*batches(8), same, same])
 
-    assert told(path) == [("repeated_data", "begins", 10)]
+    assert reported(path) == [("repeated_data", "begins", 10)]
 
 
 def test_an_overflow_that_the_scaler_skips_is_no_fault(fit, path: Path) -> None:
-    """The first scale of fp16 is so large that the first updates are left out."""
+    """The first scale of fp16 is so large that the first updates are skipped."""
     from lightning.pytorch.plugins import MixedPrecision
 
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40))
     fit(Planted(), [Diagnosis(1, path=path)], steps=6, batches=batches(6), plugins=[plugin])
 
-    assert "nonfinite_gradients" not in [fault for fault, _, _ in told(path)]
+    assert "nonfinite_gradients" not in [fault for fault, _, _ in reported(path)]
 
 
-def test_it_changes_no_bit(fit, path: Path) -> None:
+def test_diagnosis_changes_no_bit(fit, path: Path) -> None:
     weights = []
     for callbacks in ([], [Diagnosis(3, path=path)], [Diagnosis(1, path=path, trace_modules=True)]):
         _, module = fit(Planted(), callbacks, steps=12, batches=batches(12))
@@ -316,7 +318,7 @@ def test_it_changes_no_bit(fit, path: Path) -> None:
     assert all(torch.equal(weights[0][name], other[name]) for name in weights[0] for other in weights[1:])
 
 
-def test_nothing_of_it_is_left_on_modules_optimizers_and_parameters(fit, path: Path) -> None:
+def test_no_hooks_remain_on_modules_optimizers_and_parameters(fit, path: Path) -> None:
     trainer = Planted()
     _, module = fit(trainer, [Diagnosis(2, path=path)], steps=7, batches=batches(7))
 
@@ -327,19 +329,19 @@ def test_nothing_of_it_is_left_on_modules_optimizers_and_parameters(fit, path: P
     assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.model.parameters())
 
 
-def test_a_fault_goes_on_over_a_resume_and_begins_once(fit, path: Path, tmp_path: Path) -> None:
+def test_a_fault_continues_over_a_resume_and_begins_once(fit, path: Path, tmp_path: Path) -> None:
     import lightning.pytorch as pl
 
     from genlight.adapter import ContractModule
     from genlight.adapter.training_loop import BatchStream
 
-    def leave_out(trainer, step, state):
+    def skip(trainer, step, state):
         trainer.uses_spare = False
 
     checkpoint = Checkpoint(tmp_path / "c")
-    fit(Planted(leave_out), [checkpoint, Diagnosis(2, path=path)], steps=6, batches=batches(6),
+    fit(Planted(skip), [checkpoint, Diagnosis(2, path=path)], steps=6, batches=batches(6),
         enable_checkpointing=True)  # fmt: skip
-    assert told(path) == [("dead_parameters", "begins", 6)]
+    assert reported(path) == [("dead_parameters", "begins", 6)]
 
     diagnosis = Diagnosis(2, path=path)
     trainer = pl.Trainer(
@@ -347,18 +349,18 @@ def test_a_fault_goes_on_over_a_resume_and_begins_once(fit, path: Path, tmp_path
         callbacks=[Checkpoint(tmp_path / "c", replace_existing=True), diagnosis],
     )  # fmt: skip
     trainer.fit(
-        ContractModule(Planted(leave_out), None), BatchStream(batches(20)), ckpt_path=str(tmp_path / "c" / "final.json")
+        ContractModule(Planted(skip), None), BatchStream(batches(20)), ckpt_path=str(tmp_path / "c" / "final.json")
     )
 
-    assert told(path) == [("dead_parameters", "begins", 6)]
+    assert reported(path) == [("dead_parameters", "begins", 6)]
     assert list(diagnosis.faults) == ["dead_parameters"]
 
 
-def test_it_works_with_any_module_and_with_accumulated_gradients(fit_plain, path: Path, monkeypatch) -> None:
+def test_diagnosis_works_with_any_module_and_with_accumulated_gradients(fit_plain, path: Path, monkeypatch) -> None:
     monkeypatch.setattr("genlight.callbacks.health.rules.LARGEST_UPDATE", 0.0)
     fit_plain([Diagnosis(2, path=path)], steps=4, accumulate_grad_batches=3)
 
-    assert told(path) == [("large_updates", "begins", 2)]
+    assert reported(path) == [("large_updates", "begins", 2)]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def test_it_works_with_any_module_and_with_accumulated_gradients(fit_plain, path
         ({"gradient_min_norm": -2.0, "scenario": ""}, ["gradient_min_norm", "scenario"]),
     ],
 )
-def test_arguments_that_make_no_sense_are_all_named_at_once(arguments, names) -> None:
+def test_all_invalid_arguments_are_named_at_once(arguments, names) -> None:
     with refusal(ValueError) as refused:
         Diagnosis(**arguments)
     assert all(f"`{name}`" in str(refused.value) for name in names)
@@ -381,7 +383,7 @@ def test_a_cadence_of_0_is_off(fit, path: Path) -> None:
     assert not path.exists()
 
 
-def test_what_fails_inside_a_step_is_a_failure_of_the_check_and_not_of_the_step(fit, path, caplog, monkeypatch) -> None:
+def test_a_check_that_fails_inside_a_step_does_not_fail_the_step(fit, path, caplog, monkeypatch) -> None:
     def fails(*args, **kwargs):
         raise NotImplementedError("no norm of such a type")
 
@@ -395,7 +397,7 @@ def test_what_fails_inside_a_step_is_a_failure_of_the_check_and_not_of_the_step(
 
 
 @pytest.mark.parametrize("batch", [None, 0, "go", {}, []])
-def test_a_batch_without_data_tells_nothing_of_repeats(fit, path: Path, batch) -> None:
+def test_batches_without_data_are_not_repeated_data(fit, path: Path, batch) -> None:
     class MakesItsData(Planted):
         def prepare_batch(self, raw, state, ctx):
             return torch.randn(6, 4)

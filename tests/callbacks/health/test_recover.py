@@ -1,4 +1,4 @@
-"""What each rung does, exactly; what is told of it; and what is refused before the first step."""
+"""The exact effect of each rung, its reports, and refusals before the first step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def weights_of(module):
     return [tensor.clone() for tensor in module.contract_state["model"].state_dict().values()]
 
 
-# What a rung does.
+# Effects of the rungs.
 
 
-def test_a_skipped_update_leaves_everything_that_the_step_would_have_spoiled_as_it_was(tmp_path):
+def test_a_skipped_update_changes_no_weight(tmp_path):
     seen = []
 
     class Look(pl.Callback):
@@ -45,7 +45,7 @@ def test_a_skipped_update_leaves_everything_that_the_step_would_have_spoiled_as_
     assert rungs_in(tmp_path) == [(12, "skip"), (14, "recovered")]
 
 
-def test_a_lowered_rate_holds_for_so_many_steps_and_a_schedule_sees_nothing_of_it(tmp_path):
+def test_a_lowered_rate_lasts_for_some_steps_and_does_not_affect_the_schedule(tmp_path):
     trainer = Fragile()
     ladder = Recover(["lower_lr"], lr_factor=0.5, lower_lr_steps=4, good_steps=3)
     module = fit_fragile(tmp_path, ladder, Batches({11, 13}), trainer=trainer, steps=25, every=0)
@@ -57,21 +57,19 @@ def test_a_lowered_rate_holds_for_so_many_steps_and_a_schedule_sees_nothing_of_i
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_after_a_roll_back_a_run_is_one_that_goes_on_from_the_checkpoint_with_the_data_behind_the_fault(
-    tmp_path, window
-):
+def test_a_rolled_back_run_equals_one_resumed_from_the_checkpoint_with_later_data(tmp_path, window):
     ladder = Recover(["roll_back"], good_steps=5)
-    # With a window of 2 the fault of batch 12 shows in the step after it, which uses its gradients.
+    # With a window of 2, the next step uses the gradients of batch 12, so the fault shows there.
     recovered = fit_fragile(tmp_path / "a", ladder, Batches({12}), trainer=Fragile(window=window), steps=20)
     broken_at = 12 + window
     fit_fragile(tmp_path / "b", None, Batches(), trainer=Fragile(window=window), steps=10)
 
-    class PutLoaderBehind(Batches):
+    class StartsBehindTheFault(Batches):
         def load_state_dict(self, state):
             self.next = broken_at
 
     expected = fit_fragile(
-        tmp_path / "b", None, PutLoaderBehind(), trainer=Fragile(window=window), steps=20, resumes=True
+        tmp_path / "b", None, StartsBehindTheFault(), trainer=Fragile(window=window), steps=20, resumes=True
     )
     assert digest_of(recovered) == digest_of(expected)
     assert recovered.trainer.global_step == 20
@@ -79,7 +77,7 @@ def test_after_a_roll_back_a_run_is_one_that_goes_on_from_the_checkpoint_with_th
     assert rungs_in(tmp_path) == [(broken_at, "roll_back"), (broken_at + 5, "recovered")]
 
 
-def test_checkpoints_of_undone_steps_are_removed_and_the_one_gone_back_to_is_saved_anew(tmp_path):
+def test_checkpoints_of_undone_steps_are_removed_and_the_restored_one_is_saved_again(tmp_path):
     def records():
         return {e.record.name: e.record.created_at_ms for e in list_checkpoints(tmp_path / "checkpoints")}
 
@@ -89,7 +87,7 @@ def test_checkpoints_of_undone_steps_are_removed_and_the_one_gone_back_to_is_sav
         def on_roll_back(self, trainer, pl_module):
             before.update(records())
 
-    # Step 13 is skipped, step 15 is saved within the incident, and step 17 brings the run back before it.
+    # Step 13 is skipped, step 15 is saved within the incident, and step 17 rolls back to a step before it.
     trainer = Fragile(lambda calls: after.update(records() if calls == 18 else {}))
     ladder = Recover(["skip", "roll_back"], good_steps=6)
     fit_fragile(tmp_path, ladder, Batches({12, 16}), trainer=trainer, steps=24, callbacks=[Look()])
@@ -107,33 +105,33 @@ def test_before_the_first_checkpoint_a_roll_back_is_a_skip(tmp_path, caplog):
     assert "because there is no good checkpoint from before the incident" in caplog.text
 
 
-def test_an_accumulation_window_with_a_fault_is_left_out_and_counts_once(tmp_path):
+def test_an_accumulation_window_with_a_fault_is_skipped_and_counts_once(tmp_path):
     trainer = Fragile(window=2)
     fit_fragile(tmp_path, Recover(["skip"] * 2, good_steps=4), Batches({10}), trainer=trainer, steps=20, every=0)
     assert len(trainer.rates) == 9
     assert rungs_in(tmp_path) == [(12, "skip"), (16, "recovered")]
 
 
-# What is a fault.
+# Faults.
 
 
-def test_a_spike_of_the_loss_is_a_fault_where_that_is_asked_for(tmp_path, caplog):
+def test_a_loss_spike_is_a_fault_if_requested(tmp_path, caplog):
     batches = {45: 1e3}
-    quiet = fit_fragile(tmp_path / "a", Recover(["skip"]), Batches(batches), steps=50, every=0)
+    ignored = fit_fragile(tmp_path / "a", Recover(["skip"]), Batches(batches), steps=50, every=0)
     ladder = Recover(["skip"], ["loss_spike"], good_steps=4)
-    told = fit_fragile(tmp_path / "b", ladder, Batches(batches), steps=50, every=0)
+    skipped = fit_fragile(tmp_path / "b", ladder, Batches(batches), steps=50, every=0)
     assert rungs_in(tmp_path) == [(46, "skip"), (50, "recovered")]
     assert "the loss of step 46 is" in caplog.text
-    assert digest_of(quiet) != digest_of(told)
+    assert digest_of(ignored) != digest_of(skipped)
 
 
-def test_a_spike_within_an_accumulation_window_leaves_its_update_out(tmp_path):
+def test_a_spike_within_an_accumulation_window_skips_its_update(tmp_path):
     ladder = Recover(["skip"], ["loss_spike"], good_steps=4)
     fit_fragile(tmp_path, ladder, Batches({70: 1e3}), trainer=Fragile(window=2), steps=77, every=0)
     assert rungs_in(tmp_path) == [(72, "skip"), (76, "recovered")]
 
 
-def test_under_16_mixed_an_overflow_is_no_fault_and_a_loss_is(tmp_path):
+def test_under_16_mixed_an_overflow_is_no_fault_but_a_nonfinite_loss_is(tmp_path):
     class Overflows(Fragile):
         def train_step(self, batch, state, ctx):
             (first, *_) = state["model"].parameters()
@@ -154,8 +152,8 @@ def test_under_16_mixed_an_overflow_is_no_fault_and_a_loss_is(tmp_path):
         **{"trainer": Overflows(), "steps": 24, "callbacks": [Look()], **precision_of("16-mixed")},
     )
     assert rungs_in(tmp_path) == [(13, "skip"), (15, "roll_back"), (19, "recovered")]
-    assert scales[:7] == [1024.0] * 5 + [512.0] * 2  # the overflow, which is none of the faults
-    assert scales[14] == 128.0  # a loss that is not finite makes the scaler think of one, too
+    assert scales[:7] == [1024.0] * 5 + [512.0] * 2  # the overflow is not one of the faults
+    assert scales[14] == 128.0  # the scaler takes a nonfinite loss for an overflow too
     assert scales[15] == 512.0  # as in the checkpoint
     assert all(torch.isfinite(tensor).all() for tensor in weights_of(module))
 
@@ -163,7 +161,7 @@ def test_under_16_mixed_an_overflow_is_no_fault_and_a_loss_is(tmp_path):
 # The end of the ladder.
 
 
-def test_when_all_attempts_are_used_up_the_run_fails_once_and_says_what_was_tried(tmp_path):
+def test_a_run_without_attempts_left_fails_once_and_lists_its_attempts(tmp_path):
     log = EventLogger(tmp_path / "events.jsonl", run_id="r")
     ladder = Recover(good_steps=5, lower_lr_steps=3, max_attempts=4)
     with pytest.raises(RecoveryError) as raised:
@@ -181,17 +179,17 @@ def test_when_all_attempts_are_used_up_the_run_fails_once_and_says_what_was_trie
     assert validate_events(tmp_path / "events.jsonl") == []
 
 
-# What others see of it.
+# Reports to other parts.
 
 
-def test_loggers_and_the_event_log_are_told_each_rung_and_the_steps_that_come_again(tmp_path):
+def test_loggers_and_the_event_log_get_each_rung_and_the_repeated_steps(tmp_path):
     log = EventLogger(tmp_path / "events.jsonl", run_id="r")
     ladder = Recover(["skip", "roll_back"], good_steps=6)
     fit_fragile(tmp_path, ladder, Batches({12, 16}), steps=24, callbacks=[LogMetrics(every_n_steps=1)], logger=log)
     assert validate_events(tmp_path / "events.jsonl") == []
     metrics = [event for event in read_log(tmp_path / "events.jsonl") if event["event"] == "metric"]
-    told = [(e["name"], e["step"], e["value"]) for e in metrics if e["name"].startswith(("recover/", "trainer/"))]
-    assert told == [
+    logged = [(e["name"], e["step"], e["value"]) for e in metrics if e["name"].startswith(("recover/", "trainer/"))]
+    assert logged == [
         ("recover/attempt", 13, 1.0),
         ("recover/skip", 13, 1.0),
         ("recover/attempt", 17, 2.0),
@@ -203,7 +201,7 @@ def test_loggers_and_the_event_log_are_told_each_rung_and_the_steps_that_come_ag
     assert losses == [*range(1, 18), *range(11, 25)]  # none is missed at any cadence
 
 
-def test_callbacks_that_count_steps_count_on_from_where_the_run_went_back_to(tmp_path):
+def test_callbacks_that_count_steps_continue_from_the_restored_step(tmp_path):
     others = [
         EarlyStopping("train/loss", patience=100),
         Diagnosis(5, path=tmp_path / "diagnosis.jsonl"),
@@ -217,7 +215,7 @@ def test_callbacks_that_count_steps_count_on_from_where_the_run_went_back_to(tmp
     assert all(callback.failures == {} for callback in others)
 
 
-def test_a_stop_in_the_step_of_a_roll_back_leaves_the_checkpoint_that_the_run_went_back_to(tmp_path):
+def test_a_stop_in_the_step_of_a_roll_back_keeps_the_restored_checkpoint(tmp_path):
     class Stop(Hook):
         ranks = "all"
         writes = ("stop_reason",)
@@ -233,7 +231,7 @@ def test_a_stop_in_the_step_of_a_roll_back_leaves_the_checkpoint_that_the_run_we
     assert resumed.trainer.train_dataloader.next == 15
 
 
-def test_the_time_of_undone_steps_is_told_as_lost(tmp_path):
+def test_the_time_of_undone_steps_is_reported_as_lost(tmp_path):
     lost = []
 
     class Look(Hook):
@@ -244,20 +242,20 @@ def test_the_time_of_undone_steps_is_told_as_lost(tmp_path):
     slow = Fragile(lambda calls: time.sleep(0.05 if 11 <= calls <= 13 else 0))
     fit_fragile(tmp_path, Recover(["roll_back"]), Batches({12}), trainer=slow, steps=14, every=10, callbacks=[Look()])
     assert len(lost) == 1
-    assert lost[0] >= 0.1  # three such steps, of which the first may end before the checkpoint is durable
+    assert lost[0] >= 0.1  # three steps; the first may end before the checkpoint is durable
 
 
-def test_another_fit_of_the_same_callback_begins_at_the_bottom(tmp_path):
+def test_another_fit_with_the_same_callback_begins_at_the_first_rung(tmp_path):
     ladder = Recover(["skip"], max_attempts=1, good_steps=50)
     for attempt in ("a", "b"):
         fit_fragile(tmp_path / attempt, ladder, Batches({3}), steps=6, every=0)
     assert rungs_in(tmp_path) == [(4, "skip"), (4, "skip")]
 
 
-# What is refused.
+# Refusals.
 
 
-def test_all_that_is_wrong_with_the_arguments_is_said_at_once():
+def test_all_invalid_arguments_are_named_at_once():
     with refusal(ValueError) as raised:
         Recover(
             ["skip", "jump"],
@@ -281,7 +279,7 @@ def test_a_ladder_is_a_list_of_rungs(ladder):
         Recover(ladder)
 
 
-def test_all_that_a_run_lacks_is_said_before_its_first_step(tmp_path):
+def test_all_missing_requirements_are_named_before_the_first_step(tmp_path):
     class Adaptive(Fragile):
         def configure(self, ctx):
             state = super().configure(ctx)
@@ -293,28 +291,28 @@ def test_all_that_a_run_lacks_is_said_before_its_first_step(tmp_path):
 
     with pytest.raises(RecoveryError) as raised:
         fit_fragile(tmp_path, Recover(), Batches(), trainer=Adaptive(), every=0, callbacks=[WatchNonfinite("stop")])
-    said = str(raised.value)
-    assert said.startswith("Recover cannot be used here: ")
-    assert said.count("; ") >= 3
+    message = str(raised.value)
+    assert message.startswith("Recover cannot be used here: ")
+    assert message.count("; ") >= 3
     for part in (
         "`on_nonfinite: stop`",
         "'lower_lr' needs a learning rate",
         "'roll_back' needs checkpoints",
         "rollout",
     ):
-        assert part in said
+        assert part in message
 
 
-def test_it_is_for_trainer_classes(tmp_path, quiet):
+def test_a_module_that_hosts_no_trainer_class_is_refused(tmp_path, quiet):
     trainer = pl.Trainer(**quiet, max_steps=2, callbacks=[Recover(["skip"])])
     with refusal(RecoveryError):
         trainer.fit(BoringModel())
 
 
-def test_a_class_that_cannot_be_put_back_within_a_run_is_refused_there_and_named(tmp_path):
+def test_a_class_that_cannot_be_restored_within_a_run_is_refused_by_name(tmp_path):
     class Forgets(Fragile):
         def load_state_dict(self, state, payload, ctx):
-            state["steps"] = payload["steps"]  # and not the average
+            state["steps"] = payload["steps"]  # but not the average
 
     with refusal(RecoveryError):
         fit_fragile(tmp_path, Recover(["roll_back"]), Batches({12}), trainer=Forgets())

@@ -1,4 +1,4 @@
-"""All ranks climb the same ladder, also where one of them alone met the fault."""
+"""All ranks take the same rungs, also if only one of them met the fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """The folder of several short trainings, and what each rank knew after them."""
+    """The folder of several short trainings, and the final state of each rank."""
     folder = tmp_path_factory.mktemp("recover")
     run_ranks("recover_ranks.py", folder)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
@@ -30,19 +30,19 @@ def test_every_rank_takes_the_same_rungs_at_the_same_steps(outcomes):
     assert rungs_in(folder / "nan")[:3] == [(13, "skip"), (14, "lower_lr"), (16, "roll_back")]
 
 
-def test_a_resumed_run_of_several_ranks_ends_as_one_in_peace(outcomes):
+def test_a_resumed_run_of_several_ranks_ends_like_an_uninterrupted_one(outcomes):
     for rank in outcomes[1]:
         assert rank["nan"]["digest"] == rank["nan, resumed"]["digest"]
 
 
-def test_a_loss_that_is_high_on_one_rank_leaves_the_update_out_on_all(outcomes):
+def test_a_high_loss_on_one_rank_skips_the_update_on_all(outcomes):
     folder, (first, second) = outcomes
     assert first["spike"]["ladder"]["taken"] == {"skip": 1}
     assert rungs_in(folder / "spike")[0] == (41, "skip")
     assert second["spike"]["error"] == ""
 
 
-def test_updates_of_a_sharded_model_are_left_out_and_a_roll_back_of_one_is_refused_at_the_start(outcomes):
+def test_a_sharded_model_can_skip_updates_and_a_roll_back_is_refused_at_the_start(outcomes):
     _, (first, second) = outcomes
     assert second["sharded"]["ladder"]["taken"] == {"skip": 1}
     assert first["sharded"]["error"] == ""

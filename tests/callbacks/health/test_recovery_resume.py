@@ -1,4 +1,4 @@
-"""A run that is killed at any moment of its recovery goes on to the same end as one that is not."""
+"""A run that is killed at any moment of its recovery resumes to the same end as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from support.recovered import rungs_in
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_it_recovers_or_later_ends_as_one_in_peace(tmp_path):
+def test_a_run_killed_during_or_after_its_recovery_ends_like_an_uninterrupted_one(tmp_path):
     subprocess.run([sys.executable, SUPPORT / "recover_kills.py", tmp_path], check=True, timeout=900)
     ends = {place.name: (place / "end").read_text().split()[0] for place in tmp_path.iterdir()}
-    assert len(ends) >= 13  # of all moments with GENLIGHT_LONG_FAULTS=1
+    assert len(ends) >= 13  # GENLIGHT_LONG_FAULTS=1 kills at every moment
     assert {name for name, digest in ends.items() if digest != ends["peace"]} == set()
     rungs = ["skip", "lower_lr", "roll_back", "roll_back"]
     assert [what for _, what in rungs_in(tmp_path / "peace")] == [*rungs, "rate_restored", "recovered"]

@@ -1,4 +1,4 @@
-"""What becomes nan or infinite while training, and what is said of it."""
+"""Values that become nan or infinite during training, and their reports."""
 
 import lightning.pytorch as pl
 import pytest
@@ -41,29 +41,29 @@ def fit(tmp_path, values, *callbacks, **options):
     return trainer
 
 
-def test_it_is_said_once_with_the_step_and_reported_as_an_event(tmp_path, caplog):
+def test_a_nonfinite_metric_is_logged_once_with_its_step_and_as_an_event(tmp_path, caplog):
     logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     fit(tmp_path, [1.0] * 5 + [float("inf")] + [1.0] * 9, WatchNonfinite(every_n_steps=2), logger=logger)
-    (told,) = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
-    assert told.startswith("the metric 'loss' is not finite at step 6; all was finite at step 4.")
+    (message,) = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
+    assert message.startswith("the metric 'loss' is not finite at step 6; all was finite at step 4.")
     found = [e for e in read_events(tmp_path / "events.jsonl") if e.get("name") == "trainer/nonfinite_step"]
     assert [(event["value"], event["step"]) for event in found] == [(6.0, 6)]
 
 
-def test_a_weight_that_stays_nan_is_noticed_at_the_next_cadence_although_the_loss_was_between(tmp_path, caplog):
+def test_a_weight_that_stays_nan_is_noticed_at_the_next_cadence(tmp_path, caplog):
     fit(tmp_path, [1.0, float("nan")] + [0.0] * 6, WatchNonfinite(every_n_steps=3))
     assert any("not finite at step 3" in message for message in caplog.messages)
 
 
-def test_stop_ends_the_run_before_that_step_is_saved(tmp_path):
+def test_stop_ends_the_run_before_the_step_is_saved(tmp_path):
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
     with refusal(NonfiniteError):
         fit(tmp_path, [1.0] * 3 + [float("inf")] * 3, checkpoint, WatchNonfinite("stop", every_n_steps=2))
     assert [listed.record.step for listed in list_checkpoints(tmp_path / "c")] == [2]
 
 
-def test_a_run_whose_values_are_all_finite_is_told_nothing_of(tmp_path, caplog):
-    """An infinite buffer is a mask."""
+def test_nothing_is_logged_if_all_values_are_finite(tmp_path, caplog):
+    """An infinite buffer may be a mask and does not count."""
     fit(tmp_path, [1.0] * 6, WatchNonfinite("stop", every_n_steps=1))
     assert "not finite" not in caplog.text
 

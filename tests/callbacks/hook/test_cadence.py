@@ -14,9 +14,7 @@ STEPS = st.integers(min_value=0, max_value=10_000)
 
 
 @given(previous=STEPS, advance=st.integers(min_value=0, max_value=500), every=st.integers(min_value=1, max_value=300))
-def test_it_is_due_exactly_if_a_multiple_lies_behind_the_previous_step_and_not_behind_the_current(
-    previous, advance, every
-):
+def test_an_action_is_due_exactly_if_a_multiple_lies_between_two_steps(previous, advance, every):
     passed = any(step % every == 0 for step in range(previous + 1, previous + advance + 1))
 
     assert crossed(previous, previous + advance, every) == passed
@@ -28,7 +26,7 @@ def test_a_cadence_of_zero_is_never_due(previous, advance, every):
 
 
 @given(start=STEPS, jumps=st.lists(st.integers(min_value=0, max_value=70), max_size=40), every=st.integers(1, 50))
-def test_over_a_run_no_boundary_counts_twice(start, jumps, every):
+def test_no_boundary_of_a_run_counts_twice(start, jumps, every):
     step, due = start, 0
     for jump in jumps:
         due += crossed(step, step + jump, every)
@@ -51,11 +49,11 @@ def test_over_a_run_no_boundary_counts_twice(start, jumps, every):
         (None, False),
     ],
 )
-def test_only_a_step_that_asked_for_it_is_suppressed(result, is_suppressed):
+def test_only_a_step_with_the_hint_is_suppressed(result, is_suppressed):
     assert suppressed(SimpleNamespace(step_result=result)) is is_suppressed
 
 
-def test_a_module_that_hosts_no_trainer_is_never_suppressed():
+def test_a_module_that_hosts_no_trainer_class_is_never_suppressed():
     assert not suppressed(object())
 
 

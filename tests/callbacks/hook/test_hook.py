@@ -1,4 +1,4 @@
-"""The policy of a hook: who fails whom, which ranks hear of an event, and in which order hooks run."""
+"""The policy of hooks: the effect of failures, the ranks that get an event, and the order of hooks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class FailingHook(Hook):
         raise self.error
 
 
-class Noting(Hook):
-    """Notes the names of its events."""
+class Recording(Hook):
+    """Records the names of its events."""
 
     def __init__(self, into=None, name=None):
         self.events = [] if into is None else into
@@ -47,7 +47,7 @@ def fake_trainer(*callbacks, rank=0):
 
 @pytest.fixture(params=["contract", "plain"])
 def train(request, fit, fit_plain, counting_trainer):
-    """Train four steps with callbacks: under genlight's loop, and under Lightning's own."""
+    """Train four steps with callbacks, in genlight's loop and in Lightning's own."""
     if request.param == "plain":
         return fit_plain
     return lambda callbacks, **arguments: fit(counting_trainer(), callbacks, **arguments)[0]
@@ -56,8 +56,8 @@ def train(request, fit, fit_plain, counting_trainer):
 # failure
 
 
-def test_a_hook_that_fails_leaves_training_and_other_hooks_alone(train):
-    failing, after = FailingHook(), Noting()
+def test_a_failing_hook_does_not_affect_training_and_other_hooks(train):
+    failing, after = FailingHook(), Recording()
 
     trainer = train([failing, after])
 
@@ -81,7 +81,7 @@ def test_a_failure_is_logged_once_with_its_traceback_and_summed_up_at_the_end(tr
     assert [record.getMessage() for record in warnings] == ["FailingHook failed: on_train_batch_end 4 times"]
 
 
-def test_failures_are_summed_up_also_where_training_ends_by_an_exception(train, caplog):
+def test_failures_are_summed_up_also_if_training_ends_with_an_exception(train, caplog):
     class Ending(Hook):
         critical = True
 
@@ -145,7 +145,7 @@ def test_a_call_of_super_is_part_of_the_outer_event():
     assert child.failures == {"on_train_start": 1}
 
 
-def test_a_hook_may_catch_what_its_parent_raises():
+def test_a_hook_may_catch_an_exception_of_its_parent():
     class Parent(Hook):
         def on_train_start(self, trainer, pl_module):
             raise ValueError("in the parent")
@@ -166,7 +166,7 @@ def test_each_event_of_a_step_may_fail(fit, counting_trainer, event):
     def fail(self, *args):
         raise ValueError("no such luck")
 
-    failing, after = type("Failing", (Hook,), {event: fail})(), Noting()
+    failing, after = type("Failing", (Hook,), {event: fail})(), Recording()
 
     trainer, _ = fit(counting_trainer(), [failing, after])
 
@@ -181,10 +181,10 @@ def test_an_exception_of_a_callback_that_is_no_hook_ends_the_run(train):
             raise ValueError("a guest fails")
 
     with refusal(ValueError):
-        train([Guest(), Noting()])
+        train([Guest(), Recording()])
 
 
-def test_saving_and_loading_are_not_policed():
+def test_failures_of_saving_and_loading_are_always_raised():
     class Broken(Hook):
         def on_save_checkpoint(self, trainer, pl_module, checkpoint):
             raise ValueError("cannot save")
@@ -196,29 +196,22 @@ def test_saving_and_loading_are_not_policed():
 # ranks
 
 
+@pytest.mark.parametrize("find", [lambda trainer: [callback.on_train_batch_end for callback in trainer.callbacks],
+                                  lambda trainer: listeners(trainer, "on_train_batch_end")],
+                         ids=["method", "listeners"])  # fmt: skip
 @pytest.mark.parametrize(("ranks", "rank", "delivered"), [("zero", 0, 1), ("zero", 1, 0), ("all", 0, 1), ("all", 1, 1)])
-def test_an_event_is_delivered_to_the_ranks_that_the_hook_names(ranks, rank, delivered):
-    hook = Noting()
-    hook.ranks = ranks
-
-    hook.on_train_batch_end(fake_trainer(hook, rank=rank), None, None, None, 0)
-
-    assert len(hook.events) == delivered
-
-
-@pytest.mark.parametrize(("ranks", "rank", "delivered"), [("zero", 0, 1), ("zero", 1, 0), ("all", 0, 1), ("all", 1, 1)])
-def test_a_hook_does_not_listen_in_each_step_on_a_rank_that_it_does_not_name(ranks, rank, delivered):
-    hook = Noting()
+def test_an_event_is_delivered_only_on_the_ranks_of_the_hook(find, ranks, rank, delivered):
+    hook = Recording()
     hook.ranks = ranks
 
     trainer = fake_trainer(hook, rank=rank)
-    for listener in listeners(trainer, "on_train_batch_end"):
+    for listener in find(trainer):
         listener(trainer, None, None, None, 0)
 
     assert len(hook.events) == delivered
 
 
-def test_only_what_has_an_event_of_its_own_listens_to_it():
+def test_only_callbacks_that_define_an_event_listen_to_it():
     class Mixin:
         def on_mb_end(self, trainer, pl_module):
             return "of the mixin"
@@ -242,7 +235,7 @@ def test_only_what_has_an_event_of_its_own_listens_to_it():
 
 
 class Waiting(Hook):
-    """Waits for every third step, and notes the steps after which it was called."""
+    """Waits for every third step and records the steps after which it is called."""
 
     ranks = "all"
 
@@ -255,15 +248,22 @@ class Waiting(Hook):
         self.next_due_step = trainer.global_step // 3 * 3 + 3
 
 
-def test_a_hook_that_waits_for_a_step_is_not_called_before_it(fit, counting_trainer):
+@pytest.mark.parametrize(
+    ("settings", "called"),
+    [({"steps": 10}, [1, 3, 6, 9]), ({"steps": 8, "batches": list(range(4)), "max_epochs": -1}, [1, 3, 5, 6])],
+    ids=["one epoch", "two epochs"],
+)
+def test_a_waiting_hook_is_called_at_its_steps_and_at_the_first_step_of_each_epoch(
+    fit, counting_trainer, settings, called
+):
     hook = Waiting()
 
-    fit(counting_trainer(), [hook], steps=10)
+    fit(counting_trainer(), [hook], **settings)
 
-    assert hook.called == [1, 3, 6, 9]
+    assert hook.called == called
 
 
-def test_lightnings_own_loop_calls_it_after_every_step(fit_plain):
+def test_lightnings_own_loop_calls_a_waiting_hook_after_every_step(fit_plain):
     hook = Waiting()
 
     fit_plain([hook], steps=4)
@@ -271,15 +271,7 @@ def test_lightnings_own_loop_calls_it_after_every_step(fit_plain):
     assert hook.called == [1, 2, 3, 4]
 
 
-def test_a_hook_that_waits_is_called_at_the_first_step_of_each_epoch(fit, counting_trainer):
-    hook = Waiting()
-
-    fit(counting_trainer(), [hook], steps=8, batches=list(range(4)), max_epochs=-1)
-
-    assert hook.called == [1, 3, 5, 6]
-
-
-def test_a_hook_that_waits_is_called_again_in_a_second_fit(fit, counting_trainer):
+def test_a_waiting_hook_is_called_again_in_a_second_fit(fit, counting_trainer):
     hook = Waiting()
 
     fit(counting_trainer(), [hook], steps=4)
@@ -288,7 +280,7 @@ def test_a_hook_that_waits_is_called_again_in_a_second_fit(fit, counting_trainer
     assert hook.called == [1, 3, 1, 3]
 
 
-def test_a_stop_calls_every_hook_that_waits(fit, counting_trainer):
+def test_a_stop_calls_every_waiting_hook(fit, counting_trainer):
     early, late = Waiting(), Waiting()
 
     class Stops(Hook):
@@ -299,26 +291,26 @@ def test_a_stop_calls_every_hook_that_waits(fit, counting_trainer):
     with pytest.raises(TrainingCanceled):
         fit(counting_trainer(), [early, Stops(), late], steps=12)
 
-    # One that came before the stop was known has no later step to be called in.
+    # A hook that ran before the stop was set has no later step to be called in.
     assert late.called == [1, 3, 6, 7]
     assert early.called == [1, 3, 6]
 
 
-def test_metrics_and_scores_come_as_events_with_their_step(fit, counting_trainer):
+def test_metrics_and_scores_arrive_as_events_with_their_step(fit, counting_trainer):
     heard = []
 
     class Evaluated(counting_trainer):
         def evaluate(self, state, ctx):
             return {"score": float(state["steps"])}
 
-    class Hears(Hook):
+    class Listens(Hook):
         def on_metrics(self, trainer, pl_module, metrics, step):
             heard.append((step, "metrics", metrics["train/loss"]))
 
         def on_scores(self, trainer, pl_module, scores, step):
             heard.append((step, "scores", scores["score"]))
 
-    fit(Evaluated(), [Hears(), LogMetrics(2), Evaluate(3)], steps=6)
+    fit(Evaluated(), [Listens(), LogMetrics(2), Evaluate(3)], steps=6)
 
     assert [(step, kind) for step, kind, _ in heard] == [
         (2, "metrics"),
@@ -330,7 +322,7 @@ def test_metrics_and_scores_come_as_events_with_their_step(fit, counting_trainer
     assert [value for _, kind, value in heard if kind == "scores"] == [3.0, 6.0]
 
 
-def test_what_a_subclass_puts_in_its_place_is_called_after_every_step(fit, counting_trainer):
+def test_an_override_that_is_not_skippable_is_called_after_every_step(fit, counting_trainer):
     class Curious(Waiting):
         def on_train_batch_end(self, trainer, *rest):
             super().on_train_batch_end(trainer, *rest)
@@ -372,26 +364,26 @@ def test_the_events_of_a_run_come_in_their_order(fit, counting_trainer):
     ]
 
 
-def test_a_failed_training_is_told_with_its_exception(train):
-    told = []
+def test_a_failed_training_is_reported_with_its_exception(train):
+    reported = []
 
-    class Told(Hook):
+    class Listens(Hook):
         def on_training_failed(self, trainer, pl_module, exception):
-            told.append(exception)
+            reported.append(exception)
 
     error = RuntimeError("gone")
     with refusal(RuntimeError):
-        train([Told(), FailingHook(critical=True, error=error)])
+        train([Listens(), FailingHook(critical=True, error=error)])
 
-    assert told == [error]
+    assert reported == [error]
 
 
 @pytest.mark.parametrize("name", HOOK_EVENTS)
-def test_the_base_has_every_event_and_does_nothing_in_it(name):
+def test_the_base_class_has_every_event_as_a_no_op(name):
     assert getattr(Hook(), name)(None, None, *[None] * (getattr(Hook, name).__code__.co_argcount - 3)) is None
 
 
-def test_an_event_reaches_other_callbacks_that_have_it():
+def test_an_event_reaches_other_callbacks_that_define_it():
     class Other(pl.Callback):
         heard = ()
 
@@ -410,7 +402,7 @@ def test_an_event_reaches_other_callbacks_that_have_it():
 
 
 def reading(name, reads=(), writes=(), optional=()):
-    hook = type(name, (Noting,), {"reads": reads, "writes": writes, "optional_reads": optional})
+    hook = type(name, (Recording,), {"reads": reads, "writes": writes, "optional_reads": optional})
     return hook(name=name)
 
 
@@ -420,7 +412,7 @@ def ordered(*callbacks):
     return callbacks_of(trainer)
 
 
-def test_a_reader_runs_after_the_writer_in_whatever_order_they_were_registered(train):
+def test_a_reader_runs_after_the_writer_in_any_order_of_registration(train):
     for callbacks in (["Reader", "Writer"], ["Writer", "Reader"]):
         ran = []
         hooks = {
@@ -433,7 +425,7 @@ def test_a_reader_runs_after_the_writer_in_whatever_order_they_were_registered(t
         assert ran == ["Writer", "Reader"]
 
 
-def test_hooks_that_have_nothing_to_do_with_each_other_stay_as_registered():
+def test_independent_hooks_keep_the_order_of_registration():
     hooks = [reading(name) for name in "CAB"]
 
     assert ordered(*hooks) == hooks
@@ -446,24 +438,24 @@ def test_callbacks_that_are_no_hooks_keep_their_places():
     assert ordered(first, reader, middle, writer, last) == [first, writer, middle, reader, last]
 
 
-def test_a_field_that_nobody_writes_is_an_error_at_start_that_names_both(train):
+def test_a_field_that_no_hook_writes_is_an_error_at_the_start(train):
     with refusal(HookOrderError):
         train([reading("Lonely", reads=("eval_scores",))])
 
 
-def test_a_field_that_the_loop_writes_needs_no_hook_and_an_optional_one_neither():
+def test_a_field_of_the_loop_and_an_optional_field_need_no_writer():
     hook = reading("Free", reads=("epoch", "loss_stats"), optional=("eval_scores",))
 
     assert ordered(hook) == [hook]
 
 
-def test_an_optional_read_waits_where_there_is_a_writer():
+def test_an_optional_read_runs_after_the_writer_if_there_is_one():
     reader, writer = reading("R", optional=("x",)), reading("W", writes=("x",))
 
     assert ordered(reader, writer) == [writer, reader]
 
 
-def test_a_cycle_is_an_error_at_start_that_names_all_that_take_part_and_nobody_else(train):
+def test_a_cycle_is_an_error_at_the_start_that_names_only_its_members(train):
     hooks = [
         reading("Bystander", reads=("a",)),
         reading("First", reads=("a",), writes=("b",)),
@@ -477,14 +469,14 @@ def test_a_cycle_is_an_error_at_start_that_names_all_that_take_part_and_nobody_e
     assert "Bystander" not in str(caught.value)
 
 
-def test_two_hooks_that_count_in_one_field_run_as_registered_and_before_a_third_that_reads_it():
+def test_two_hooks_that_update_a_field_run_as_registered_and_before_its_reader():
     reader = reading("Reader", reads=("n",))
     first, second = (reading(name, reads=("n",), writes=("n",)) for name in ("A", "B"))
 
     assert ordered(reader, second, first) == [second, first, reader]
 
 
-def test_hooks_that_are_equal_or_have_no_hash_are_ordered_all_the_same():
+def test_hooks_that_are_equal_or_unhashable_can_be_ordered():
     @dataclasses.dataclass
     class Data(Hook):
         reads: tuple = ()
@@ -501,7 +493,7 @@ def test_hooks_that_are_equal_or_have_no_hash_are_ordered_all_the_same():
     assert [id(hook) for hook in result] == [id(hook) for hook in (*equals, writer, reader)]
 
 
-def test_order_is_made_once_but_again_when_callbacks_were_added():
+def test_the_order_is_computed_once_and_again_if_callbacks_are_added():
     reader, writer = reading("R", reads=("x",)), reading("W", writes=("x",))
     trainer = fake_trainer(reader, writer)
     order_callbacks(trainer)
@@ -521,7 +513,7 @@ FIELDS = st.lists(st.sampled_from("abcde"), max_size=3, unique=True).map(tuple)
 
 @settings(max_examples=150)
 @given(st.lists(st.tuples(FIELDS, FIELDS, FIELDS), max_size=7))
-def test_any_graph_is_either_put_in_an_order_that_holds_or_refused(graph):
+def test_any_graph_is_either_ordered_correctly_or_refused(graph):
     hooks = [
         reading(f"H{i}", reads=reads, writes=writes, optional=optional)
         for i, (reads, writes, optional) in enumerate(graph)
@@ -543,7 +535,7 @@ def test_any_graph_is_either_put_in_an_order_that_holds_or_refused(graph):
 
 
 def edges(hooks):
-    """Who has to run before whom, written down independently: a pair that updates one field is no constraint."""
+    """Yield pairs of which the first must run first; two hooks that both update a field are no constraint."""
     for i, reader in enumerate(hooks):
         for j, writer in enumerate(hooks):
             fields = {*reader.reads, *reader.optional_reads} & set(writer.writes)
@@ -586,7 +578,7 @@ def test_the_run_state_is_one_object_for_all_hooks_of_a_trainer(train):
     assert states == [{"fid": 0.0}, {"fid": 1.0}, {"fid": 2.0}]
 
 
-def test_the_run_state_travels_in_a_checkpoint(train, tmp_path):
+def test_the_run_state_is_saved_in_a_checkpoint(train, tmp_path):
     class Writes(Hook):
         writes = ("eval_scores", "own_fact")
 
@@ -609,7 +601,7 @@ def test_the_run_state_travels_in_a_checkpoint(train, tmp_path):
     assert run_state_of(fresh).epoch == 5
 
 
-def test_a_resumed_run_keeps_its_own_name_and_attempt_and_forgets_why_the_last_one_stopped():
+def test_a_resumed_run_keeps_its_own_id_and_attempt_and_drops_the_last_stop_reason():
     before, after = fake_trainer(), fake_trainer()
     run_state_of(before).run_id, run_state_of(before).attempt = "old", 1
     run_state_of(before).stop_reason, run_state_of(before).agent_step = "preempted", 77
@@ -623,7 +615,7 @@ def test_a_resumed_run_keeps_its_own_name_and_attempt_and_forgets_why_the_last_o
     assert (state.run_id, state.attempt, state.stop_reason, state.agent_step) == ("new", 2, None, 77)
 
 
-def test_a_run_without_a_name_takes_that_of_its_checkpoint():
+def test_a_run_without_an_id_takes_the_id_of_its_checkpoint():
     trainer = fake_trainer()
 
     Hook().on_load_checkpoint(trainer, None, {RUN_STATE_KEY: {"run_id": "saved"}})
@@ -631,7 +623,7 @@ def test_a_run_without_a_name_takes_that_of_its_checkpoint():
     assert run_state_of(trainer).run_id == "saved"
 
 
-def test_a_checkpoint_of_somebody_else_changes_nothing():
+def test_a_checkpoint_without_a_run_state_changes_nothing():
     trainer = fake_trainer()
     before = run_state_of(trainer).state_dict()
 

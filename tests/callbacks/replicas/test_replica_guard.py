@@ -1,4 +1,4 @@
-"""Replicas that drift apart end the run with an error that says where and why."""
+"""Replicas that drift apart end the run with an error that names the tensor and the likely cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def digest(tensor):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each rank of several short DDP trainings ended with."""
+    """The outcome of several short DDP trainings on each rank."""
     folder = tmp_path_factory.mktemp("guard")
     run_ranks("replica_guard_ranks.py", folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
@@ -35,7 +35,7 @@ def test_equal_replicas_train_to_the_end_also_when_their_weights_are_nan(outcome
 
 
 @pytest.mark.slow
-def test_one_bit_of_difference_is_found_at_the_next_check_on_every_rank(outcomes):
+def test_one_different_bit_is_found_at_the_next_check_on_every_rank(outcomes):
     for rank in outcomes:
         found = rank["one bit at 2 checked 1"]
         assert found.startswith("ReplicaDriftError: after step 3 1 of 9 tensors differ between ranks")
@@ -61,22 +61,22 @@ def test_replicas_are_compared_at_steps_that_double_and_with_each_checkpoint(out
 
 
 @pytest.mark.slow
-def test_the_end_of_training_is_checked_and_zero_switches_the_guard_off(outcomes):
+def test_the_end_of_training_is_checked_and_0_disables_the_guard(outcomes):
     for rank in outcomes:
         assert "after step 6 " in rank["one bit at 5 checked 100"]
         assert rank["one bit at 2 checked 0"] == "finished 6"
 
 
 @pytest.mark.slow
-def test_the_likely_cause_follows_from_what_drifted(outcomes):
+def test_the_likely_cause_depends_on_the_tensor_that_drifted(outcomes):
     for rank in outcomes:
         assert "SyncBatchNorm" in rank["buffer at 1 checked 2"]
         assert "gradients that are not averaged" in rank["all at 1 checked 2"]
 
 
 @pytest.mark.slow
-def test_settings_that_differ_are_named_by_path_and_rank_under_ddp_and_under_fsdp_2(outcomes):
-    """Shards hide what ranks with other rates do to each other's parameters; their schedules stand beside them."""
+def test_different_settings_are_named_by_path_and_rank_under_ddp_and_fsdp_2(outcomes):
+    """Shards hide the effect of different rates, so under FSDP 2 settings and schedules are compared."""
     for rank in outcomes:
         assert (
             "settings differ between ranks, the first is optimizers[0].param_groups[0].lr"
@@ -92,7 +92,7 @@ def test_settings_that_differ_are_named_by_path_and_rank_under_ddp_and_under_fsd
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
 )
-def test_a_digest_changes_with_any_element_and_with_nothing_else(dtype):
+def test_a_digest_changes_with_any_element_and_not_with_the_layout(dtype):
     tensor = torch.arange(24).reshape(4, 6).to(dtype)
 
     assert digest(tensor) == digest(tensor.t().contiguous().t())
@@ -138,7 +138,7 @@ def move_a_difference(values):
         move_a_difference,
     ],
 )
-def test_guard_snapshot_and_checkpoint_see_every_change_of_bits(change, rows):
+def test_guard_snapshot_and_checkpoint_detect_every_change_of_bits(change, rows):
     values = torch.randn(rows, 4)
     values.view(-1)[5:7] = torch.tensor([0.0, torch.nan])
     others = values.clone()
@@ -151,7 +151,7 @@ def test_guard_snapshot_and_checkpoint_see_every_change_of_bits(change, rows):
     assert not torch.equal(device_digest(values), device_digest(others))
 
 
-def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_place():
+def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_position():
     device = torch.device("cpu")
     tensors = [torch.zeros(2, 3), torch.ones(3, 2), torch.ones(3, dtype=torch.int64), torch.rand(200, 200)]
     same = digest_of_all([t.clone() for t in tensors], device)
@@ -165,7 +165,7 @@ def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_place():
 
 
 @pytest.mark.parametrize("count", [1, 3, 8191, 2 * 8192, 2 * 8192 + 1, 50_001])
-def test_every_element_of_a_tensor_of_any_length_counts_wherever_it_begins(count):
+def test_every_element_counts_in_a_tensor_of_any_length_and_offset(count):
     storage = torch.arange(count + 1, dtype=torch.float32)
     tensor = storage[1:]
     same = digest(tensor)
@@ -176,7 +176,7 @@ def test_every_element_of_a_tensor_of_any_length_counts_wherever_it_begins(count
         assert digest(other) != same
 
 
-def test_steps_double_from_where_an_attempt_begins():
+def test_steps_double_from_the_first_step_of_an_attempt():
     steps, step = [], 100
     while len(steps) < 5:
         step = _next_double(step, 100)

@@ -28,7 +28,7 @@ class Job:
         self.folder, self.server = folder, server
         self.out = folder / "out"
         self.spec = folder / "job.json"
-        self.environ = {}
+        self.environ, self.processes = {}, []
 
     @property
     def events_path(self):
@@ -50,6 +50,18 @@ class Job:
         job = {key: value for key, value in job.items() if value is not ...}
         self.spec.write_text(json.dumps(job).replace("SERVER", self.server.url))
 
+    def write_for_two_ranks(self, plan=None, *, steps=4000, **fields):
+        """Write a job that resumes and trains on two ranks with DDP, in steps of 20 ms."""
+        self.write(
+            plan={"step_s": 0.02, **(plan or {})},
+            lightning={"accelerator": "cpu", "devices": 2, "strategy": "ddp"},
+            max_steps=steps,
+            mock_batches=list(range(2 * steps)),
+            checkpoint_every=5,
+            resume_from_latest=True,
+            **fields,
+        )
+
     def run(self, *overrides, **options):
         environ = {**os.environ, **self.environ}
         overrides = (f"artifacts_dir={self.out}", *overrides)
@@ -64,12 +76,33 @@ class Job:
     def start(self, *arguments):
         command = [sys.executable, "-m", "genlight.adapter.cli", "run", str(self.spec), *arguments]
         with (self.folder / "stderr").open("wb") as log:
-            return subprocess.Popen(command, cwd=self.folder, env=self.process_environ(), stderr=log, stdout=log)
+            process = subprocess.Popen(command, cwd=self.folder, env=self.process_environ(), stderr=log, stdout=log)
+        self.processes.append(process)
+        return process
 
     def fork(self, *arguments, program="genlight.adapter.cli", **environ):
         """Start a process of the fork server; its output goes to the file ``stderr``."""
         environ, log = self.process_environ(**environ), self.folder / "stderr"
-        return Forked(program, *arguments, environ=environ, folder=self.folder, log=log)
+        self.processes.append(Forked(program, *arguments, environ=environ, folder=self.folder, log=log))
+        return self.processes[-1]
+
+    def fork_run(self, **environ):
+        """Start ``genlight run`` in a process of the fork server."""
+        return self.fork("run", str(self.spec), **environ)
+
+    def output(self):
+        """Return the output of all processes so far."""
+        log = self.folder / "stderr"
+        return log.read_text() if log.exists() else ""
+
+    def kill_processes(self):
+        """Kill the processes that still run, with their sessions."""
+        for process in self.processes:
+            if hasattr(process, "kill_session"):
+                process.kill_session()
+            elif process.poll() is None:
+                process.kill()
+                process.wait()
 
     def reached(self, rank=0):
         """Whether the trainer of this rank has reached the place where it waits."""
@@ -82,8 +115,8 @@ class Job:
     def wait_until(self, condition, process=None, limit_s=120):
         end = time.monotonic() + limit_s
         while not condition():
-            assert process is None or process.poll() is None, (self.folder / "stderr").read_text()
-            assert time.monotonic() < end, (self.folder / "stderr").read_text()
+            assert process is None or process.poll() is None, self.output()
+            assert time.monotonic() < end, self.output()
             time.sleep(0.02)
 
     def events(self):
@@ -108,7 +141,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch, server):
-    """A job in a folder with a valid Parquet file and two damaged ones."""
+    """A job in a folder with a valid Parquet file and two damaged ones; its processes end with the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(HERE)
     pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "x.parquet", row_group_size=6)
@@ -117,20 +150,8 @@ def job(tmp_path, monkeypatch, server):
     (tmp_path / "corrupt.parquet").write_bytes(data[:4] + bytes(len(data) - 12) + data[-8:])
     made = Job(tmp_path, server)
     made.write()
-    return made
-
-
-@pytest.fixture
-def kill_after():
-    """Register a process that is killed, with its session, when the test ends."""
-    started = []
-    yield started.append
-    for process in started:
-        if hasattr(process, "kill_session"):
-            process.kill_session()
-        elif process.poll() is None:
-            process.kill()
-            process.wait()
+    yield made
+    made.kill_processes()
 
 
 @pytest.fixture
@@ -150,7 +171,7 @@ def torchrun_environs():
 
 
 @pytest.fixture
-def fit(job, kill_after):
+def fit(job):
     """Start ``genlight fit`` with a data module, arguments of the Trainer, and environment variables."""
 
     def started(data, *, at="train_step:3", rank=0, plan=None, environ=None, **trainer):
@@ -168,8 +189,6 @@ def fit(job, kill_after):
             "data": data,
         }
         (job.folder / "fit.yaml").write_text(json.dumps(config))
-        process = job.fork("fit", "--config", "fit.yaml", **(environ or {}))
-        kill_after(process)
-        return process
+        return job.fork("fit", "--config", "fit.yaml", **(environ or {}))
 
     return started

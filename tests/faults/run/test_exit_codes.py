@@ -8,25 +8,12 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TWO = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-
-
-def write(job, plan=None, **fields):
-    fields = {"max_steps": 4000, "mock_batches": list(range(8000)), "checkpoint_every": 5, **fields}
-    job.write(plan={"step_s": 0.02, **(plan or {})}, lightning=TWO, resume_from_latest=True, **fields)
-
 
 @pytest.fixture
-def ranks(job, kill_after, torchrun_environs):
+def ranks(job, torchrun_environs):
     """Start two ranks that another launcher numbered and that nobody watches, like pods and tasks of srun."""
 
-    def started():
-        processes = [job.fork("run", str(job.spec), **environ) for environ in torchrun_environs(2)]
-        for process in processes:
-            kill_after(process)
-        return processes
-
-    return started
+    return lambda: [job.fork_run(**environ) for environ in torchrun_environs(2)]
 
 
 def codes(processes):
@@ -34,14 +21,14 @@ def codes(processes):
 
 
 def test_exit_code_of_a_run_that_completes_or_has_completed(job, ranks):
-    write(job, max_steps=3)
+    job.write_for_two_ranks(steps=3)
     assert codes(ranks()) == [0, 0]
     assert codes(ranks()) == [0, 0]
 
 
 def test_exit_code_if_uploads_fail_after_training(job, ranks):
     job.server.status["/terminal"] = 403
-    write(job, max_steps=3)
+    job.write_for_two_ranks(steps=3)
 
     assert codes(ranks()) == [1, 1]
     assert job.terminal_event()["category"] == "auth"
@@ -50,7 +37,7 @@ def test_exit_code_if_uploads_fail_after_training(job, ranks):
 def test_exit_code_if_rank_zero_is_killed_while_it_uploads(job, ranks):
     """The other rank has trained to the end, but no event says that the run completed."""
     job.server.delay_s["/terminal"] = 600
-    write(job, max_steps=3)
+    job.write_for_two_ranks(steps=3)
     both = ranks()
     job.wait_until(lambda: any(path == "/terminal" for path, _ in job.server.headers), both[0])
     assert both[1].poll() is None
@@ -74,7 +61,7 @@ except ChildProcessError:
 
 def test_exit_code_of_a_rank_that_genlight_started(job):
     """Ranks of torchrun are tested in ``test_launchers.py``."""
-    write(job, {"cancels": 8}, cancel_file_path="cancel")
+    job.write_for_two_ranks({"cancels": 8}, cancel_file_path="cancel")
     done = subprocess.run(
         [sys.executable, "-c", REAPS, str(job.spec)],
         cwd=job.folder, env=job.process_environ(), capture_output=True, text=True, timeout=150,

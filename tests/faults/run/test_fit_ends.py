@@ -20,11 +20,6 @@ HANGS = {"class_path": "genlight.callbacks.WatchHangs", "init_args": {"floor_s":
 IN_FIVE_MINUTES = 300.0
 
 
-def read_output(job):
-    log = job.folder / "stderr"
-    return log.read_text() if log.exists() else ""
-
-
 def uploads(**arguments):
     return {"class_path": "genlight.callbacks.UploadArtifacts", "init_args": {"run_id": "fit", **arguments}}
 
@@ -41,7 +36,7 @@ def reported(job, fit):
             return fit(FEED, logger=EVENTS, callbacks=together, environ=environ, **arguments)
 
         def wait(self, process):
-            code, output = process.wait(120), read_output(job)
+            code, output = process.wait(120), job.output()
             assert validate_events(job.folder / "events.jsonl") == [], output
             *before, last = read_events(job.folder / "events.jsonl")
             assert [event["event"] for event in before if event["event"] in ("completed", "failed")] == [], output
@@ -75,7 +70,7 @@ def test_a_setting_that_lightning_refuses_during_the_fit_is_reported(job, report
     code, last = reported.wait(reported.start(at="nowhere", **late, **(TWO if ranks > 1 else {})))
     assert (code, last["event"], last["category"], last["step"]) == (2, "failed", "startup", 0)
     assert "`val_check_interval` (900) must be less than or equal" in last["error"]
-    assert "Traceback" not in read_output(job)
+    assert "Traceback" not in job.output()
 
 
 def test_a_stop_is_reported(job, reported):
@@ -90,7 +85,7 @@ def test_a_stop_is_reported(job, reported):
 def test_a_stop_while_a_completed_fit_waits_for_its_uploads_is_reported(job, reported):
     job.server.status["/CHECKPOINT"] = 503
     process = reported.start(at="nowhere", max_steps=3, deadline_s=IN_FIVE_MINUTES)
-    job.wait_until(lambda: "uploads: 1 left" in read_output(job), process)
+    job.wait_until(lambda: "uploads: 1 left" in job.output(), process)
     process.send_signal(signal.SIGTERM)
     code, last = reported.wait(process)
     assert (code, last["event"], last.get("error"), last.get("resumable")) == (75, "failed", "preempted", True)
@@ -108,7 +103,7 @@ def test_a_second_signal_ends_a_fit_at_once(job, reported):
     process = reported.start()
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
-    job.wait_until(lambda: "SIGTERM" in read_output(job), process)
+    job.wait_until(lambda: "SIGTERM" in job.output(), process)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 128 + signal.SIGINT
     assert {event["event"] for event in read_events(job.folder / "events.jsonl")} == {"started"}

@@ -14,19 +14,15 @@ FEED = {"class_path": "genlight.adapter.ArrowDataModule", "init_args": {"parquet
 TWO = {"devices": 2, "strategy": "ddp"}
 
 
-def shown(job):
-    return (job.folder / "stderr").read_text()
-
-
 def test_a_signal_while_data_is_prepared_ends_a_fit_before_its_first_step(job, fit):
     process = fit({"class_path": "loader_data.Prepared"}, at="nowhere")
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGINT)
-    job.wait_until(lambda: "SIGINT: the run saves a checkpoint" in shown(job), process)  # acknowledged at once
+    job.wait_until(lambda: "SIGINT: the run saves a checkpoint" in job.output(), process)  # acknowledged at once
     job.go()
 
-    assert process.wait(120) == 75, shown(job)
-    assert "Traceback" not in shown(job)
+    assert process.wait(120) == 75, job.output()
+    assert "Traceback" not in job.output()
     assert not list((job.folder / "checkpoints").glob("*.json"))
 
 
@@ -35,7 +31,7 @@ def test_a_signal_at_the_exit_of_a_completed_fit_does_not_change_its_exit_code(j
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(120) == 0, shown(job)
+    assert process.wait(120) == 0, job.output()
     assert (job.folder / "checkpoints" / "final.json").exists()
 
 
@@ -45,7 +41,7 @@ def test_all_ranks_of_a_stopped_fit_end_with_the_same_code(job, fit, torchrun_en
     ranks[1].send_signal(signal.SIGTERM)
     job.go()
 
-    assert [process.wait(120) for process in ranks] == [75, 75], shown(job)
+    assert [process.wait(120) for process in ranks] == [75, 75], job.output()
     assert list((job.folder / "checkpoints").glob("step-*.json"))
     assert {path.name[:5] for path in (job.folder / "checkpoints").glob("*.json")} == {"step-"}
 
@@ -56,7 +52,7 @@ def test_a_signal_ends_a_fit_that_waits_for_a_rank_that_never_comes(job, fit, to
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(120) == 75, shown(job)
+    assert process.wait(120) == 75, job.output()
 
 
 def test_a_killed_rank_is_named_and_ends_a_fit_while_rank_zero_hangs(job, fit):
@@ -66,8 +62,8 @@ def test_a_killed_rank_is_named_and_ends_a_fit_while_rank_zero_hangs(job, fit):
     (other,) = psutil.Process(process.pid).children()
     other.kill()
 
-    assert process.wait(120) == 1, shown(job)
-    assert "rank 1 was killed by signal 9" in shown(job)
+    assert process.wait(120) == 1, job.output()
+    assert "rank 1 was killed by signal 9" in job.output()
     *_, last = read_events(job.folder / "events.jsonl")
     assert (last["event"], last["category"]) == ("failed", "train-step")
     assert "rank 1 was killed by signal 9" in last["error"]

@@ -19,15 +19,13 @@ def own_loader(**arguments):
 
 
 @pytest.fixture
-def run(job, kill_after):
+def run(job):
     """Start ``genlight run`` with a trainer whose rollouts come from a loader."""
 
     def started(trainer):
         plan = {"at": "train_step:3", "holds": 60.0}
         job.write(plan=plan, trainer=trainer, mock_batches=..., max_steps=4000, resume_from_latest=True)
-        process = job.fork("run", str(job.spec))
-        kill_after(process)
-        return process
+        return job.fork_run()
 
     return started
 
@@ -52,15 +50,11 @@ def signal_group(job, process, number=signal.SIGTERM, *, workers_stay=True):
     os.killpg(process.pid, number)
     if workers_stay:
         time.sleep(0.5)
-        assert all(map(is_alive, workers)), shown(job)
+        assert all(map(is_alive, workers)), job.output()
     else:
         job.wait_until(lambda: not any(map(is_alive, workers)))
     job.go()
     return process.wait(120)
-
-
-def shown(job):
-    return (job.folder / "stderr").read_text()
 
 
 @pytest.mark.parametrize(
@@ -73,32 +67,32 @@ def shown(job):
     ids=["feed", "forked, Ctrl-C", "spawned persistent, Ctrl-C"],
 )
 def test_data_workers_stay_until_the_step_is_done_and_saved(job, fit, data, number):
-    assert signal_group(job, fit(data), number) == 75, shown(job)
+    assert signal_group(job, fit(data), number) == 75, job.output()
     assert list((job.folder / "checkpoints").glob("step-0000000*.json"))
-    assert "DataLoader worker" not in shown(job)
+    assert "DataLoader worker" not in job.output()
 
 
 def test_workers_of_a_loader_in_the_trainer_class_stay_too(job, run):
-    assert signal_group(job, run("fault_trainer:LoadsInWorkers")) == 75, shown(job)
+    assert signal_group(job, run("fault_trainer:LoadsInWorkers")) == 75, job.output()
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
-    assert "data worker" not in shown(job)
+    assert "data worker" not in job.output()
 
 
 def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_run(job, run):
-    assert signal_group(job, run("fault_trainer:LosesWorkers"), workers_stay=False) == 75, shown(job)
+    assert signal_group(job, run("fault_trainer:LosesWorkers"), workers_stay=False) == 75, job.output()
     failed = job.terminal_event()
     assert (failed["error"], failed["category"], failed["resumable"]) == ("preempted", "preempted", True)
     assert job.server.posted("/terminal")[-1]["error"] == "preempted"
     assert (job.out / "checkpoints" / "step-00000002.json").exists()
-    assert "Traceback" not in shown(job)
+    assert "Traceback" not in job.output()
 
 
 def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_fit(job, fit):
-    assert signal_group(job, fit(own_loader(gives_up=True)), workers_stay=False) == 75, shown(job)
-    assert "stopped: preempted" in shown(job)
-    assert "Traceback" not in shown(job)
+    assert signal_group(job, fit(own_loader(gives_up=True)), workers_stay=False) == 75, job.output()
+    assert "stopped: preempted" in job.output()
+    assert "Traceback" not in job.output()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -22,14 +22,6 @@ FAULTS = {
 }
 
 
-def write(job, plan, **fields):
-    two = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-    job.write(
-        plan={"step_s": 0.02, **plan}, lightning=two, max_steps=4000, mock_batches=list(range(8000)),
-        checkpoint_every=5, resume_from_latest=True, **fields,
-    )  # fmt: skip
-
-
 def environ_of(rank, job_id):
     """Return the environment variables that srun sets for a task."""
     names = {"SLURM_JOB_ID": job_id, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
@@ -39,16 +31,12 @@ def environ_of(rank, job_id):
 
 
 @pytest.fixture
-def tasks(job, kill_after):
+def tasks(job):
     """Start two tasks as srun does, except that nobody ends the second one when the first ends."""
 
     def start():
         job_id = random.randrange(10**6, 10**7)
-        started = []
-        for rank in range(2):
-            started.append(job.fork("run", str(job.spec), **environ_of(rank, job_id)))
-            kill_after(started[-1])
-        return started
+        return [job.fork_run(**environ_of(rank, job_id)) for rank in range(2)]
 
     return start
 
@@ -57,7 +45,7 @@ def tasks(job, kill_after):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_task_fails_and_both_end_with_the_cause(job, tasks, fault, rank):
     plan, words = FAULTS[fault]
-    write(job, {"at": "train_step:12", "rank": rank, **plan})
+    job.write_for_two_ranks({"at": "train_step:12", "rank": rank, **plan})
     started = tasks()
     codes = [process.wait(120) for process in started]
 
@@ -72,7 +60,7 @@ def test_one_task_fails_and_both_end_with_the_cause(job, tasks, fault, rank):
 
 def test_a_task_that_cannot_load_its_trainer_is_reported(job, tasks):
     """The other task waits for it to join."""
-    write(job, {}, trainer="fails_on_rank_1:Trainer")
+    job.write_for_two_ranks(trainer="fails_on_rank_1:Trainer")
     (job.folder / "fails_on_rank_1.py").write_text(
         "import os\nfrom fault_trainer import Faulty as Trainer\n"
         "if os.environ['SLURM_PROCID'] == '1':\n    raise ImportError('no such library here')\n"
@@ -86,7 +74,7 @@ def test_a_task_that_cannot_load_its_trainer_is_reported(job, tasks):
 
 
 def test_tasks_that_are_cancelled_before_they_start_do_not_wait_for_each_other(job, tasks):
-    write(job, {})
+    job.write_for_two_ranks()
     job.environ = {"TRAINER_CANCELLED": "1"}
     codes = [process.wait(120) for process in tasks()]
 
@@ -96,18 +84,17 @@ def test_tasks_that_are_cancelled_before_they_start_do_not_wait_for_each_other(j
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_ends_a_task_that_waits_for_one_that_never_comes(job, kill_after, is_long, rank):
+def test_a_signal_ends_a_task_that_waits_for_one_that_never_comes(job, is_long, rank):
     if rank == 1 and not is_long:
         pytest.skip("it waits 15 s for an answer; runs with GENLIGHT_LONG_FAULTS=1")
-    write(job, {}, trainer="holds_on_import:Faulty")
+    job.write_for_two_ranks(trainer="holds_on_import:Faulty")
     job.go()
-    process = job.fork("run", str(job.spec), **environ_of(rank, random.randrange(10**6, 10**7)))
-    kill_after(process)
+    process = job.fork_run(**environ_of(rank, random.randrange(10**6, 10**7)))
     job.wait_until(lambda: job.reached(rank), process)
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(120) == 75, (job.folder / "stderr").read_text()
+    assert process.wait(120) == 75, job.output()
     if rank == 0:
         failed = job.terminal_event()
         assert (failed["error"], failed["step"], failed["resumable"]) == ("preempted", 0, True)
@@ -125,16 +112,15 @@ sys.exit(code)
 """
 
 
-def test_a_port_that_is_in_use_is_named(job, kill_after, torchrun_environs):
-    write(job, {})
+def test_a_port_that_is_in_use_is_named(job, torchrun_environs):
+    job.write_for_two_ranks()
     with socket.socket() as another:
         another.bind(("127.0.0.1", 0))
         another.listen()
         port = another.getsockname()[1]
         environ = torchrun_environs(2)[0] | {"MASTER_PORT": str(port)}
-        process = job.fork("run", str(job.spec), **environ)
-        kill_after(process)
-        assert process.wait(120) == 2, (job.folder / "stderr").read_text()
+        process = job.fork_run(**environ)
+        assert process.wait(120) == 2, job.output()
 
     failed = job.terminal_event()
     assert failed["category"] == "startup"
@@ -145,7 +131,7 @@ STAND_IN = Path(__file__).parents[1] / "forked_job.py"
 
 
 @pytest.fixture
-def torchrun(job, kill_after):
+def torchrun(job):
     """Start two ranks with torchrun: as copies of a process that has loaded all modules, or `as_users` start them.
 
     torchrun waits `waits_s` for ranks to end after a stop signal, by default 30 s.
@@ -168,14 +154,14 @@ def torchrun(job, kill_after):
                 stderr=output,
                 stdout=output,
             )
-        kill_after(process)
+        job.processes.append(process)
         return process
 
     return start
 
 
 def test_a_rank_of_torchrun_that_fails_is_reported(job, torchrun):
-    write(job, {"at": "train_step:12", "rank": 1, "raises": "ValueError", "text": "bad row"})
+    job.write_for_two_ranks({"at": "train_step:12", "rank": 1, "raises": "ValueError", "text": "bad row"})
 
     assert torchrun().wait(150) == 1
     failed = job.terminal_event()
@@ -184,14 +170,14 @@ def test_a_rank_of_torchrun_that_fails_is_reported(job, torchrun):
 
 
 def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
-    write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
+    job.write_for_two_ranks({"at": "train_step:6", "rank": 1, "holds": 60.0})
     process = torchrun(as_users=True)
     job.wait_until(lambda: job.reached(1), process)
     ranks = psutil.Process(process.pid).children()
     try:
         process.kill()
         job.go()
-        assert psutil.wait_procs(ranks, timeout=120)[1] == [], (job.folder / "stderr").read_text()
+        assert psutil.wait_procs(ranks, timeout=120)[1] == [], job.output()
     finally:
         for rank in ranks:
             if rank.is_running():
@@ -203,12 +189,12 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
 
 def test_a_signal_to_torchrun_and_its_ranks_stops_all_ranks_at_one_step(job, torchrun):
     """Schedulers signal every process of a job, and torchrun forwards its own signal to the ranks once more."""
-    write(job, {"at": "train_step:6", "rank": 1, "holds": 60.0})
+    job.write_for_two_ranks({"at": "train_step:6", "rank": 1, "holds": 60.0})
     process = torchrun(as_users=True)
     job.wait_until(lambda: job.reached(1), process)
     for each in (*psutil.Process(process.pid).children(), process):
         each.send_signal(signal.SIGTERM)
-    job.wait_until(lambda: "Sending process" in (job.folder / "stderr").read_text(), process)
+    job.wait_until(lambda: "Sending process" in job.output(), process)
     job.go()
 
     assert process.wait(150) != 0  # torchrun itself exits with 1
@@ -222,21 +208,21 @@ def test_a_signal_to_torchrun_and_its_ranks_stops_all_ranks_at_one_step(job, tor
 def test_a_rank_of_torchrun_that_stays_paused_is_named_once_the_run_hangs(job, torchrun, rank):
     """If rank 0 is paused, nobody writes the terminal event; the next start sees an attempt without one."""
     hangs = {"WatchHangs": {"floor_s": 3.0, "end_run": True}}
-    write(job, {"at": "train_step:6", "rank": rank, "holds": 60.0}, callbacks=hangs)
+    job.write_for_two_ranks({"at": "train_step:6", "rank": rank, "holds": 60.0}, callbacks=hangs)
     process = torchrun(waits_s=2)
     job.wait_until(lambda: job.reached(rank), process)
     os.kill(int((job.folder / f"reached-{rank}").read_text()), signal.SIGSTOP)
 
     assert process.wait(200) == 1
     expected = f"rank {rank} wrote none: lost, paused, or not hanging"
-    assert expected in (job.folder / "stderr").read_text()
+    assert expected in job.output()
     if rank == 1:
         assert expected in job.terminal_event()["error"]
 
 
 def test_a_rank_zero_of_torchrun_that_stays_paused_when_a_stop_comes_is_named(job, torchrun):
     """The error names it before torchrun kills all ranks; ``test_paused_ranks.py`` pauses another rank."""
-    write(job, {"at": "train_step:6", "rank": 0, "holds": 60.0})
+    job.write_for_two_ranks({"at": "train_step:6", "rank": 0, "holds": 60.0})
     process = torchrun(waits_s=25)
     job.wait_until(job.reached, process)
     paused = int((job.folder / "reached-0").read_text())
@@ -245,4 +231,4 @@ def test_a_rank_zero_of_torchrun_that_stays_paused_when_a_stop_comes_is_named(jo
 
     assert process.wait(200) == 1
     expected = f"rank 0 (process {paused}) is paused and did not answer the stop within 15 s"
-    assert expected in (job.folder / "stderr").read_text()
+    assert expected in job.output()

@@ -15,22 +15,12 @@ PAUSE_S = 3.0
 
 
 @pytest.fixture
-def two_ranks(job, kill_after, torchrun_environs):
+def two_ranks(job, torchrun_environs):
     """Start two ranks as torchrun does; return their processes by rank."""
 
     def started(steps, **plan):
-        job.write(
-            plan={"step_s": 0.02, **plan},
-            lightning={"accelerator": "cpu", "devices": 2, "strategy": "ddp"},
-            max_steps=steps,
-            mock_batches=list(range(2 * steps)),
-            checkpoint_every=5,
-            resume_from_latest=True,
-        )
-        ranks = [job.fork("run", str(job.spec), **environ) for environ in torchrun_environs(2)]
-        for process in ranks:
-            kill_after(process)
-        return ranks
+        job.write_for_two_ranks(plan, steps=steps)
+        return [job.fork_run(**environ) for environ in torchrun_environs(2)]
 
     return started
 
@@ -51,7 +41,7 @@ def test_a_run_whose_rank_was_paused_completes(job, two_ranks):
     with paused(ranks[1]):
         job.go()
 
-    assert [process.wait(120) for process in ranks] == [0, 0], (job.folder / "stderr").read_text()
+    assert [process.wait(120) for process in ranks] == [0, 0], job.output()
     assert (job.terminal_event()["event"], job.terminal_event()["step"]) == ("completed", 30)
 
 
@@ -63,26 +53,19 @@ def test_a_signal_while_the_other_rank_is_paused_stops_both_at_one_step(job, two
         ranks[1 - rank].send_signal(signal.SIGTERM)
         job.go()
 
-    assert [process.wait(120) for process in ranks] == [75, 75], (job.folder / "stderr").read_text()
+    assert [process.wait(120) for process in ranks] == [75, 75], job.output()
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
 
 
 @pytest.fixture
-def launched_ranks(job, kill_after):
+def launched_ranks(job):
     """Start rank 0, let it start rank 1, and pause rank 1; return the process of rank 0 and the id of rank 1."""
 
     def started():
-        job.write(
-            plan={"step_s": 0.02, "at": "train_step:10", "rank": 1, "holds": 60.0},
-            lightning={"accelerator": "cpu", "devices": 2, "strategy": "ddp"},
-            max_steps=4000,
-            mock_batches=list(range(8000)),
-            checkpoint_every=5,
-        )
-        process = job.fork("run", str(job.spec))
-        kill_after(process)
+        job.write_for_two_ranks({"at": "train_step:10", "rank": 1, "holds": 60.0})
+        process = job.fork_run()
         job.wait_until(lambda: job.reached(1), process)
         other = int((job.folder / "reached-1").read_text())
         os.kill(other, signal.SIGSTOP)
@@ -104,7 +87,7 @@ def test_a_rank_that_stays_paused_when_a_stop_comes_is_named_and_ended(job, laun
     process, other = launched_ranks()
     process.send_signal(signal.SIGTERM)
 
-    assert process.wait(120) == 1, (job.folder / "stderr").read_text()
+    assert process.wait(120) == 1, job.output()
     failed = job.terminal_event()
     assert failed["error"] == f"train-step:rank 1 (process {other}) is paused and did not answer the stop within 15 s"
     assert failed["resumable"]

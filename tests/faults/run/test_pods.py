@@ -16,7 +16,7 @@ MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "job.yaml"
 
 
 @pytest.fixture
-def pods(job, kill_after):
+def pods(job):
     """Start each pod of the manifest as a process; return the processes and the rules for their exit codes."""
 
     def started(ranks=1):
@@ -37,7 +37,6 @@ def pods(job, kill_after):
         for index in range(manifest["spec"]["completions"]):
             own = environ | {"NODE_RANK": str(index), "JOB_COMPLETION_INDEX": str(index)}
             processes.append(job.fork(*arguments, **own))
-            kill_after(processes[-1])
         return processes, manifest["spec"]["podFailurePolicy"]["rules"]
 
     job.out = job.folder / "runs" / "faulty"

@@ -314,15 +314,16 @@ def test_a_disk_that_fails_while_an_upload_is_queued(job, disk_fails, caplog, co
     assert "Traceback" not in caplog.text
 
 
-def test_an_events_path_that_is_a_directory(job):
-    job.environ = {"TRAINER_EVENTS_PATH": str(job.folder)}
-
-    assert job.run() == 2
-    assert "startup.invalid_artifact_paths" in job.server.posted("/terminal")[-1]["error"]
-
-
-def test_an_artifacts_directory_that_cannot_be_made(job):
-    (job.folder / "out").write_text("a file")
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda job: job.environ.update(TRAINER_EVENTS_PATH=str(job.folder)),
+        lambda job: (job.folder / "out").write_text("a file"),
+    ],
+    ids=["the events path is a directory", "the artifacts directory is a file"],
+)
+def test_a_path_that_cannot_be_used(job, prepare):
+    prepare(job)
 
     assert job.run() == 2
     assert "startup.invalid_artifact_paths" in job.server.posted("/terminal")[-1]["error"]

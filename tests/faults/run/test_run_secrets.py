@@ -107,7 +107,7 @@ def test_faults_of_a_spec_hold_no_secret(job, caplog):
 
 
 @pytest.mark.slow
-def test_neither_process_title_nor_stack_dump_nor_output_holds_a_secret(job, kill_after):
+def test_neither_process_title_nor_stack_dump_nor_output_holds_a_secret(job):
     """The run hangs while it holds every secret."""
     callbacks = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args": {"floor_s": 0.5}}]
     secret_job(
@@ -117,25 +117,23 @@ def test_neither_process_title_nor_stack_dump_nor_output_holds_a_secret(job, kil
     )
     job.environ = {"TRAINER_CAPABILITY_TOKEN": CANARIES["environment"], "TRAINER_UPLOAD_DEADLINE_SECONDS": "60"}
     process = job.start()
-    kill_after(process)
     job.wait_until(lambda: list((job.out / "hangs").glob("*.txt")), process)
     title = Path(f"/proc/{process.pid}/cmdline").read_text() + Path(f"/proc/{process.pid}/comm").read_text()
     process.send_signal(signal.SIGTERM)
     job.go()
 
     assert process.wait(120) == 75
-    assert leaks(job, title, (job.folder / "stderr").read_text()) == []
+    assert leaks(job, title, job.output()) == []
 
 
-def test_no_character_of_an_error_controls_the_terminal(job, kill_after):
+def test_no_character_of_an_error_controls_the_terminal(job):
     """The message of an exception may contain a row of untrusted data."""
     text = "\x1b]0;owned\x07 gnp\x9b31m"
     job.write(plan={"at": "train_step:2", "raises": "ValueError", "text": text})
-    process = job.fork("run", str(job.spec))
-    kill_after(process)
+    process = job.fork_run()
 
     assert process.wait(120) == 1
-    output = (job.folder / "stderr").read_text()
+    output = job.output()
     assert "ValueError: \\x1b]0;owned\\x07 gnp\\x9b31m" in output
     assert not {"\x1b", "\x07", "\x9b"} & set(output)
     assert text in job.terminal_event()["error"], "the log keeps the original text"

@@ -11,28 +11,16 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def start(job, kill_after):
-    """Start ``genlight run`` for the job."""
-
-    def started():
-        process = job.fork("run", str(job.spec))
-        kill_after(process)
-        return process
-
-    return started
-
-
 def posted_error(job):
     return job.server.posted("/terminal")[-1]["error"]
 
 
-def test_sigterm_while_uploads_settle(job, start):
+def test_sigterm_while_uploads_settle(job):
     """The wait for an unreachable endpoint ends, and the next start delivers the checkpoints."""
     job.server.status["/checkpoint"] = 503
     urls = {kind: f"{job.server.url}/{kind.removesuffix('_url')}" for kind in ("checkpoint_url", "terminal_url")}
     job.write(uploads=urls, resume_from_latest=True)
-    process = start()
+    process = job.fork_run()
     job.wait_until((job.out / "checkpoints" / "final.json").exists, process)
     process.send_signal(signal.SIGTERM)
 
@@ -45,9 +33,9 @@ def test_sigterm_while_uploads_settle(job, start):
 
 
 @pytest.mark.parametrize(("trigger", "returns", "code"), [(signal.SIGTERM, "result", 0), (signal.SIGINT, "none", 1)])
-def test_a_signal_at_the_exit_of_the_process_changes_neither_event_nor_exit_code(job, start, trigger, returns, code):
+def test_a_signal_at_the_exit_of_the_process_changes_neither_event_nor_exit_code(job, trigger, returns, code):
     job.write(plan={"at": "exit", "holds": 60.0, "returns": returns})
-    process = start()
+    process = job.fork_run()
     job.wait_until(job.reached, process)
     process.send_signal(trigger)
 
@@ -57,11 +45,11 @@ def test_a_signal_at_the_exit_of_the_process_changes_neither_event_nor_exit_code
     assert len(job.server.posted("/terminal")) == 1
 
 
-def test_a_signal_while_the_last_message_is_sent_changes_nothing(job, start):
+def test_a_signal_while_the_last_message_is_sent_changes_nothing(job):
     """The message may have arrived, so no second one may follow."""
     job.server.gates["/terminal"] = threading.Event()
     job.write()
-    process = start()
+    process = job.fork_run()
     job.wait_until(lambda: job.server.at_gate, process)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
@@ -72,9 +60,9 @@ def test_a_signal_while_the_last_message_is_sent_changes_nothing(job, start):
     assert [body["status"] for body in job.server.posted("/terminal")] == ["completed"]
 
 
-def test_a_second_signal_ends_the_process_at_once_and_the_next_start_resumes(job, start):
+def test_a_second_signal_ends_the_process_at_once_and_the_next_start_resumes(job):
     job.write(plan={"at": "train_step:4", "holds": 60.0}, resume_from_latest=True)
-    process = start()
+    process = job.fork_run()
     job.wait_until(job.reached, process)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGUSR1)
@@ -96,34 +84,37 @@ HANGS = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args"
 """Longer than a busy machine takes for the first step of two ranks."""
 
 
-def many(job, plan):
-    job.write(plan=plan, lightning=TWO, max_steps=200, mock_batches=list(range(400)), checkpoint_every=5)
-
-
-def test_ranks_of_one_machine_listen_on_loopback_only(job, start):
+def test_ranks_of_one_machine_listen_on_loopback_only(job):
     """A process that reaches the store of the ranks can change what they agree on."""
-    many(job, {"at": "train_step:3", "holds": 60.0})
-    process = start()
+    job.write_for_two_ranks({"at": "train_step:3", "holds": 60.0})
+    process = job.fork_run()
     job.wait_until(lambda: job.reached(0) and job.reached(1), process)
     ranks = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
     listening = {each.laddr.ip for rank in ranks for each in rank.net_connections("tcp") if each.status == "LISTEN"}
     assert listening == {"127.0.0.1"}
 
 
-def test_a_rank_that_dies_ends_the_run_in_seconds(job, start):
-    """Its exit code is all that it leaves."""
-    many(job, {"at": "train_step:12", "rank": 1, "dies": True, "step_s": 0.02})
-    process = start()
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"dies": True}, "rank 1 ended with exit code 9"),
+        ({"raises": "ValueError", "text": "bad row"}, "ValueError: bad row (rank 1)"),
+    ],
+    ids=["dies", "raises"],
+)
+def test_a_rank_that_fails_ends_the_run_and_is_reported(job, plan, words):
+    job.write_for_two_ranks({"at": "train_step:12", "rank": 1, **plan})
+    process = job.fork_run()
 
     assert process.wait(120) == 1
     failed = job.terminal_event()
     assert failed["category"] == "train-step"
-    assert "rank 1 ended with exit code 9" in failed["error"]
+    assert words in failed["error"]
     assert failed["error"] == posted_error(job)
 
 
 @pytest.mark.parametrize("lost", ["a rank", "the time"])
-def test_a_complete_checkpoint_is_reported_before_a_later_failure(job, start, lost):
+def test_a_complete_checkpoint_is_reported_before_a_later_failure(job, lost):
     """The training hangs in the next step, so that the step cannot report the checkpoint."""
     job.write(
         plan={"at": "train_step:11", "holds": 600.0},
@@ -133,7 +124,7 @@ def test_a_complete_checkpoint_is_reported_before_a_later_failure(job, start, lo
         checkpoint_every=5,
         uploads={f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "checkpoint")},
     )
-    process = start()
+    process = job.fork_run()
     job.wait_until(lambda: job.reached(1) and (job.out / "checkpoints/step-00000010.json").exists(), process)
     if lost == "a rank":
         os.kill(int((job.folder / "reached-1").read_text()), signal.SIGKILL)
@@ -144,24 +135,13 @@ def test_a_complete_checkpoint_is_reported_before_a_later_failure(job, start, lo
     assert [posted["step"] for posted in job.server.posted("/checkpoint")] == [5, 10]
 
 
-def test_a_rank_that_fails_is_reported(job, start):
-    many(job, {"at": "train_step:12", "rank": 1, "raises": "ValueError", "text": "bad row", "step_s": 0.02})
-    process = start()
-
-    assert process.wait(120) == 1
-    failed = job.terminal_event()
-    assert failed["category"] == "train-step"
-    assert "ValueError: bad row (rank 1)" in failed["error"]
-    assert failed["error"] == posted_error(job)
-
-
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_hang_ends_the_run_if_asked_to(job, start, devices):
+def test_a_hang_ends_the_run_if_asked_to(job, devices):
     """The event names the file with the stacks."""
     lightning = {**TWO, "devices": devices, "callbacks": HANGS} if devices > 1 else {**ONE, "callbacks": HANGS}
     plan = {"at": "train_step:4", "rank": devices - 1, "holds": 600.0}
     job.write(plan=plan, lightning=lightning, max_steps=20, mock_batches=list(range(40)))
-    process = start()
+    process = job.fork_run()
 
     assert process.wait(120) == 1
     failed = job.terminal_event()

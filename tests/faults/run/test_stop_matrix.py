@@ -135,8 +135,8 @@ SHORT = {*_short(), *(("SIGTERM", "two, first", phase) for phase in EARLY)}
 class Stop:
     """One run that is stopped."""
 
-    def __init__(self, job, kill_after, torchrun_environs, cell):
-        self.job, self.kill_after = job, kill_after
+    def __init__(self, job, torchrun_environs, cell):
+        self.job = job
         self.torchrun_environs = torchrun_environs
         self.trigger, processes, phase = cell
         self.phase, self.processes = PHASES[phase], PROCESSES[processes]
@@ -181,7 +181,6 @@ class Stop:
         for ranks in self.torchrun_environs(by_hand) if by_hand > 1 else [{}]:
             arguments = [] if under_plane else ["run", str(self.job.spec)]
             started.append(self.job.fork(*arguments, program=program, **settings, **ranks))
-            self.kill_after(started[-1])
         return started
 
     def is_reached(self, started):
@@ -240,13 +239,13 @@ CHOSEN = CELLS if os.environ.get("GENLIGHT_LONG_FAULTS") == "1" else [cell for c
 
 
 @pytest.mark.parametrize("cell", CHOSEN, ids=" / ".join)
-def test_a_stop_ends_the_run(job, kill_after, torchrun_environs, cell):
-    stop = Stop(job, kill_after, torchrun_environs, cell)
+def test_a_stop_ends_the_run(job, torchrun_environs, cell):
+    stop = Stop(job, torchrun_environs, cell)
     started = stop_it(stop)
 
     codes = [process.wait(LIMIT_S) for process in started]
     event, code = stop.phase.ends
-    assert codes == [code] * len(codes), (job.folder / "stderr").read_text()
+    assert codes == [code] * len(codes), job.output()
     ended = job.terminal_event()
     assert ended["event"] == event
     if event == "failed":
@@ -269,7 +268,7 @@ def stop_it(stop):
         started, is_reached = run_into_phase(stop, limit_s)
         if is_reached:
             break
-        assert stop.trigger == "limit", (stop.job.folder / "stderr").read_text()
+        assert stop.trigger == "limit", stop.job.output()
         for process in started:
             process.wait(LIMIT_S)
         for file in stop.job.folder.glob("reached-*"):

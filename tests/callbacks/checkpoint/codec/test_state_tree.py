@@ -1,4 +1,4 @@
-"""The codec of state trees: equal values of equal types come back, and the rest is refused by path."""
+"""The codec of state trees: values come back equal and with equal types; everything else is refused by path."""
 
 import argparse
 import collections
@@ -6,6 +6,7 @@ import dataclasses
 import datetime as dt
 import enum
 import fractions
+import functools
 import json
 import math
 import pathlib
@@ -66,7 +67,7 @@ def round_trip(directory, value):
 
 
 def same(one, other):
-    """Equal in value, type, and whatever else a tensor has."""
+    """Whether two values are equal in value, type, and the properties of tensors."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -92,7 +93,7 @@ def same(one, other):
 
 
 def steps(tensor):
-    """The strides of what there are several of."""
+    """Return the strides of the dimensions that have several elements."""
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and tensor.numel()]
 
 
@@ -203,7 +204,7 @@ def test_any_tree_comes_back_equal_in_value_and_type(tmp_path_factory, value):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_hypothesis_seldom_makes_comes_back_too(tmp_path, value):
+def test_values_that_hypothesis_seldom_makes_come_back_too(tmp_path, value):
     loaded = round_trip(tmp_path, value)
     assert type(loaded) is type(value)
     assert loaded == value
@@ -228,12 +229,12 @@ def test_sparse_tensors_and_lazy_conjugates_are_kept_as_values(tmp_path):
 
 
 def test_one_element_of_a_column_is_kept(tmp_path):
-    """It is contiguous for torch, whatever its stride."""
+    """torch calls it contiguous, whatever its stride is."""
     value = [torch.arange(4.0)[::2][:1], torch.arange(6.0).view(3, 2)[:1, 1]]
     assert same(round_trip(tmp_path, value), value)
 
 
-def test_a_tensor_that_is_there_twice_is_one_and_other_views_of_its_memory_are_independent(tmp_path):
+def test_a_repeated_tensor_stays_one_object_and_other_views_become_independent(tmp_path):
     base = torch.arange(12.0)
     value = {"all": base, "same": base, "row": base[3:6], "matrix": base.view(3, 4).t(), "last": base[-1].expand(3)}
     loaded = round_trip(tmp_path, value)
@@ -250,14 +251,14 @@ def test_independent_parts_of_one_storage_stay_independent(tmp_path):
     assert one.untyped_storage().nbytes() == 20
 
 
-def test_an_array_that_is_there_twice_is_the_same_memory_again(tmp_path):
+def test_a_repeated_array_shares_memory_again(tmp_path):
     array = np.arange(3)
     one, other = round_trip(tmp_path, [array, array])
     one[1] = 7
     assert other.tolist() == [0, 7, 2]
 
 
-def test_an_array_that_must_not_be_written_to_is_kept(tmp_path):
+def test_a_read_only_array_is_kept(tmp_path):
     array = np.broadcast_to(np.arange(3.0), (2, 3))
     assert same(round_trip(tmp_path, array), array.copy())
 
@@ -282,44 +283,44 @@ def test_an_array_that_must_not_be_written_to_is_kept(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # without addresses
 )
-def test_what_cannot_be_stored_is_refused_by_path(tmp_path, value, path, kind):
+def test_an_unstorable_value_is_refused_by_path(tmp_path, value, path, kind):
     with pytest.raises(UnstorableStateError) as refused:
         round_trip(tmp_path, value)
     assert refused.value.path == path
     assert refused.value.type_name.endswith(kind)
 
 
-def test_a_hyperparameter_that_cannot_be_stored_is_told_with_the_way_to_leave_it_out(tmp_path):
+def test_an_unstorable_hyperparameter_is_refused_with_the_way_to_omit_it(tmp_path):
     with refusal(UnstorableStateError):
         save(tmp_path / "a", {"hyper_parameters": {"config": object()}})
 
 
-def test_a_tree_that_contains_itself_is_refused(tmp_path):
-    loop = [1]
-    loop.append({"again": loop})
-    with refusal(UnstorableStateError):
-        round_trip(tmp_path, loop)
+def loop():
+    tree = [1]
+    tree.append({"again": tree})
+    return tree
 
 
-def test_a_tree_that_is_too_deep_is_refused(tmp_path):
-    value = None
-    for _ in range(400):
-        value = [value]
-    with refusal(UnstorableStateError):
-        round_trip(tmp_path, value)
+def deep_tree():
+    return functools.reduce(lambda tree, _: [tree], range(400), None)
 
 
-def test_a_class_of_a_function_is_refused(tmp_path):
+def local_class():
     @dataclasses.dataclass
     class Local:
         x: int
 
+    return Local(1)
+
+
+@pytest.mark.parametrize("make", [loop, deep_tree, local_class])
+def test_a_tree_that_could_not_be_rebuilt_is_refused(tmp_path, make):
     with refusal(UnstorableStateError):
-        round_trip(tmp_path, Local(1))
+        round_trip(tmp_path, make())
 
 
-def edited(path, old, new):
-    """Put other types into a checkpoint, with valid digests, as somebody hostile would."""
+def replace_in_record(path, old, new):
+    """Replace bytes of a record and renew its digest, as an attacker would."""
     from genlight.callbacks.checkpoint.format.record import digest_of
 
     body = path.read_bytes().rpartition(b',"digest"')[0].replace(old, new)
@@ -332,13 +333,13 @@ def edited(path, old, new):
 def test_a_name_in_a_file_imports_and_runs_nothing(tmp_path, name):
     save(tmp_path / "a", {"genlight": {"state": {"value": Meter(1.0, [])}}})
     module = Meter.__module__.encode()
-    edited(tmp_path / "a.json", b'"' + module + b':Meter"', json.dumps(name).encode())
+    replace_in_record(tmp_path / "a.json", b'"' + module + b':Meter"', json.dumps(name).encode())
     with refusal(CheckpointError):
         load(tmp_path / "a")
     assert "antigravity" not in sys.modules
 
 
-def test_filling_a_dataclass_calls_none_of_its_code(tmp_path, monkeypatch):
+def test_loading_a_dataclass_calls_none_of_its_code(tmp_path, monkeypatch):
     save(tmp_path / "a", {"genlight": {"state": {"value": Meter(1.0, [2])}}})
 
     def explode(*_):
@@ -349,16 +350,14 @@ def test_filling_a_dataclass_calls_none_of_its_code(tmp_path, monkeypatch):
     assert load(tmp_path / "a")["genlight"]["state"]["value"].total == 1.0
 
 
-def test_a_dataclass_whose_fields_changed_is_named(tmp_path):
-    save(tmp_path / "a", {"genlight": {"state": {"value": Meter(1.0, [])}}})
-    edited(tmp_path / "a.json", b'"history"', b'"old_history"')
-    with refusal(CheckpointError):
-        load(tmp_path / "a")
-
-
-def test_a_kind_of_a_newer_version_is_said_to_be_one(tmp_path):
-    save(tmp_path / "a", {"genlight": {"state": {"value": (1,)}}})
-    edited(tmp_path / "a.json", b"$tuple", b"$novel")
+@pytest.mark.parametrize(
+    ("value", "old", "new"),
+    [(Meter(1.0, []), b'"history"', b'"old_history"'), ((1,), b"$tuple", b"$novel")],
+    ids=["a dataclass with other fields", "a kind of value from a newer version"],
+)
+def test_a_value_that_does_not_fit_is_refused(tmp_path, value, old, new):
+    save(tmp_path / "a", {"genlight": {"state": {"value": value}}})
+    replace_in_record(tmp_path / "a.json", old, new)
     with refusal(CheckpointError):
         load(tmp_path / "a")
 
@@ -369,9 +368,7 @@ def test_a_saved_plain_tree_is_plain_json_in_the_record(tmp_path):
     assert record.state == state
 
 
-def test_a_configuration_of_omegaconf_is_stored_as_what_it_holds_without_what_interpolations_read(
-    tmp_path, monkeypatch
-):
+def test_an_omegaconf_configuration_is_stored_without_the_values_of_interpolations(tmp_path, monkeypatch):
     omegaconf = pytest.importorskip("omegaconf")
     monkeypatch.setenv("GENLIGHT_TEST_SECRET", "hunter2")
     fields = {"a": 1, "b": {"c": [1, "${a}"]}, "secret": "${oc.env:GENLIGHT_TEST_SECRET}", "missing": "???"}
@@ -384,11 +381,11 @@ def test_a_configuration_of_omegaconf_is_stored_as_what_it_holds_without_what_in
 
 
 @pytest.mark.parametrize("key", ["a", ("a", 1), 1, None, Color.RED, frozenset({1}), b"x"])
-def test_the_state_of_a_callback_may_have_a_key_of_any_plain_kind(tmp_path, key):
+def test_the_state_of_a_callback_may_have_a_key_of_any_plain_type(tmp_path, key):
     save(tmp_path / "a", {"callbacks": {key: {"count": 1}}})
     assert load(tmp_path / "a")["callbacks"] == {key: {"count": 1}}
 
 
-def test_a_class_as_the_key_of_a_state_is_refused_with_what_to_use_instead(tmp_path):
+def test_a_class_as_the_key_of_a_state_is_refused_with_an_alternative(tmp_path):
     with refusal(UnstorableStateError):
         save(tmp_path / "a", {"callbacks": {Color: {"count": 1}}})

@@ -1,4 +1,4 @@
-"""The bytes of tensors, and digests that differ where the bytes do, computed where the tensor lies."""
+"""The bytes of tensors, and digests that differ if the bytes differ, computed on the tensor's device."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
-def test_every_changed_bit_changes_it(tensor):
+def test_every_changed_bit_changes_the_digest(tensor):
     before = device_digest(tensor)
     changed = tensor.clone()
     memory = as_uint8(changed)
@@ -34,20 +34,20 @@ def test_every_changed_bit_changes_it(tensor):
     assert content_digests([tensor]) == content_digests([changed])
 
 
-def test_values_that_change_places_change_it():
+def test_swapped_values_change_the_digest():
     tensor = torch.arange(4096, dtype=torch.int64)
     for swapped in (tensor.flip(0), tensor.roll(1), torch.cat([tensor[8:16], tensor[:8], tensor[16:]])):
         assert not torch.equal(device_digest(tensor), device_digest(swapped))
 
 
-def test_the_order_in_memory_does_not_count_but_that_of_the_values_does():
+def test_the_order_of_the_values_counts_but_not_the_order_in_memory():
     tensor = torch.randn(5, 7)
 
     assert torch.equal(device_digest(tensor), device_digest(tensor.t().contiguous().t()))
     assert not torch.equal(device_digest(tensor), device_digest(tensor.t()))
 
 
-def test_pieces_of_a_large_tensor_are_told_apart(monkeypatch):
+def test_swapped_chunks_of_a_large_tensor_change_the_digest(monkeypatch):
     tensor = torch.randn(1000)
     whole = device_digest(tensor)
     monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensors._CHUNK", 64)
@@ -56,22 +56,22 @@ def test_pieces_of_a_large_tensor_are_told_apart(monkeypatch):
     assert not torch.equal(device_digest(torch.cat([tensor[128:256], tensor[:128], tensor[256:]])), whole)
 
 
-def test_threads_of_the_host_make_no_difference(monkeypatch):
+def test_threads_of_the_host_do_not_change_digests(monkeypatch):
     tensors = [torch.randn(size) for size in (3, 5000, 0, 700, 90_000)]
-    alone = content_digests(tensors)
+    expected = content_digests(tensors)
     monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensors._WORTH_THREADS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
-    assert content_digests(tensors) == alone
+    assert content_digests(tensors) == expected
 
 
-def test_an_empty_tensor_has_one():
+def test_an_empty_tensor_has_a_digest():
     assert device_digest(torch.empty(0)).tolist() == [0, 0]
     assert len(set(content_digests([torch.empty(0), torch.empty(0, 3), torch.empty(0)]))) == 2
 
 
 def test_the_version_counter_of_torch_would_not_do():
-    """Why bytes are compared: these writes do not count."""
+    """These writes do not change it, so bytes are compared."""
     weight, norm = torch.nn.Parameter(torch.zeros(3), requires_grad=False), torch.nn.BatchNorm1d(4)
     versions = weight._version, norm.running_mean._version
     digests = content_digests([weight, norm.running_mean])
@@ -84,7 +84,7 @@ def test_the_version_counter_of_torch_would_not_do():
 
 
 def test_a_tensor_whose_bytes_were_read_can_still_be_resized() -> None:
-    # As observers of quantization do with their buffers; numpy's view of a tensor would forbid it for good.
+    # Observers of quantization resize their buffers; a numpy view of a tensor would forbid it forever.
     tensor, filled = torch.tensor([1.0, 2.0]), torch.empty(2)
     bytes_of(filled)[:] = bytes_of(tensor)
 
@@ -92,7 +92,7 @@ def test_a_tensor_whose_bytes_were_read_can_still_be_resized() -> None:
     assert filled.resize_(3)[:2].tolist() == [1.0, 2.0]
 
 
-def test_bytes_are_a_view_of_the_tensor_where_it_lies_in_order() -> None:
+def test_bytes_are_a_view_of_a_contiguous_tensor() -> None:
     tensor = torch.zeros(2, dtype=torch.uint8)
     memory = bytes_of(tensor)
     tensor[1] = 7

@@ -19,7 +19,7 @@ from support.resumed_fit import STEPS, Trains, fit
 
 
 class Quantized(torch.Tensor):
-    """Codes of 8 bits and a scale; knows how to be moved, and no other operation."""
+    """Codes of 8 bits and a scale; copying is its only operation."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, bits: int) -> Quantized:
@@ -33,7 +33,7 @@ class Quantized(torch.Tensor):
         scale = tensor.abs().max() / 127 + 1e-12
         return cls((tensor / scale).round().to(torch.int8), scale.reshape(1), 8)
 
-    def whole(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         return self.codes * self.scale
 
     def __tensor_flatten__(self) -> tuple[list[str], list[int]]:
@@ -58,9 +58,9 @@ class QuantizedMomentum(torch.optim.Optimizer):
     def step(self) -> None:
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
-            moment = p.grad if not state else state["moment"].whole() * 0.9 + p.grad
+            moment = p.grad if not state else state["moment"].dequantize() * 0.9 + p.grad
             state["moment"] = Quantized.of(moment)
-            p.sub_(state["moment"].whole(), alpha=self.param_groups[0]["lr"])
+            p.sub_(state["moment"].dequantize(), alpha=self.param_groups[0]["lr"])
 
 
 class Plugin(Trains):
@@ -70,14 +70,14 @@ class Plugin(Trains):
 
 
 def test_a_run_with_quantized_states_is_saved_and_resumed_exactly(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", Plugin(), STEPS)
+    expected = fit(tmp_path / "reference", Plugin(), STEPS)
     fit(tmp_path / "parts", Plugin(), 3)
     resumed = fit(tmp_path / "parts", Plugin(), STEPS, ckpt_path=str(tmp_path / "parts" / "final.json"))
 
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
-def test_what_is_compared_of_a_wrapper_are_the_tensors_in_it() -> None:
+def test_the_inner_tensors_of_a_wrapper_are_compared() -> None:
     tensor = Quantized.of(torch.tensor([1.0, -2.0]))
 
     assert [name for name, _ in wrapped_tensors("moment", tensor)] == ["codes of moment", "scale of moment"]
@@ -94,13 +94,13 @@ def test_a_name_of_another_type_in_a_checkpoint_is_refused(name: str) -> None:
     def tensor_of(reference: dict[str, Any]) -> Tensor:
         return next(entry.source for entry in table.entries if entry.key == reference["key"])
 
-    assert torch.equal(decode(tree, tensor_of).whole(), torch.ones(2))
+    assert torch.equal(decode(tree, tensor_of).dequantize(), torch.ones(2))
     tree["$wrapper"][0] = name
     with refusal(CheckpointError):
         decode(tree, tensor_of)
 
 
-def test_replicas_with_wrappers_are_compared_by_what_is_in_them() -> None:
+def test_replicas_with_wrappers_are_compared_by_their_inner_tensors() -> None:
     class Module:
         def replicated_tensors(self) -> Any:
             yield "moment", Quantized.of(torch.ones(2))

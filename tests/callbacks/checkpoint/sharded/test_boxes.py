@@ -1,4 +1,4 @@
-"""Slices of sharded tensors: what they cover, what is read of them, and how they look to who uses them."""
+"""Slices of sharded tensors: their coverage, the reads of their parts, and their behavior as tensors."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ from support.messages import refusal
 
 
 def load_lazily(path):
-    """As a rank does that reads its own slices."""
+    """Load a checkpoint like a rank that reads its own slices."""
     return load_record(read_record(path), share=slice(None))
 
 
@@ -49,13 +49,13 @@ def mesh(tmp_path):
         ([Box((0, 0), (3, 6)), Box((4, 0), (1, 6))], False),
     ],
 )
-def test_slices_make_a_whole_without_gap_and_overlap(boxes, expected):
+def test_slices_tile_a_tensor_without_gap_and_overlap(boxes, expected):
     assert tile_exactly((4, 6), boxes) is expected
 
 
 @pytest.fixture
 def stored(tmp_path):
-    """A tensor of 6 MiB in three slices of rows, one after the other in a file that begins with something else."""
+    """A tensor of 6 MiB in three slices of rows, in a file that begins with other bytes."""
     values = torch.randn(3 * 1024, 512)
     slices = []
     (tmp_path / "step-1" / "rank-00000").mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_any_part_is_read_from_the_slices_that_hold_it_and_no_others(stored, mon
     assert len(read) == count
 
 
-def test_a_flipped_bit_in_a_slice_is_found_by_those_who_read_it_and_not_by_others(stored, tmp_path):
+def test_a_flipped_bit_is_detected_by_reads_of_its_slice_only(stored, tmp_path):
     values, slices = stored
     path = tmp_path / "step-1" / "rank-00000" / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -119,19 +119,19 @@ def save_in_parts(directory, state) -> None:
 
 @pytest.fixture
 def lazy(sharded, tmp_path) -> WholeTensor:
-    """A loaded tensor of which nothing was read yet."""
+    """A loaded tensor whose values were not read yet."""
     save_in_parts(tmp_path, {"w": sharded})
     return load_lazily(tmp_path / "step-00000001.json")["w"]
 
 
-def test_a_sharded_tensor_is_gathered_at_once_but_for_a_save(sharded):
+def test_a_sharded_tensor_is_gathered_unless_it_is_saved(sharded):
     assert type(whole(sharded)) is torch.Tensor
     assert whole(3) == 3
     with keep_sharded():
         assert whole(sharded) is sharded
 
 
-def test_what_asks_for_no_value_reads_nothing(lazy, monkeypatch):
+def test_attributes_are_known_without_reading_values(lazy, monkeypatch):
     monkeypatch.setattr(StoredSlices, "read", lambda *_: pytest.fail("read"))
 
     facts = (lazy.shape, lazy.dtype, lazy.device.type, lazy.numel(), lazy.nbytes)
@@ -154,11 +154,11 @@ def test_what_asks_for_no_value_reads_nothing(lazy, monkeypatch):
         lambda t: t.detach().clone().to("cpu"),
     ],
 )
-def test_its_values_are_those_of_the_whole_tensor(lazy, use):
+def test_a_lazy_tensor_behaves_like_the_complete_tensor(lazy, use):
     torch.testing.assert_close(use(lazy), use(torch.arange(12.0).view(4, 3)))
 
 
-def test_beside_a_sharded_tensor_it_is_sharded_like_that(sharded, lazy, monkeypatch):
+def test_a_lazy_tensor_is_sharded_like_the_tensor_that_it_meets(sharded, lazy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(StoredSlices, "whole", lambda _: pytest.fail("read the whole"))
         target = DTensor.from_local(torch.zeros(4, 3), sharded.device_mesh, [Shard(0)])
@@ -168,14 +168,14 @@ def test_beside_a_sharded_tensor_it_is_sharded_like_that(sharded, lazy, monkeypa
     assert torch.equal((sharded - lazy).to_local(), -torch.ones(4, 3))
 
 
-def test_what_torch_saves_is_the_plain_tensor(lazy):
+def test_torch_saves_the_plain_tensor(lazy):
     file = io.BytesIO()
     torch.save(lazy, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=True), torch.arange(12.0).view(4, 3))
 
 
-def test_what_was_loaded_is_saved_whole_with_what_was_changed_in_place(lazy, tmp_path):
+def test_a_loaded_tensor_is_saved_completely_with_its_changes(lazy, tmp_path):
     lazy.mul_(2)
     save(tmp_path / "step-00000002", {"w": lazy})
     assert torch.equal(load(tmp_path / "step-00000002")["w"], torch.arange(12.0).view(4, 3) * 2)
@@ -204,13 +204,13 @@ def test_the_same_weights_in_the_trainers_payload_are_stored_once(sharded, tmp_p
     assert loaded["genlight"]["state"]["model"]["w"] is loaded["state_dict"]["w"]
 
 
-def test_a_save_by_rank_zero_alone_refuses_sharded_tensors_by_name(sharded, tmp_path):
+def test_a_save_by_only_rank_zero_refuses_sharded_tensors_by_name(sharded, tmp_path):
     with refusal(CheckpointError):
         save(tmp_path / "step-00000001", {"state_dict": {"w": sharded}})
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_ranks_that_hold_other_sharded_tensors_than_rank_zero_are_refused(sharded, tmp_path):
+def test_ranks_with_different_sharded_tensors_than_rank_zero_are_refused(sharded, tmp_path):
     record = tmp_path / "step-00000001.json"
     captured = capture({"state_dict": {"w": sharded}}, RecordMeta(), stage(record))
     weights = captured.sharded_tensors["model.safetensors", "w"]
@@ -230,7 +230,7 @@ def test_a_directory_that_a_rank_does_not_see_is_named_with_rank_and_host(sharde
         _write(Channel(), captured)
 
 
-def test_a_shared_directory_is_left_as_it_was(tmp_path):
+def test_a_shared_directory_is_left_unchanged(tmp_path):
     require_shared_directory(Channel(), tmp_path / "checkpoints")
     assert os.listdir(tmp_path / "checkpoints") == []
 

@@ -1,4 +1,4 @@
-"""Optimizer state of another shape than its sharded parameter is loaded as it was saved, or refused at the save."""
+"""Optimizer state that is shaped differently from its sharded parameter is loaded as saved, or refused at the save."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def mesh(tmp_path):
 
 @pytest.fixture
 def optimizer(mesh):
-    """An optimizer of one sharded matrix."""
+    """An optimizer for one sharded matrix."""
     layer = nn.Linear(4, 6, bias=False)
     fully_shard(layer, mesh=mesh)
     return torch.optim.SGD(layer.parameters(), lr=0.1)
 
 
 def stored(optimizer):
-    """The state dict as a checkpoint gives it back: its tensors are whole."""
+    """Return the state dict as a checkpoint returns it, with complete tensors."""
     parameters = list(optimizer.param_groups[0]["params"])
     state_dict = with_placements(parameters, optimizer.state_dict())
     return parameters, {**state_dict, "state": torch.utils._pytree.tree_map(whole, state_dict["state"])}
@@ -68,7 +68,7 @@ def test_state_is_placed_as_it_was(optimizer, state, has_placements):
         assert torch.equal(torch.as_tensor(whole(actual)), torch.as_tensor(whole(before)))
 
 
-def test_a_list_of_no_parameter_is_placed_too(optimizer):
+def test_a_list_without_a_parameter_is_placed_too(optimizer):
     p = optimizer.param_groups[0]["params"][0]
     optimizer.state["rows"] = [torch.zeros_like(p).sum(-1)]
 

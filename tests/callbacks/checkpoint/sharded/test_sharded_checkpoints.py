@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks write together: each its own slices, whole or absent, and readable by any ranks."""
+"""Checkpoints whose slices several ranks write: complete or absent, and readable by any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def phases(folder: Path) -> list[dict]:
-    """What the ranks do, and in which directories."""
+    """Return the jobs of the ranks, and their directories."""
 
     def job(key, directory, kind="contract", strategy="fsdp", steps=STEPS, **more):
         return {
@@ -93,7 +93,7 @@ def phases(folder: Path) -> list[dict]:
 
 
 class Ranks:
-    """What the ranks of all phases left: results, exit codes, names in the directories of killed jobs."""
+    """Results of the ranks of all phases, their exit codes, and the names in the directories of killed jobs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class Ranks:
         self.phases = {phase["phase"]: phase for phase in ended}
 
     def results(self, phase: str, key: str) -> list[dict]:
-        """The result of a job on each rank that lived to write it."""
+        """Return the result of a job on each rank that lived to write it."""
         files = sorted(self.folder.glob(f"{phase}-rank*.pt"))
         return [torch.load(file, weights_only=True)[key] for file in files]
 
@@ -120,7 +120,7 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture
 def saved(ranks, tmp_path):
-    """A copy of a directory with checkpoints of steps 2 and 3, to be damaged."""
+    """A copy of a directory with checkpoints of steps 2 and 3 that a test may damage."""
     return Path(shutil.copytree(ranks.folder / "c", tmp_path / "c"))
 
 
@@ -142,10 +142,10 @@ def assert_same(actual: dict, expected: dict) -> None:
         ("four", "parallel resume", "parallel reference"),
     ],
 )
-def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(ranks, phase, run, expected):
-    for actual, whole in zip(ranks.results(phase, run), ranks.results(phase, expected), strict=True):
-        assert_same(actual, whole)
-        assert actual["steps"] == whole["steps"]
+def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(ranks, phase, run, expected):
+    for actual, reference in zip(ranks.results(phase, run), ranks.results(phase, expected), strict=True):
+        assert_same(actual, reference)
+        assert actual["steps"] == reference["steps"]
         assert actual["messages"] == []
 
 
@@ -161,7 +161,7 @@ def test_a_resumed_run_ends_bit_equal_to_one_that_went_through(ranks, phase, run
         ("two", "module ddp to sharded", ("two", "module ddp save")),
     ],
 )
-def test_other_ranks_get_the_same_weights_and_optimizer_and_are_told_what_is_lost(ranks, phase, run, source):
+def test_other_numbers_of_ranks_get_the_same_state_and_a_warning_about_random_states(ranks, phase, run, source):
     (expected, *_), results = ranks.results(*source), ranks.results(phase, run)
     for actual in results:
         assert_same(actual, expected)
@@ -185,7 +185,7 @@ def test_no_rank_gathers_copies_or_writes_more_than_its_slices(ranks):
         assert result["held"] < sum(written) < result["held"] + headers_and_index
 
 
-def test_gradients_of_a_window_are_saved_of_each_rank_and_once_where_all_are_equal(ranks):
+def test_gradients_of_a_window_are_saved_per_rank_or_once_if_all_are_equal(ranks):
     def gradients(directory, step):
         return load(ranks.folder / directory / f"step-{step:08d}")["genlight"]
 
@@ -201,7 +201,7 @@ def test_gradients_of_a_window_are_saved_of_each_rank_and_once_where_all_are_equ
 
 def test_a_resumed_rank_reads_its_own_slices_only(ranks):
     for result in ranks.results("two", "module resume"):
-        # Weights and both moments once; the last window was whole, so that no gradients are there.
+        # Weights and both moments once; the last window was complete, so there are no gradients.
         assert result["read"] == result["held"]
         assert result["gathered"] == 0
 
@@ -223,7 +223,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_after_the_same_ste
     verify(ranks.folder / "full" / "step-00000002")
 
 
-def test_a_run_that_may_go_on_after_a_failed_save_saves_the_next_one(ranks):
+def test_a_run_that_continues_after_a_failed_save_saves_the_next_one(ranks):
     for result in ranks.results("two", "full disk for once"):
         assert (result["problem"], result["steps"]) == ("", 9)
     assert newest_valid(ranks.folder / "once")[0].step == 8
@@ -237,20 +237,20 @@ def test_final_and_older_checkpoints_follow_the_rules_of_retention(ranks):
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before_and_no_debris_after_the_next_start(ranks, killed):
+def test_a_rank_killed_while_it_writes_leaves_the_previous_checkpoint_and_no_debris(ranks, killed):
     phase = ranks.phases[f"kill{killed}"]
     assert phase["codes"][killed] == -signal.SIGKILL
-    whole = ["step-00000002", "step-00000002.json"]
+    complete = ["step-00000002", "step-00000002.json"]
     debris = [name for name in phase["left"]["killed"] if name.startswith(".tmp-")]
-    assert sorted({*phase["left"]["killed"]} - {*debris}) == whole
-    # That of step 4, and of step 6 where training came so far while the writer was at it.
+    assert sorted({*phase["left"]["killed"]} - {*debris}) == complete
+    # Debris of step 4, and of step 6 if training got that far while the writer was busy.
     assert bool(debris) == (killed == 0), "only rank 0 clears up"
 
     resumed, expected = ranks.results(f"after{killed}", "again"), ranks.results("two", "reference")
 
     for actual, reference in zip(resumed, expected, strict=True):
         assert_same(actual, reference)
-    assert sorted(os.listdir(ranks.folder / f"k{killed}")) == whole
+    assert sorted(os.listdir(ranks.folder / f"k{killed}")) == complete
 
 
 def part(directory: Path, name: str = "model.safetensors", rank: int = 1, step: int = SAVED) -> Path:
@@ -310,7 +310,7 @@ def swap_the_parts(directory):
         *(take_the_part_of_another_save, swap_the_parts),
     ],
 )
-def test_a_damaged_part_is_found_and_the_checkpoint_before_it_taken(saved, damage):
+def test_a_damaged_part_is_detected_and_the_previous_checkpoint_is_used(saved, damage):
     damage(saved)
 
     for use in (verify, load, load_weights):
@@ -323,7 +323,7 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_it_taken(saved, damag
     assert ("slices.json" if damage is flip_index else "rank-0000") in warnings[0]
 
 
-def test_a_slice_that_is_damaged_after_its_file_was_proven_is_found_when_it_is_read(saved):
+def test_a_slice_that_is_damaged_after_verification_is_detected_when_it_is_read(saved):
     checkpoint = load_record(read_record(saved / "step-00000003.json"), share=slice(None))
     flip(part(saved), 0.99)
 
@@ -331,7 +331,7 @@ def test_a_slice_that_is_damaged_after_its_file_was_proven_is_found_when_it_is_r
         sum(value.sum() for value in checkpoint["state_dict"].values())
 
 
-def test_a_rank_proves_only_its_share_of_the_files(saved):
+def test_a_rank_verifies_only_its_share_of_the_files(saved):
     flip(part(saved, rank=1), 0.99)
 
     load_record(read_record(saved / "step-00000003.json"), share=slice(0, 2))
@@ -339,7 +339,7 @@ def test_a_rank_proves_only_its_share_of_the_files(saved):
         load_record(read_record(saved / "step-00000003.json"), share=slice(2, None))
 
 
-def test_exports_are_whole(ranks, tmp_path):
+def test_exports_are_complete(ranks, tmp_path):
     expected = ranks.results("two", "save")[0]["weights"]
     path = ranks.folder / "c" / "step-00000003"
 
@@ -353,7 +353,7 @@ def test_exports_are_whole(ranks, tmp_path):
     assert tuple(moments["exp_avg"].shape) == tuple(expected["model.0.weight"].shape)
 
 
-def test_the_command_line_shows_whole_tensors_and_proves_every_part(ranks, saved, capsys):
+def test_the_command_line_shows_complete_tensors_and_verifies_every_part(ranks, saved, capsys):
     assert genlight(["checkpoints", "show", str(saved), "--json"]) == 0
     tensors = json.loads(capsys.readouterr().out)["tensors"]
     assert tensors["model.safetensors:model.0.weight"] == ["F32", [301, 8]]

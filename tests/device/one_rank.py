@@ -20,20 +20,20 @@ def check_no_step_waits_for_the_device(folder):
 
 
 def check_a_step_of_16_mixed_waits_once_for_the_device(folder):
-    """Whether the update may be made, as in torch's own scaler."""
+    """Like torch's own scaler, it reads whether gradients are finite."""
     counted = CountWaits(9, 15)
     fit(Regression(), "one", steps=17, callbacks=[counted, *standard_callbacks(folder)], precision="16-mixed")
     assert len(counted.found) == 15 - 9, "\n".join(map(str, counted.found))
     assert all("may_update" in str(wait) for wait in counted.found)
 
 
-def check_views_of_weights_that_the_move_to_the_device_would_part_are_refused():
+def check_views_of_weights_that_the_move_to_the_device_would_separate_are_refused():
     with pytest.raises(ContractError, match=r'state\["flat"\].*and state\["model"\].*are views of the same memory'):
         fit(OneBufferOfGradients(), "one", steps=2)
 
 
-class SavesItsOwn(Regression):
-    """Returns tensors of the device, of the host, and of its module; remembers their devices after the resume."""
+class SavesTensors(Regression):
+    """Saves tensors of the device, of the host, and of its module; records their devices after a resume."""
 
     def state_dict(self, state):
         average = [parameter.detach().clone() for parameter in state["network"].parameters()]
@@ -41,23 +41,23 @@ class SavesItsOwn(Regression):
 
     def load_state_dict(self, state, payload, ctx):
         tensors = [*payload["average"], payload["seen"], *payload["network"].values()]
-        self.came_back = [tensor.device.type for tensor in tensors]
+        self.loaded_on = [tensor.device.type for tensor in tensors]
         self.are_leaves = all(tensor.is_leaf for tensor in tensors)
 
 
-def check_tensors_of_a_class_come_back_on_the_device_but_those_of_modules(folder):
+def check_tensors_of_a_class_are_loaded_on_the_device_except_tensors_of_modules(folder):
     def saves() -> list[Checkpoint]:
         return [Checkpoint(folder, every_n_steps=2, save_final=False)]
 
-    fit(SavesItsOwn(), "one", steps=3, callbacks=saves())
-    resumed = SavesItsOwn()
+    fit(SavesTensors(), "one", steps=3, callbacks=saves())
+    resumed = SavesTensors()
     fit(resumed, "one", steps=4, callbacks=saves(), ckpt_path=str(newest_valid(folder)[0].path))
-    assert resumed.came_back == ["sim"] * 4 + ["cpu"] + ["cpu"] * 4
+    assert resumed.loaded_on == ["sim"] * 4 + ["cpu"] + ["cpu"] * 4
     assert resumed.are_leaves
 
 
 class Reports:
-    """Reporter and writer of a caller; records the model's device when the final artifact is written."""
+    """A caller's reporter and writer; records the model's device when the final artifact is written."""
 
     def started(self, **_):
         self.finalized_on = []
@@ -76,20 +76,20 @@ class Reports:
         self.finalized_on += [ctx.device, *(str(parameter.device) for parameter in state["network"].parameters())]
 
 
-def check_the_callers_writer_finalizes_while_all_is_on_the_device_of_the_context():
+def check_the_callers_writer_finalizes_while_the_state_is_on_the_device():
     reports, job = Reports(), TrainingJobSpec("old", 3, metric_every=1)
     assert run_training_loop(job, StepContext(job, device="sim:1"), Regression(), Pinned(3), reports, reports) == 3
     assert set(reports.finalized_on) == {"sim:1"}
 
 
 class Draws(Regression):
-    """Its evaluation draws numbers on the device."""
+    """Draws random numbers on the device in its evaluation."""
 
     def evaluate(self, state, ctx):
         return {"noise": torch.rand(7, device=ctx.device).sum().item()}
 
 
-def check_an_evaluation_leaves_the_random_numbers_of_the_device():
+def check_an_evaluation_does_not_change_the_random_numbers_of_the_device():
     without = fit(Draws(), "one", steps=6)
     evaluated = fit(Draws(), "one", steps=6, callbacks=[Evaluate(every_n_steps=2)])
     for one, other in zip(without.parameters(), evaluated.parameters(), strict=True):
