@@ -573,7 +573,7 @@ def test_a_number_that_json_does_not_have_is_a_broken_checkpoint(checkpoints, co
     content = json.loads((checkpoints / NAME / "training_state.json").read_bytes())
     data = json.dumps({**content, "more": "X"}).encode().replace(b'"X"', constant)
     _replace(checkpoints, "training_state.json", data)
-    assert "no number of JSON" in _passed_over(checkpoints)
+    assert "not a JSON number" in _passed_over(checkpoints)
 
 
 def test_a_tensor_whose_elements_overlap_is_stored_by_its_values(tmp_path):
