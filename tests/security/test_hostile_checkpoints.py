@@ -23,9 +23,10 @@ from genlight.adapter.module.trainer_files import trainer_directory
 from genlight.adapter.run.start import decide_start
 from genlight.callbacks.checkpoint import RecordMeta, delete_checkpoint, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
-from genlight.callbacks.checkpoint.contents import parse_header, parse_slices
 from genlight.callbacks.checkpoint.format import record as record_module
+from genlight.callbacks.checkpoint.format.headers import parse_header
 from genlight.callbacks.checkpoint.format.record import digest_of, read_record
+from genlight.callbacks.checkpoint.format.slice_index import parse_slices
 from genlight.callbacks.checkpoint.selection import find_final
 from genlight.callbacks.checkpoint.storage import hash_file
 from support.messages import refusal
