@@ -16,8 +16,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.checkpoint.contents import RAW, TORCH_TYPES, rank_of, read_header, sliced_tensors
+from ...callbacks.checkpoint.contents import read_header, sliced_tensors
+from ...callbacks.checkpoint.format.headers import RAW, TORCH_TYPES
 from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
+from ...callbacks.checkpoint.format.slice_index import rank_of
 from ...callbacks.checkpoint.selection import (
     Listed,
     best_first,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RecordMeta as RecordMeta,
         read_record as read_record,
     )
+    from .loading import load as load, load_weights as load_weights
     from .plugins import DurableCheckpointIO as DurableCheckpointIO
     from .policy import Checkpoint as Checkpoint, WritesTrainerFiles as WritesTrainerFiles
     from .selection import (
@@ -26,6 +27,6 @@ if TYPE_CHECKING:
         newest_valid as newest_valid,
     )
     from .storage import delete_checkpoint as delete_checkpoint, sweep as sweep, verify as verify
-    from .store import CheckpointStore as CheckpointStore, load as load, load_weights as load_weights, save as save
+    from .store import CheckpointStore as CheckpointStore, save as save
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -38,8 +38,9 @@ from ..finite import are_finite
 from ..optimizer_state import parameters_of
 from .codec.state_tree import encode
 from .codec.tensors import WEIGHTS, Entry, TensorTable, bytes_of, content_digests, is_plain
-from .contents import SlicedTensor, build_header, part_folder
+from .format.headers import build_header
 from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRecord, LeftOut, RecordMeta, digest_of
+from .format.slice_index import SlicedTensor, part_folder
 from .storage import STATE_MARKER, Staging
 
 __all__ = ["CONTRACT_KEY", "Captured", "Frozen", "HostBuffer", "capture", "described", "frozen_in", "tensor_files"]

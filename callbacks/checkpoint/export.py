@@ -40,8 +40,8 @@ from ...adapter.plumbing.durable import (
 )
 from ...adapter.plumbing.safe_open import open_regular, read_below
 from .capture import CONTRACT_KEY
+from .loading import Base, load, load_weights
 from .selection import find_checkpoint
-from .store import Base, load, load_weights
 
 __all__ = ["export_lightning", "export_pretrained", "export_safetensors", "keep_configurations", "read_base"]
 

@@ -41,7 +41,8 @@ from .selection import WRITER, Retention, add_score, best_first, list_checkpoint
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
 from .storage import Listed, Staging, files_in_the_way, move_out_of_the_way, require_space, stage, sweep
-from .store import CheckpointStore, require_shared_directory, wait_after_failure
+from .store import CheckpointStore, wait_after_failure
+from .writing import require_shared_directory
 
 __all__ = ["Checkpoint", "WritesTrainerFiles", "savers_of", "wait_after_failure"]
 

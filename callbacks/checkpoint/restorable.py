@@ -16,8 +16,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnloadableCheckpointError
+from .codec.references import check_tensor
 from .codec.state_tree import UnknownTypeError, check
-from .contents import TypedShape, check_tensor, read_contents
+from .contents import read_contents
+from .format.headers import TypedShape
 from .format.record import CheckpointRecord
 
 __all__ = ["check_contents"]

@@ -26,7 +26,7 @@ from ..checkpoint.policy import Checkpoint, savers_of
 from ..checkpoint.rank_state import digests_of, gradients_of_rank, restore_gradients, restore_rng_of_rank
 from ..checkpoint.selection import WRITER, list_checkpoints, newest_valid, own_records
 from ..checkpoint.storage import delete_checkpoint
-from ..checkpoint.store import require_shared_directory
+from ..checkpoint.writing import require_shared_directory
 from ..hook.cadence import rewind
 from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_state_of
 from ..hook.hook import Hook, ending_the_run

@@ -23,9 +23,10 @@ from genlight.adapter.module.trainer_files import trainer_directory
 from genlight.adapter.run.start import decide_start
 from genlight.callbacks.checkpoint import RecordMeta, delete_checkpoint, load, newest_valid, save, verify
 from genlight.callbacks.checkpoint.codec.state_tree import MAX_DEPTH
-from genlight.callbacks.checkpoint.contents import parse_header, parse_slices
 from genlight.callbacks.checkpoint.format import record as record_module
+from genlight.callbacks.checkpoint.format.headers import parse_header
 from genlight.callbacks.checkpoint.format.record import digest_of, read_record
+from genlight.callbacks.checkpoint.format.slice_index import parse_slices
 from genlight.callbacks.checkpoint.selection import find_final
 from genlight.callbacks.checkpoint.storage import hash_file
 from support.messages import refusal
@@ -573,7 +574,7 @@ def test_a_number_that_json_does_not_have_is_a_broken_checkpoint(checkpoints, co
     content = json.loads((checkpoints / NAME / "training_state.json").read_bytes())
     data = json.dumps({**content, "more": "X"}).encode().replace(b'"X"', constant)
     _replace(checkpoints, "training_state.json", data)
-    assert "no number of JSON" in _passed_over(checkpoints)
+    assert "not a JSON number" in _passed_over(checkpoints)
 
 
 def test_a_tensor_whose_elements_overlap_is_stored_by_its_values(tmp_path):

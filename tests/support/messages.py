@@ -100,6 +100,7 @@ _PLACES = (
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:PORT"),
     (re.compile(r"\b(process|pid) \d+"), r"\1 N"),
     (re.compile(r"[\d,.]+ MB free"), "N MB free"),
+    (re.compile(r"(\.tmp-[\w.-]+?)-\d+-[0-9a-f]{8}\b"), r"\1-N"),
     (re.compile(rf"\b{re.escape(socket.gethostname())}\b"), "HOST"),
 )
 """Parts of a message that differ from run to run or from machine to machine, and the words that replace them."""

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, capture as host_buffer, newest_valid
-from genlight.callbacks.checkpoint.store import StoredSlices
+from genlight.callbacks.checkpoint.loading import StoredSlices
 
 WIDTH = 300
 

@@ -33,15 +33,13 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ....adapter.contract.exceptions import CheckpointError, UnstorableStateError
 from ....adapter.plumbing.counted_dict import CountedDict, uncounted
 
 if TYPE_CHECKING:
     import torch
-
-    from .tensors import TensorTable
 
 __all__ = ["Path", "check", "decode", "dtype_of", "encode", "format_path", "is_sparse", "is_wrapper", "wrapped_tensors"]
 
@@ -61,7 +59,15 @@ TensorSource = Callable[[dict[str, Any]], Any]
 """Returns the tensor for a reference."""
 
 
-def encode(value: Any, table: TensorTable, *, root: str | Path = "state") -> Any:
+class TensorSink(Protocol):
+    """Takes the tensors of a tree while it is encoded."""
+
+    def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+        """Add a tensor and return a reference to it."""
+        ...
+
+
+def encode(value: Any, table: TensorSink, *, root: str | Path = "state") -> Any:
     """Return `value` as JSON; add its tensors to `table`.
 
     Raises:
@@ -420,7 +426,7 @@ _BY_TAG = {kind.tag: kind for kind in (*_OF_TYPES.values(), _SPARSE, _INT, _FLOA
 class _Encoder:
     """One walk over a tree."""
 
-    def __init__(self, table: TensorTable) -> None:
+    def __init__(self, table: TensorSink) -> None:
         self.table = table
         self.open_containers: set[int] = set()
 

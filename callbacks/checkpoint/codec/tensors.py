@@ -25,9 +25,11 @@ import torch
 import xxhash
 
 from ....adapter.contract.exceptions import UnstorableStateError
-from ..contents import RAW, TORCH_TYPES, Box, SlicedTensor, is_dense
+from ..format.headers import RAW, TORCH_TYPES
 from ..format.record import MODEL_FILE, TENSORS_FILE
+from ..format.slice_index import Box, SlicedTensor
 from ..sharded.slices import is_saved_by_this_rank, is_sharded, slice_of, unsharded
+from .references import is_dense
 from .state_tree import Path, format_path
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,13 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ..contents import Box
-
-if TYPE_CHECKING:
-    from ..store import StoredSlices
+from ..format.slice_index import Box, SlicedTensor
 
 __all__ = [
     "Box",
+    "SavedSlices",
     "WholeTensor",
     "is_saved_by_this_rank",
     "is_sharded",
@@ -106,24 +104,46 @@ def shard_over(
     )
 
 
+class SavedSlices(Protocol):
+    """The slices of a sharded tensor in the files of a checkpoint."""
+
+    @property
+    def tensor(self) -> SlicedTensor:
+        """Description of the complete tensor."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        ...
+
+    def whole(self) -> torch.Tensor:
+        """Return the complete tensor."""
+        ...
+
+    def read(self, part: Box) -> torch.Tensor:
+        """Return the values of one part."""
+        ...
+
+
 class WholeTensor(torch.Tensor):
     """A tensor whose slices stay in the files of a checkpoint until its values are used."""
 
-    slices: StoredSlices
+    slices: SavedSlices
     plain: torch.Tensor | None
     """All values, after their first use."""
     sharded: DTensor | None
     """The values in place of `plain`, after an operation on shards has written to this tensor."""
 
     @staticmethod
-    def __new__(cls: type[WholeTensor], slices: StoredSlices) -> WholeTensor:
+    def __new__(cls: type[WholeTensor], slices: SavedSlices) -> WholeTensor:
         """Return a tensor with the shape, type and device of the complete one, and no memory."""
         made: WholeTensor = torch.Tensor._make_wrapper_subclass(
             cls, slices.tensor.shape, dtype=slices.dtype, device=torch.device("cpu")
         )
         return made
 
-    def __init__(self, slices: StoredSlices) -> None:
+    def __init__(self, slices: SavedSlices) -> None:
         self.slices = slices
         self.plain = self.sharded = None
 

@@ -10,7 +10,8 @@ import torch
 
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks import Checkpoint
-from genlight.callbacks.checkpoint.store import Background, CheckpointStore
+from genlight.callbacks.checkpoint.background import Background
+from genlight.callbacks.checkpoint.store import CheckpointStore
 from genlight.callbacks.hook.hook import Hook
 from support.messages import refusal
 

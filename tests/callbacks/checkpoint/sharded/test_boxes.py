@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.checkpoint import CheckpointStore, load, read_record, save, verify
 from genlight.callbacks.checkpoint.capture import capture
-from genlight.callbacks.checkpoint.contents import Box, SlicedTensor, StoredSlice, tile_exactly
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta, digest_of
+from genlight.callbacks.checkpoint.format.slice_index import Box, SlicedTensor, StoredSlice, tile_exactly
+from genlight.callbacks.checkpoint.loading import StoredSlices, load_record
 from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
 from genlight.callbacks.checkpoint.sharded.slices import WholeTensor, keep_sharded, whole, within
 from genlight.callbacks.checkpoint.storage import Staging, stage
-from genlight.callbacks.checkpoint.store import StoredSlices, _write, load_record, require_shared_directory
+from genlight.callbacks.checkpoint.writing import require_shared_directory, write_checkpoint
 from support.messages import refusal
 
 
@@ -217,17 +218,17 @@ def test_ranks_with_different_sharded_tensors_than_rank_zero_are_refused(sharded
     captured.sharded_tensors["model.safetensors", "v"] = msgspec.structs.replace(weights, key="v")
 
     with refusal(CheckpointError):
-        _write(Channel(), captured)
+        write_checkpoint(Channel(), captured)
     assert os.listdir(tmp_path) == ["store"]
 
 
 def test_a_directory_that_a_rank_does_not_see_is_named_with_rank_and_host(sharded, tmp_path, monkeypatch):
-    monkeypatch.setattr("genlight.callbacks.checkpoint.store.VISIBLE_WITHIN_S", 0.0)
+    monkeypatch.setattr("genlight.callbacks.checkpoint.writing.VISIBLE_WITHIN_S", 0.0)
     staging = Staging(tmp_path / "step-00000001.json", tmp_path / "on-another-node")
     captured = capture({"state_dict": {"w": sharded}}, RecordMeta(), staging)
 
     with pytest.raises(CheckpointError, match=rf"rank 0 on \S+ does not see in {tmp_path} the files of rank 0: .* all"):
-        _write(Channel(), captured)
+        write_checkpoint(Channel(), captured)
 
 
 def test_a_shared_directory_is_left_unchanged(tmp_path):

@@ -16,7 +16,7 @@ from genlight.adapter.cli.command_line import main as genlight
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import load, load_weights, newest_valid, read_record, verify
 from genlight.callbacks.checkpoint.export import export_lightning, export_safetensors
-from genlight.callbacks.checkpoint.store import load_record
+from genlight.callbacks.checkpoint.loading import load_record
 from support import SUPPORT
 from support.forked import Forked
 from support.messages import refusal
