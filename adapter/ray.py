@@ -1,6 +1,6 @@
-"""A job under Ray Train: what each worker of a `TorchTrainer` runs.
+"""A job under Ray Train: the training function of each worker of a `TorchTrainer`.
 
-Importing this module does not load Ray, which is not among genlight's own requirements: ``pip install "ray[train]"``.
+Importing this module does not load Ray. Ray is not a requirement of genlight: ``pip install "ray[train]"``.
 """
 
 from __future__ import annotations
@@ -26,64 +26,64 @@ require_linux(__name__)
 
 ENVIRONMENT = {"class_path": "ray.train.lightning.RayLightningEnvironment"}
 STRATEGY = {"class_path": "ray.train.lightning.RayDDPStrategy"}
-REPLICATED = (None, "auto", "ddp")
-"""Strategies of a job in whose place Ray's own is taken."""
+REPLACED_STRATEGIES = (None, "auto", "ddp")
+"""Strategies of a job that Ray's own strategy replaces."""
 
 
 def train_loop(job: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Callable[[], None]:
-    """The training function of a job, for ``TorchTrainer(train_loop(…), scaling_config=…, run_config=…)``.
+    """Return the training function of a job, for ``TorchTrainer(train_loop(…), scaling_config=…, run_config=…)``.
 
-    Every worker is a rank. One that is lost, or that fails, has Ray start all of them again, as often as its
-    ``FailureConfig`` says, and they go on from the newest whole checkpoint. So does a run that was preempted; one that
-    was cancelled, or whose time is over, has ended for Ray too.
+    Every worker is a rank. If a worker is lost or fails, Ray starts all of them again, as often as its
+    ``FailureConfig`` allows, and they continue from the newest complete checkpoint. The same happens to a preempted
+    run. A run that was canceled, or whose time is over, has ended for Ray, too.
 
     Args:
         job: The job spec; all nodes see it, its data and the run's folder at the same path.
-        overrides: As ``--set`` of ``genlight run`` takes them: ``key=value``.
+        overrides: Settings in the form of ``--set`` of ``genlight run``: ``key=value``.
 
     Raises:
-        StartupContractError: The job cannot be run; every fault is listed.
+        StartupContractError: The job cannot be run; the message lists every fault.
     """
     path = Path(job).absolute()
     config = resolve_run_config(spec_path=path, overrides=overrides)
-    given = config.lightning
-    placed: dict[str, Any] = {"lightning.plugins": [*as_list(given.get("plugins")), ENVIRONMENT]}
-    if given.get("strategy") in REPLICATED:
-        placed["lightning.strategy"] = STRATEGY
+    trainer = config.lightning
+    rays: dict[str, Any] = {"lightning.plugins": [*as_list(trainer.get("plugins")), ENVIRONMENT]}
+    if trainer.get("strategy") in REPLACED_STRATEGIES:
+        rays["lightning.strategy"] = STRATEGY
+    # The absolute folder: Ray gives each worker another working directory.
     settings = {"artifacts_dir": str(config.artifacts_dir), "resume_from_latest": True}
-    # A worker's working directory is one of Ray's own.
     texts = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
-    texts += [f"{name}={json.dumps(value)}" for name, value in placed.items()]
+    texts += [f"{name}={json.dumps(value)}" for name, value in rays.items()]
     return functools.partial(_train, str(path), (*overrides, *texts))
 
 
 def _train(path: str, overrides: Sequence[str]) -> None:
-    """One attempt on one worker.
+    """Run one attempt on one worker.
 
     Raises:
-        BaseException: What ended the attempt on this rank; it has been reported.
+        BaseException: The exception that ended the attempt on this rank; it has been reported.
     """
     import ray.train
 
     ranks_here = ray.train.get_context().get_local_world_size()
-    nodes, os.environ[LAUNCH_ID] = _agreed(ray.train.get_context().get_node_rank())
-    placed = (f"lightning.devices={ranks_here}", f"lightning.num_nodes={nodes}")
-    _, error = attempt_job(RunOptions(spec_path=path, overrides=(*overrides, *placed)))
-    if error is not None and not _is_wanted(error):
+    nodes, os.environ[LAUNCH_ID] = _agree(ray.train.get_context().get_node_rank())
+    size = (f"lightning.devices={ranks_here}", f"lightning.num_nodes={nodes}")
+    _, error = attempt_job(RunOptions(spec_path=path, overrides=(*overrides, *size)))
+    if error is not None and not _is_final(error):
         raise error
 
 
-def _is_wanted(error: BaseException) -> bool:
-    """Whether the run has ended because its user or its limits say so, and not to be started again."""
+def _is_final(error: BaseException) -> bool:
+    """Whether its user or its limits ended the run, so that Ray must not start it again."""
     return isinstance(error, TrainingCanceled) and error.reason != "preempted"
 
 
-def _agreed(node_rank: int) -> tuple[int, str]:
-    """The number of nodes, and a name for this launch of all ranks. Collective, in the group that Ray has made."""
+def _agree(node_rank: int) -> tuple[int, str]:
+    """Return the number of nodes, and a name for this launch of all ranks. Collective, in the group of Ray."""
     import torch.distributed as dist
 
-    placed: list[Any] = [(node_rank, secrets.token_hex(8))]
+    ranks: list[Any] = [(node_rank, secrets.token_hex(8))]
     if dist.is_available() and dist.is_initialized():
-        placed = [None] * dist.get_world_size()
-        dist.all_gather_object(placed, (node_rank, secrets.token_hex(8)))
-    return 1 + max(node for node, _ in placed), placed[0][1]
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (node_rank, secrets.token_hex(8)))
+    return 1 + max(node for node, _ in ranks), ranks[0][1]

@@ -1,4 +1,4 @@
-"""The contract's loop for callers who bring their own reporter, writer and uploader."""
+"""The contract's loop for callers with their own reporter, writer and uploader."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_training_loop(
     resume_state_payload: dict[str, object] | None = None,
     resume_checkpoint_path: str | Path | None = None,
 ) -> int:
-    """Train on one device: that of `ctx` where this machine has it, else the CPU.
+    """Train on one device: the device of `ctx` if this machine has it, or else the CPU.
 
     Every call of `reporter`, `artifact_writer` and `uploader` is made within its step; the final artifact is written
     while the modules are still on their device.
@@ -54,23 +54,23 @@ def run_training_loop(
     Args:
         job: Identity, step limit and cadences.
         ctx: Context for the trainer; ``device``, ``rank``, ``world_size`` and ``run_state`` are filled in, and
-            ``dataset``, which is `batches`, where it has none.
+            ``dataset`` becomes `batches` if it has none.
         trainer: The trainer.
         batches: One pass of raw batches, from an iterable or its ``iter_batches()``.
-        reporter: Receives events, and is asked before the first step and after every step whether to stop.
+        reporter: Receives events; its ``is_canceled()`` is called before the first step and after every step.
         artifact_writer: Writes checkpoints, samples and the final artifact.
-        uploader: Sends metrics, and each checkpoint and sample after it was written. The final artifact is left to the
-            caller, who tells the end as well.
+        uploader: Sends metrics, and each checkpoint and sample after it was written. The caller uploads the final
+            artifact and reports completion.
         start_step: Steps that count as completed; no batch is skipped for them.
-        resume_state_payload: Handed to the trainer's ``load_state_dict``.
-        resume_checkpoint_path: Directory, or record beside it, for the trainer's ``load_checkpoint``.
+        resume_state_payload: Argument for the trainer's ``load_state_dict``.
+        resume_checkpoint_path: Directory, or record next to it, for the trainer's ``load_checkpoint``.
 
     Returns:
-        The completed steps, those before `start_step` included.
+        The number of completed steps, including those before `start_step`.
 
     Raises:
-        TrainingCanceled: The reporter asked for a stop.
-        BaseException: Whatever ended training, after ``reporter.failed``.
+        TrainingCanceled: The reporter requested a stop.
+        BaseException: The exception that ended training, after ``reporter.failed``.
     """
     context = ctx if ctx.dataset is not None else dataclasses.replace(ctx, dataset=batches)
     module = ContractModule(trainer, job, context=context)
@@ -94,7 +94,7 @@ def run_training_loop(
             limit_val_batches=0,
         )
         one_device.fit(module, BatchStream(batches))
-        if not caller.has_finished:  # there was no step left to train
+        if not caller.has_finished:  # no step was left to train
             caller.finish()
     except BaseException as error:
         # Lightning turns a KeyboardInterrupt into a SystemExit.
@@ -102,7 +102,7 @@ def run_training_loop(
         try:
             reporter.failed(step=module.failed_step or start_step, error=str(cause) or type(cause).__name__)
         except Exception:
-            log.exception("the reporter's failed() raised; the failure of training is the one that is raised")
+            log.exception("the reporter's failed() raised; the failure of training is raised instead")
         if cause is error:
             raise
         raise cause from None
@@ -110,7 +110,7 @@ def run_training_loop(
 
 
 class BatchStream:
-    """Raw batches as one loader; Lightning would take a list of batches for a list of loaders."""
+    """Raw batches as one loader; Lightning would treat a list of batches as a list of loaders."""
 
     def __init__(self, source: Iterable[Any] | BatchSource) -> None:
         self.source = source
@@ -121,19 +121,19 @@ class BatchStream:
 
 
 def _arguments_of_device(device: torch.device) -> dict[str, Any]:
-    """The trainer's arguments for one device; the host, where it is not there."""
+    """Return the Lightning trainer's arguments for one device, or for the CPU if the device does not exist."""
     here = accelerator()
     if here is None or here.type != device.type:
         return {"accelerator": "cpu", "devices": 1}
     index = device.index or 0
     if device.type in ("cuda", "mps"):
         return {"accelerator": device.type, "devices": [index]}
-    # Those that Lightning does not know it would leave for the host.
+    # Lightning would use the CPU instead of a device that it does not know.
     return {"strategy": SingleDeviceStrategy(torch.device(device.type, index), accelerator=_OneDevice())}
 
 
 class _OneDevice(CPUAccelerator):
-    """The host's accelerator, which chooses nothing by itself, for whatever device torch has."""
+    """An accelerator for any device of torch; the strategy chooses the device."""
 
     @override
     def setup_device(self, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class _OneDevice(CPUAccelerator):
 
 
 def _trainer_directory(path: Path) -> Path:
-    """The folder of the trainer's ``save_checkpoint``, from its directory or from a checkpoint's record."""
+    """Return the folder of the trainer's ``save_checkpoint``, from its directory or from a checkpoint's record."""
     if path.is_dir():
         return path
     ours, older = path.with_suffix("") / "trainer", path.with_suffix("")
@@ -153,7 +153,7 @@ def _trainer_directory(path: Path) -> Path:
 
 
 class _Caller(Hook):
-    """Brings the events of the loop to the caller's reporter, writer and uploader."""
+    """Passes the events of the loop to the caller's reporter, writer and uploader."""
 
     critical = True
     writes = ("loss_stats",)
@@ -171,7 +171,7 @@ class _Caller(Hook):
     @override
     def on_new_training_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.reporter.started(run_id=self.module.ctx.job.run_id)
-        self._look_for_stop(trainer)
+        self._check_for_stop(trainer)
 
     @override
     def on_train_batch_end(
@@ -186,19 +186,19 @@ class _Caller(Hook):
         for every, act in () if suppressed(self.module) else acts:
             if crossed(step - 1, step, every):
                 act(step)
-        self._look_for_stop(trainer)
+        self._check_for_stop(trainer)
 
     @override
     def on_training_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.finish()  # here, while everything is on its device
 
     def finish(self) -> None:
-        """The end as planned: final artifact, then ``completed``; the caller uploads what it wants of the end."""
+        """Write the final artifact, then report ``completed``; the caller uploads the final artifact itself."""
         step = self.module.completed_steps
-        self.reporter.completed(step=step, final_checkpoint=self.writer.finalize(**self._what_is_saved()))
+        self.reporter.completed(step=step, final_checkpoint=self.writer.finalize(**self._payload()))
         self.has_finished = True
 
-    def _look_for_stop(self, trainer: pl.Trainer) -> None:
+    def _check_for_stop(self, trainer: pl.Trainer) -> None:
         if self.reporter.is_canceled():
             run_state_of(trainer).stop_reason = getattr(self.reporter, "cancel_reason", None) or "canceled"
 
@@ -211,7 +211,7 @@ class _Caller(Hook):
             self.uploader.upload_metrics(metrics=metrics, step=step)
 
     def _checkpoint(self, step: int) -> None:
-        path = self.writer.write_checkpoint(step=step, **self._what_is_saved())
+        path = self.writer.write_checkpoint(step=step, **self._payload())
         self.reporter.checkpoint(path=path, step=step)
         if self.uploader is not None:
             self.uploader.upload_checkpoint(local_path=path, step=step)
@@ -224,7 +224,7 @@ class _Caller(Hook):
             if self.uploader is not None:
                 self.uploader.upload_sample(local_path=path, step=step)
 
-    def _what_is_saved(self) -> dict[str, Any]:
+    def _payload(self) -> dict[str, Any]:
         module = self.module
         payload = module.state_payload()
         return {"state_payload": payload, "trainer": module.plugin, "state": module.contract_state, "ctx": module.ctx}

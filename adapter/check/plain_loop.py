@@ -22,7 +22,7 @@ from ..job.config import RunConfig
 from ..module.own_hooks import own_hooks
 from ..module.plugin_loading import make_trainer, optional_hook
 from ..module.rollout import RolloutBatches
-from ..module.step_metrics import named_scalars, validated_result
+from ..module.step_metrics import named_scalars, validate_result
 from ..plumbing.devices import accelerator
 from ..plumbing.redaction import safe_str
 from .batches import NO_DATA
@@ -90,7 +90,7 @@ class PlainLoop:
     def step(self, raw_batch: Any) -> dict[str, float]:
         """Train one step; return its metrics."""
         state, ctx = self.contract_state, self.ctx
-        self._result = validated_result(
+        self._result = validate_result(
             self.plugin.train_step(self.plugin.prepare_batch(raw_batch, state, ctx), state, ctx)
         )
         self.global_step += 1

@@ -2,7 +2,7 @@
 
     GenlightError
     ├── StartupContractError      a setting, spec or environment fault; exit code 2
-    ├── UsageError                a command cannot do what it was asked for; exit code 2
+    ├── UsageError                a command cannot do what the user requested; exit code 2
     ├── ContractError (TypeError) a trainer class or its hook broke the contract
     │   └── TrainerPathError (ValueError)  an import path that does not lead to one trainer
     ├── InputError                a column, file or reference that cannot be read
@@ -24,10 +24,10 @@
     ├── RecoveryError             a training could not be recovered from its faults
     ├── RankFailedError                another rank failed or died
     ├── TrainingHungError              no step was finished for far longer than steps take
-    └── TrainingCanceled          the run was told to stop; exit code 75
+    └── TrainingCanceled          the run stopped on request; exit code 75
 
 Each carries its facts as attributes, so that a caller never parses a message. The module imports nothing of
-genlight: everybody may import it.
+genlight; every package may import it.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class StartupContractError(GenlightError):
 
 
 class UsageError(GenlightError):
-    """A command cannot do what the user asked for; the message has the reason and the way out."""
+    """A command cannot do what the user requested; the message has the reason and the way out."""
 
 
 class ContractError(GenlightError, TypeError):
-    """A trainer class, or what one of its hooks returned, does not follow the trainer contract."""
+    """A trainer class, or the result of one of its hooks, does not follow the trainer contract."""
 
 
 class TrainerPathError(ContractError, ValueError):
@@ -117,11 +117,11 @@ class AuthError(InputError):
 
 
 class NonfiniteError(GenlightError):
-    """A loss, gradients or weights became nan or infinite, and the run was to end then."""
+    """A loss, gradients or weights became nan or infinite, and the run is set to end then."""
 
 
 class RecoveryError(GenlightError):
-    """A training could not be recovered from its faults, or has no means to be; says what was tried."""
+    """A training could not recover from its faults, or has no way to; the message lists the attempts."""
 
 
 class CheckpointError(GenlightError):
@@ -133,7 +133,7 @@ class BrokenCheckpointError(CheckpointError):
 
     Args:
         checkpoint: Name of the checkpoint, such as ``step-00000200``.
-        reason: Which file, what was expected, what was found.
+        reason: The file, the expected value and the actual one.
     """
 
     def __init__(self, checkpoint: str, reason: str) -> None:
@@ -214,7 +214,7 @@ class HookOrderError(GenlightError, ValueError):
 
 
 class MonitorError(GenlightError, ValueError):
-    """A metric that a callback goes by is missing, or is not finite."""
+    """A metric that a callback monitors is missing, or is not finite."""
 
 
 class EvaluationError(GenlightError):
@@ -229,7 +229,7 @@ class UploadError(GenlightError):
     """An artifact that must reach its destination did not.
 
     Args:
-        message: The artifact, its destination, and what remains to be done.
+        message: The artifact, its destination, and the remaining steps.
         auth: Whether the server refused our credentials.
     """
 
@@ -260,7 +260,7 @@ class TrainingHungError(GenlightError):
     Args:
         rank: The rank that hangs.
         seconds: Seconds since its last step.
-        *stacks: Files with the stacks of all threads: first that rank's, then those of other ranks.
+        *stacks: Files with the stacks of all threads: this rank's first, then the other ranks'.
         silent: Other ranks that wrote no stacks.
     """
 

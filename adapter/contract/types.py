@@ -150,7 +150,7 @@ class StepResult:
 
 @runtime_checkable
 class TrainerPlugin(Protocol):
-    """A trainer class; ``docs`` of each hook in the README.
+    """A trainer class; the README documents each hook.
 
     The optional hooks (``save_checkpoint``, ``load_checkpoint``, ``rollout``, ``rollout_state``,
     ``load_rollout_state``, ``evaluate``, ``trainer_hooks``) and the optional attribute
@@ -324,7 +324,7 @@ class ModelRuntimeLoader(Protocol):
     """Loads the components of a model directory. A type for existing code: a class calls `load_components` itself."""
 
     def load_components(self, *, model_dir: Path, config: ModelRuntimeConfig) -> Mapping[str, Any]:
-        """Component name to its tensors, on `config.device` in `config.dtype`."""
+        """Return the tensors of each component by its name, on `config.device` in `config.dtype`."""
         ...
 
 
@@ -337,7 +337,7 @@ class ArrowFeedConfig:
     """
 
     batch_size: int = 32
-    """Rows a batch, per rank."""
+    """Rows per batch and rank."""
     readahead: int = 2
     """Large decoded batches kept ready; 0 reads in the training thread."""
     columns: Sequence[str] | None = None
@@ -351,8 +351,8 @@ class ArrowFeedConfig:
 
 
 class BatchSource(Protocol):
-    """Anything that hands out raw batches by ``iter_batches()``; a plain iterable does as well."""
+    """Any source of raw batches with an ``iter_batches()``; a plain iterable works, too."""
 
     def iter_batches(self) -> Iterator[Any] | Iterable[Any]:
-        """A new pass over the raw batches."""
+        """Start a new pass over the raw batches."""
         ...

@@ -1,4 +1,4 @@
-"""Trained tensors that belong to no module, as a module that moves and saves them in place."""
+"""A module for trained tensors that belong to no module: it moves and saves them in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["BareParameters"]
 class BareParameters(nn.Module):
     """Holds tensors such as SAC's ``log_alpha`` for device moves, casts and state dicts.
 
-    As buffers, but torch would replace a buffer by a new tensor when it is moved, and the trainer and its optimizer
-    would go on with the old one. Here the tensors stay the objects that they are.
+    They are buffers, but stay the same objects: torch would replace a moved buffer by a new tensor, while the trainer
+    and its optimizer would keep the old one.
 
     Args:
-        tensors: By the names that they get in the state dict.
+        tensors: The tensors, by their names in the state dict.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -28,7 +28,7 @@ class BareParameters(nn.Module):
             self.register_buffer(name, tensor)
 
     def named_bare_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, whose gradients of an open accumulation window belong to a checkpoint as those of parameters."""
+        """Yield the tensors. A checkpoint holds their gradients within an accumulation window, as for parameters."""
         yield from self.named_buffers()
 
     @override

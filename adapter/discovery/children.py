@@ -1,4 +1,4 @@
-"""The children of an object: items, attributes, variables that a function closes over."""
+"""The children of an object: items, attributes, and variables that a function closes over."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = ["ATOMS", "GENERATORS", "SEARCHED_ITEMS", "Reference", "below", "key_t
 SEARCHED_ITEMS = 10_000
 """A container with more items than this is data, such as a replay buffer, and is not searched."""
 ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
-"""Types without children, but for functions that close over variables."""
+"""Types without children, except for functions that close over variables."""
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""Kinds of generators of random numbers, of which a trainer may keep some of its own."""
+"""Types of random number generators that a trainer may keep."""
 
 _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
 _TORCH_WITHOUT_USERS_OBJECTS = ("torch._", "torch.utils.data")
 _HOSTS = ("lightning.pytorch.", "pytorch_lightning.")
-"""Whose objects, callbacks and data modules of users included, lead to the run that hosts the trainer class."""
+"""Packages whose objects (including users' callbacks and data modules) hold references back to the run."""
 _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, dict, list)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _HASHES_OF_ADDRESSES: tuple[Any, ...] = (object.__hash__, Tensor.__hash__)
@@ -48,16 +48,16 @@ class Reference(NamedTuple):
     """How one object leads to another."""
 
     path: str
-    """As the trainer's author would write it."""
+    """The path as the trainer's author would write it."""
     value: Any
     put: Callable[[Any], None] | None = None
-    """Puts something else in its place; None where that cannot be done, as in a tuple."""
+    """Replaces the object; None if that is impossible, as in a tuple."""
     is_key: bool = False
-    """Whether `value` is a key of a mapping: a tensor for which something is kept."""
+    """Whether `value` is a key of a mapping, as a tensor in a dict of values per tensor."""
 
 
 def below(path: str, value: Any) -> Iterable[Reference]:
-    """The children of `value`, with paths that begin with its own."""
+    """Return the children of `value`, with paths that begin with `path`."""
     if isinstance(value, Tensor | Optimizer | GradScaler):
         return ()
     if isinstance(value, nn.Module):
@@ -68,26 +68,26 @@ def below(path: str, value: Any) -> Iterable[Reference]:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that a compiled one was made from, else the module itself."""
+    """Return the module that a compiled one was made from, or the module itself."""
     original = getattr(module, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else module
 
 
 def key_text(key: Any) -> str:
-    """A key of a mapping as it is written in a path; the values of a tensor are not read."""
+    """Return a key of a mapping as it is written in a path; the values of a tensor are not read."""
     if isinstance(key, str):
         return f'"{key}"'
     return f"{type(key).__name__}{tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
 
 
 def _children(path: str, value: Any) -> Iterable[Reference]:
-    if isinstance(value, CountedDict):  # a job's hyperparameters, which would count as read
+    if isinstance(value, CountedDict):  # a job's hyperparameters would count as read
         return ()
     if isinstance(value, Mapping):
         return _items(path, value) if len(value) <= SEARCHED_ITEMS else ()
     if isinstance(value, _CONTAINERS):
         kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
-        if kind.__len__(value) > SEARCHED_ITEMS:  # a subclass may count otherwise, or refuse to
+        if kind.__len__(value) > SEARCHED_ITEMS:  # a subclass may override `__len__`, or refuse it
             return ()
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return (Reference(f"{path}.{name}", getattr(value, name)) for name in value._fields)
@@ -105,7 +105,7 @@ def _children(path: str, value: Any) -> Iterable[Reference]:
     if _is_opaque(type(value)):
         return ()
     attributes = _attributes(path, value)
-    if isinstance(value, StepContext):  # which a trainer may keep: what feeds it is not part of what it built
+    if isinstance(value, StepContext):  # a trainer may keep it, but its dataset is not part of the trainer
         return (reference for reference in attributes if reference.value is not value.dataset)
     return attributes
 
@@ -121,14 +121,14 @@ def _items(path: str, mapping: Mapping[Any, Any]) -> Iterator[Reference]:
 
 
 def _rekey(mapping: MutableMapping[Any, Any], old: Any, new: Any) -> None:
-    """Another key in place of `old`, which keeps its place in the order."""
+    """Replace the key `old`, at the same place in the order."""
     items = [(new if key is old else key, value) for key, value in mapping.items()]
     mapping.clear()
     mapping.update(items)
 
 
 def _is_opaque(cls: type) -> bool:
-    """Whether a class is of no interest: of the standard library, of numpy, of torch's data loading, or of the host."""
+    """Whether to skip a class: one of the standard library, of numpy, of torch's data loading, or of the host."""
     if any(base.__module__.startswith(_HOSTS) for base in cls.__mro__):
         return True
     if cls is types.SimpleNamespace or dataclasses.is_dataclass(cls):
@@ -149,7 +149,7 @@ def _closed_over(path: str, function: types.FunctionType) -> Iterator[Reference]
 
 def _attributes(path: str, value: Any) -> Iterator[Reference]:
     def reference(name: str, attribute: Any) -> Reference:
-        # Past a `__setattr__` of a frozen dataclass.
+        # Bypass the `__setattr__` of a frozen dataclass.
         return Reference(f"{path}.{name}", attribute, functools.partial(object.__setattr__, value, name))
 
     # No property is called: it may compute, print or fail.
@@ -166,7 +166,7 @@ def _attributes(path: str, value: Any) -> Iterator[Reference]:
 
 
 def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
-    """Attributes of the module and its submodules that are no parameter, buffer or submodule, such as an optimizer."""
+    """Yield attributes of the module and its submodules other than parameters, buffers and submodules."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
         is_torchs = type(submodule).__module__.startswith("torch.")
@@ -177,12 +177,12 @@ def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
 
 
 def _in_fixed_order(path: str, items: set[Any] | frozenset[Any]) -> list[Any]:
-    """The items of a set in an order that does not depend on addresses, which differ from rank to rank."""
+    """Return the items of a set in an order that does not depend on addresses, because these differ between ranks."""
     leads = [item for item in items if not isinstance(item, ATOMS) or getattr(item, "__closure__", None) is not None]
     by_address = [item for item in leads if type(item).__hash__ in _HASHES_OF_ADDRESSES]
     if len(by_address) > 1:
         raise ContractError(
-            f"{path} is a set with {len(by_address)} objects, such as a {type(by_address[0]).__name__}, whose order "
-            "ranks could not agree on. Use a list."
+            f"{path} is a set with {len(by_address)} objects, such as a {type(by_address[0]).__name__}, which each "
+            "rank would find in another order. Use a list."
         )
     return [*sorted(items.difference(by_address), key=repr), *by_address]

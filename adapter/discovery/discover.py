@@ -1,8 +1,8 @@
-"""Finds what a trainer class built: its modules, optimizers, schedulers and scalers, wherever it put them.
+"""Find the modules, optimizers, schedulers and scalers that a trainer class built, wherever it put them.
 
-A trainer keeps them in its `state`, of any shape, or on itself. Everything that Lightning has to know about (device
-moves, checkpoints, gradient sync, sharding) starts from what is found here, and every rank finds the same things in
-the same order.
+A trainer keeps them in its `state`, of any form, or on itself. Everything that Lightning has to know about (device
+moves, checkpoints, gradient sync, sharding) starts from the objects found here, and every rank finds the same objects
+in the same order.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NAMED_AT_MOST = 6
 
 @dataclass(frozen=True)
 class Found(Generic[T]):
-    """One object and where it was found."""
+    """One object and its place."""
 
     path: str
-    """As the trainer's author would write it: ``state["nets"].generator`` or ``trainer.net``."""
+    """The path as the trainer's author would write it: ``state["nets"].generator`` or ``trainer.net``."""
     name: str
     """A valid attribute name, unique among the objects of its kind and equal on all ranks."""
     value: T
@@ -48,39 +48,39 @@ class Discovered:
     """The objects that a trainer built, each once, in an order that is equal on all ranks."""
 
     modules: tuple[Found[nn.Module], ...] = ()
-    """Outermost modules; a compiled module is given as the module that it was compiled from."""
+    """Outermost modules; a compiled module is represented by the module that it was compiled from."""
     optimizers: tuple[Found[Optimizer], ...] = ()
     schedulers: tuple[Found[LRScheduler], ...] = ()
     scalers: tuple[Found[GradScaler], ...] = ()
-    """Gradient scalers of the trainer's own."""
+    """The gradient scalers that the trainer made."""
     parameters: tuple[Found[Tensor], ...] = ()
-    """Tensors that an optimizer holds and no found module does."""
+    """Tensors in an optimizer that belong to no found module."""
     tensors: tuple[Found[Tensor], ...] = ()
     """Other tensors, in `state` or on the trainer, outside of modules."""
     aliases: tuple[Reference, ...] = ()
-    """Where the trainer keeps tensors by themselves, in a list say, parameters of found modules included."""
+    """References to tensors outside of modules, for example in a list, including parameters of found modules."""
     generators: tuple[Found[Any], ...] = ()
-    """Generators of random numbers, of torch, NumPy and Python."""
+    """Random number generators of torch, NumPy and Python."""
     roots: tuple[tuple[str, Any], ...] = ()
     """The roots of the search, the state and the trainer, by the names that paths begin with."""
     layout: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
-    """By path the shapes of the modules' parameters as they were found, None of a lazy one, which gets its shape later;
-    and of each optimizer how many parameters its groups had."""
+    """Shapes of the modules' parameters after discovery, by path (None for a lazy parameter, which gets its shape
+    later), and for each optimizer the numbers of parameters in its groups."""
 
     @functools.cached_property
     def trained(self) -> tuple[Found[nn.Module], ...]:
-        """The modules of which some optimizer holds a parameter."""
+        """The modules with a parameter in some optimizer."""
         held = {id(p) for p in self.optimized()}
         return tuple(m for m in self.modules if any(id(p) in held for p in m.value.parameters()))
 
     @functools.cached_property
     def untrained(self) -> tuple[Found[nn.Module], ...]:
-        """EMA copies, frozen teachers, metrics: the modules that no optimizer knows."""
+        """The modules without a parameter in any optimizer, such as EMA copies, frozen teachers and metrics."""
         trained = {m.name for m in self.trained}
         return tuple(m for m in self.modules if m.name not in trained)
 
     def updated(self) -> Iterator[Tensor]:
-        """Tensors that training changes: the optimizers', or, of a trainer without any, all that require gradients."""
+        """Tensors that training changes: the optimizers', or all that require gradients if there is no optimizer."""
         if self.optimizers:
             return self.optimized()
         parameters = (p for found in self.modules for p in found.value.parameters())
@@ -93,17 +93,17 @@ class Discovered:
         yield from {id(parameter): parameter for parameter in held}.values()
 
     def not_optimized(self) -> list[Tensor]:
-        """Parameters and leaf tensors, each once, that a trainer may update itself, outside of its optimizers."""
+        """Return each parameter and leaf tensor outside of optimizers once; a trainer may update these itself."""
         optimized = {id(tensor) for tensor in self.optimized()}
         parameters = (p for found in self.modules for p in found.value.parameters())
         tensors = (found.value for found in (*self.parameters, *self.tensors) if found.value.is_leaf)
         return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())
 
     def current(self, found: Iterable[Found[Tensor]]) -> list[Found[Tensor]]:
-        """Each of `found` with the tensor that is kept in its place now; where there is none, as it was found.
+        """Return each of `found` with the tensor that is now at its path; unchanged if there is none.
 
-        A trainer may put another one there: by an update by hand, ``state["w"] = (state["w"] - rate *
-        gradient).detach().requires_grad_()``, or in a ``load_state_dict`` that takes the tensors of its payload.
+        A trainer may replace a tensor in a manual update, ``state["w"] = (state["w"] - rate *
+        gradient).detach().requires_grad_()``, or in a ``load_state_dict`` that uses the tensors of its payload.
         """
         found = list(found)
         now = self.look_up(each.path for each in found)
@@ -111,18 +111,18 @@ class Discovered:
         return [Found(each.path, each.name, tensors.get(each.path, each.value)) for each in found]
 
     def look_up(self, paths: Iterable[str]) -> dict[str, Any]:
-        """The objects that are at `paths` now, without those at which there is none."""
+        """Return the objects that are now at `paths`, without paths that lead nowhere."""
         children: dict[str, dict[str, Any]] = {}
         found = {path: _look_up(path, dict(self.roots), children) for path in paths}
         return {path: value for path, value in found.items() if value is not None}
 
     def currently_trained(self) -> list[Found[Tensor]]:
-        """The bare tensors of no optimizer that want a gradient, as they are now."""
+        """Return the current leaf tensors that require gradients and belong to no module and no optimizer."""
         return [f for f in self.current(self.tensors) if f.value.requires_grad and f.value.is_leaf]
 
 
 def _look_up(path: str, named: dict[str, Any], children: dict[str, dict[str, Any]]) -> Any:
-    """The object at `path`, below one of the objects that are `named` by its beginning; None where there is none."""
+    """Return the object at `path`, found below the object in `named` with which the path begins; None without one."""
     while path not in named:
         where = next((start for start in named if path.startswith((f"{start}.", f"{start}["))), None)
         if where is None:
@@ -138,27 +138,27 @@ def discover(
 ) -> Discovered:
     """Find the modules, optimizers, schedulers and scalers in `state` and on `trainer`.
 
-    Dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that functions close over
-    are searched, cycles and all; classes of the standard library, Lightning's trainers and callbacks, and containers of
-    more than `SEARCHED_ITEMS` items are not. A module that has no values, all of it on the meta device, is left out: it
+    The search covers dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that
+    functions close over, also in cycles. It skips classes of the standard library, Lightning's trainers and callbacks,
+    and containers of more than `SEARCHED_ITEMS` items. It also skips a module that is completely on the meta device: it
     is a skeleton for ``torch.func.functional_call``, and Lightning would give it, and all others, new weights.
 
     Args:
-        state: What ``configure`` returned.
+        state: The result of ``configure``.
         trainer: The trainer instance.
         reserved: Names that no found object may get, such as the attributes of the module that registers them.
-        host: A module that hosts the trainer, and is not part of what it built.
+        host: A module that hosts the trainer; the search skips it.
 
     Raises:
-        ContractError: A set holds modules or optimizers that nothing tells apart, so ranks could not agree on them.
+        ContractError: A set holds several modules or optimizers, which ranks would find in different orders.
     """
     aliases: list[Reference] = []
     found = list(walk_both(state, trainer, host=host, tensors=aliases))
     modules = _outermost([(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)])
-    optimizers = _of(found, Optimizer)
+    optimizers = _of_kind(found, Optimizer)
     optimized = {id(p) for _, optimizer in optimizers for p in parameters_of(optimizer)}
     modules = [(path, module) for path, module in modules if not _is_skeleton(module, optimized)]
-    tensors = _of(found, Tensor)
+    tensors = _of_kind(found, Tensor)
     known = {id(p) for _, module in modules for p in module.parameters()}
     paths = {id(tensor): path for path, tensor in tensors}
     bare = [
@@ -173,15 +173,15 @@ def discover(
     return Discovered(
         modules=_named(modules, reserved),
         optimizers=_named(optimizers, reserved),
-        schedulers=_named(_of(found, LRScheduler), reserved),
-        scalers=_named(_of(found, GradScaler), reserved),
+        schedulers=_named(_of_kind(found, LRScheduler), reserved),
+        scalers=_named(_of_kind(found, GradScaler), reserved),
         parameters=_named(list({id(p): (path, p) for path, p in bare}.values()), reserved),
         tensors=_named([(path, t) for path, t in tensors if id(t) not in bare_ids | known], reserved),
         aliases=tuple(aliases),
         generators=tuple(
             Found(path, path, value)
             for path, value in found
-            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)  # which has no state
+            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)  # it has no state
         ),
         roots=(("state", state), ("trainer", trainer)),
         layout=_layout(modules, optimizers),
@@ -195,19 +195,19 @@ def _layout(
     shapes = {
         f"{path}.{name}": None if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
         for path, module in modules
-        for name, parameter in module.named_parameters(remove_duplicate=False)  # which may be tied later
+        for name, parameter in module.named_parameters(remove_duplicate=False)  # parameters may be tied later
     }
     sizes = {path: tuple(len(group["params"]) for group in each.param_groups) for path, each in optimizers}
     return {**shapes, **{f"{path}.param_groups": size for path, size in sizes.items()}}
 
 
 def check_devices(discovered: Discovered, device: torch.device | str, *, world_size: int = 1) -> None:
-    """Refuse what this rank cannot train, each by its path.
+    """Refuse objects that this rank cannot train; the message names each by its path.
 
     Raises:
-        ContractError: A module or tensor is on another kind of device than the run, or on another rank's device, or
-            has no values, on the meta device, or its memory is shared with another process. Or a tensor outside of a
-            module is made of the memory of the module's parameters, which will be elsewhere once they are moved.
+        ContractError: A module or tensor is on another kind of device than the run or on another rank's device; it is
+            on the meta device and has no values; or its memory is shared with another process. Or a tensor outside of
+            a module is a view of the module's parameters, which genlight is going to move.
     """
     device = torch.device(device)
     if device.type != "cpu":
@@ -218,7 +218,7 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
     faults = [fault for fault in faults if fault]
     if faults:
         raise ContractError(
-            "The trainer's state does not belong on this rank: "
+            "This rank cannot train the trainer's state: "
             + "; ".join(faults)
             + ". Build it in `configure` on `ctx.device` (or on the CPU; genlight moves modules)."
         )
@@ -227,10 +227,10 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
 def check_unchanged(
     before: Discovered, state: Any, trainer: object = None, *, host: nn.Module | None = None
 ) -> Discovered:
-    """Refuse what ``train_step`` built, added, removed or resized: the next start would build it as `configure` does.
+    """Refuse objects that a step built, added, removed or resized; the next start would have those of `configure`.
 
     Returns:
-        What the trainer has now.
+        The trainer's objects now.
 
     Raises:
         ContractError: Names the path of each module, optimizer, parameter or group, and the way out.
@@ -242,8 +242,8 @@ def check_unchanged(
     new = [found.path for found in objects if id(found.value) not in known]
     if new:
         raise ContractError(
-            f"{', '.join(new)} appeared after `configure`, so it is neither in checkpoints nor known to the strategy. "
-            "Build every module and optimizer in `configure`."
+            f"{', '.join(new)} appeared after `configure`, so neither checkpoints nor the strategy include it. Build "
+            "every module and optimizer in `configure`."
         )
     had = before.layout
     has = _layout(
@@ -251,16 +251,16 @@ def check_unchanged(
         ((found.path, found.value) for found in before.optimizers),
     )
     faults = [
-        f"{path} was {had.get(path, 'not there')} after `configure` and is {has.get(path, 'gone')}"
+        f"{path} was {had.get(path, 'absent')} after `configure` and is {has.get(path, 'gone')}"
         for path in dict.fromkeys([*had, *has])
         if path not in had or (had[path] is not None and had[path] != has.get(path))
     ]
     if faults:
         more = f" and {len(faults) - _NAMED_AT_MOST} more" if len(faults) > _NAMED_AT_MOST else ""
         raise ContractError(
-            f"Layers that change while training cannot be resumed: {'; '.join(faults[:_NAMED_AT_MOST])}{more}. Build "
-            "all layers in `configure`, at their final size, and give the optimizer all groups there: parameters "
-            "that do not require a gradient yet are left alone."
+            f"A run whose layers change while training cannot be resumed: {'; '.join(faults[:_NAMED_AT_MOST])}{more}. "
+            "Build all layers in `configure`, at their final size, and give the optimizer all groups there; it skips "
+            "parameters that do not require a gradient yet."
         )
     return now
 
@@ -268,9 +268,9 @@ def check_unchanged(
 def walk_both(
     state: Any, trainer: object, *, host: nn.Module | None = None, tensors: list[Reference] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Everything that can be reached from a trainer's state and from itself; the arguments are those of `discover`.
+    """Yield everything that can be reached from a trainer's state and from the trainer; arguments as in `discover`.
 
-    A bound method or a back reference in the state leads to the trainer; what is there is named after the trainer.
+    A bound method or a back reference in the state leads to the trainer; paths of objects on it begin with the trainer.
     """
     seen: dict[int, Any] = {id(host): host}
     yield from walk(state, "state", seen=seen, without=trainer, tensors=tensors)
@@ -285,16 +285,16 @@ def walk(
     without: object = None,
     tensors: list[Reference] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Everything that can be reached from `root`, with its path, in the order in which it was built; plain values too.
+    """Yield everything that can be reached from `root` with its path, in the order it was built, also plain values.
 
     Args:
-        root: Where to begin.
+        root: The object at which the walk begins.
         path: Its name.
         seen: Objects that are not visited again; pass one dict to several walks.
-        without: An object that is not entered.
-        tensors: Gets every reference to a tensor, also where it was visited before.
+        without: An object that the walk skips.
+        tensors: Gets every reference to a tensor, also to one that was visited before.
     """
-    seen = {} if seen is None else seen  # keeps what it names alive, or an id could come back for another object
+    seen = {} if seen is None else seen  # holds the objects, because the id of a freed one could be used again
     # An explicit stack: a linked list of a thousand nodes must not end in a RecursionError.
     stack = [(path, root)]
     while stack:
@@ -312,7 +312,7 @@ def walk(
             stack.extend((each.path, each.value) for each in reversed(references) if not each.is_key)
 
 
-def _of(found: list[tuple[str, Any]], kind: type[T]) -> list[tuple[str, T]]:
+def _of_kind(found: list[tuple[str, Any]], kind: type[T]) -> list[tuple[str, T]]:
     return [(path, value) for path, value in found if isinstance(value, kind)]
 
 
@@ -336,7 +336,7 @@ def _named(found: list[tuple[str, T]], reserved: frozenset[str]) -> tuple[Found[
 
 
 def _name(path: str) -> str:
-    """``state["nets"].generator`` is ``nets_generator``; a root that is itself the object keeps its own name."""
+    """Return ``nets_generator`` for ``state["nets"].generator``; an object that is itself a root keeps its name."""
     root = re.split(r"[.\[]", path, maxsplit=1)[0]
     words = [w for w in re.split(r"[^0-9A-Za-z]+", path[len(root) :]) if w]
     name = "_".join(words) or root
@@ -354,7 +354,7 @@ def _tensors_of(found: Found[Any]) -> Iterator[tuple[str, Tensor]]:
 def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: int) -> str:
     for path, tensor in _tensors_of(found):
         if tensor.is_meta and moved:
-            return f"{path} has no values, being on the meta device: give it some (to_empty and its weights)"
+            return f"{path} has no values, because it is on the meta device; call to_empty and load its weights"
         if not _usable(tensor, device, moved=moved):
             return f"{path} is on {tensor.device}, but this rank runs on {device}"
         if world_size > 1 and tensor.requires_grad and _in_shared_memory(tensor):
@@ -363,7 +363,7 @@ def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: 
 
 
 def _check_no_view_is_left_behind(discovered: Discovered, device: torch.device) -> None:
-    """Refuse tensors that have their memory in common with what is about to move without them."""
+    """Refuse tensors that share memory with parameters that genlight is about to move without them."""
     outside = {
         memory: (path, tensor)
         for found in (*discovered.parameters, *discovered.tensors)
@@ -376,15 +376,15 @@ def _check_no_view_is_left_behind(discovered: Discovered, device: torch.device) 
                 if whole is not tensor:
                     raise ContractError(
                         f"{other} and {path} are views of the same memory on the host. genlight moves the module to "
-                        f"{device}, and they would be two tensors there. In `configure`, move the module to "
-                        "`ctx.device` before such a view is made."
+                        f"{device}, and they would become two separate tensors. In `configure`, move the module to "
+                        "`ctx.device` before you make such a view."
                     )
 
 
 def _on_host(path: str, tensor: Tensor) -> Iterator[tuple[int, str, Tensor]]:
-    """Where the plain memory of a tensor and of its gradient begins on the host, with the path of each.
+    """Yield the host memory addresses of a tensor and of its gradient, with their paths.
 
-    Parts of a sharded tensor, quantised ones and such have none.
+    Shards, quantized tensors and other special kinds have none.
     """
     gradient = tensor.grad if tensor.is_leaf else None
     for where, each in ((path, tensor), (f"{path}.grad", gradient)):

@@ -1,4 +1,4 @@
-"""State that a trainer class declares to differ by rank: a replay buffer, own latents, sharded optimizer states."""
+"""State that a trainer class declares to differ by rank: a replay buffer, its own latents, sharded optimizer states."""
 
 from __future__ import annotations
 
@@ -17,50 +17,51 @@ from .discover import Discovered, Found
 __all__ = ["EVERYTHING_SHARED", "RankLocal", "rank_local_of"]
 
 _SHARDS_ITS_STATE = "ZeroRedundancyOptimizer"
-"""Torch's own; by name, because importing it takes as long as torch itself."""
+"""Name of torch's class; importing the class takes as long as importing torch itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankLocal:
     """The names in a trainer's ``rank_local``.
 
-    A name covers the part of the state that it leads to and everything below: ``"replay"`` covers ``state["replay"]``
-    and ``state.replay.data``, ``"nets.memory"`` covers ``state["nets"].memory``; on the trainer likewise.
+    A name covers the part of the state that it leads to and everything below it: ``"replay"`` covers
+    ``state["replay"]`` and ``state.replay.data``, ``"nets.memory"`` covers ``state["nets"].memory``. The same holds for
+    attributes of the trainer.
     """
 
     names: tuple[str, ...] = ()
 
     def __contains__(self, path: str) -> bool:
-        """Whether the object at `path`, as discovery writes it, is meant to differ."""
+        """Whether the object at `path`, in the notation of discovery, may differ."""
         if not self.names:
             return False
         dotted = ".".join(re.findall(r"[^\[\]\"'.]+", path)[1:])
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
 
     def covers_state_of(self, found: Found[Optimizer]) -> bool:
-        """Whether the state of an optimizer differs by rank: it is named, or its class shards it and says so."""
+        """Whether the state of an optimizer differs by rank: it is named, or its class declares that it shards it."""
         shards = any(cls.__name__ == _SHARDS_ITS_STATE for cls in type(found.value).__mro__)
         return shards or bool(getattr(found.value, "rank_local", False)) or found.path in self
 
     def parameters(self, found: Found[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of a module that are equal on all ranks, with their paths, as they are now."""
+        """Yield the parameters of a module that are equal on all ranks, with their paths, as they are now."""
         for name, parameter in found.value.named_parameters():
             if (path := f"{found.path}.{name}") not in self:
                 yield path, parameter
 
     def buffers(self, found: Found[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """The same for its buffers."""
+        """Yield the buffers of a module that are equal on all ranks, with their paths, as they are now."""
         for name, buffer in found.value.named_buffers():
             if (path := f"{found.path}.{name}") not in self:
                 yield path, buffer
 
     def bare(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of no module that are trained and equal on all ranks; those of no optimizer as they are now."""
+        """Yield trained tensors outside of modules that are equal on all ranks, without optimizer as they are now."""
         found = (*discovered.parameters, *discovered.currently_trained())
         yield from ((f.path, f.value) for f in found if f.path not in self)
 
     def tensors(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """All of these: what must be equal on all ranks, optimizer states aside."""
+        """Yield all tensors that must be equal on all ranks, except optimizer states."""
         for found in discovered.modules:
             yield from self.parameters(found)
         yield from self.bare(discovered)
@@ -68,12 +69,12 @@ class RankLocal:
             yield from self.buffers(found)
 
     def replicated(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """All tensors that must be equal on all ranks, by path: `tensors`, then `optimizer_states`."""
+        """Yield all tensors that must be equal on all ranks, by path: `tensors`, then `optimizer_states`."""
         yield from self.tensors(discovered)
         yield from self.optimizer_states(discovered)
 
     def optimizer_states(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the optimizers keep for their parameters, and parameters that took the place of others."""
+        """Yield the tensors that optimizers keep for their parameters, and parameters that replaced others."""
         paths = {id(p): path for found in discovered.modules for path, p in self.parameters(found)}
         paths |= {id(p): path for path, p in self.bare(discovered)}
         local = self.ids(discovered)
@@ -89,7 +90,7 @@ class RankLocal:
                         yield f"{key} of {paths[id(parameter)]} in {found.path}", value
 
     def settings(self, discovered: Discovered) -> Iterator[tuple[str, Any]]:
-        """Values that must be equal on all ranks: settings and counters of optimizers, and states of schedulers."""
+        """Yield values that must be equal on all ranks: settings and counters of optimizers, states of schedulers."""
         shared = [found for found in self.shared(discovered) if not self.covers_state_of(found)]
         for found in shared:
             yield from settings_and_counters(found.path, found.value)
@@ -99,14 +100,14 @@ class RankLocal:
                 yield scheduler.path, scheduler.value.state_dict()
 
     def shared(self, discovered: Discovered) -> tuple[Found[Optimizer], ...]:
-        """The optimizers that hold a parameter that is equal on all ranks."""
+        """Return the optimizers that hold a parameter that is equal on all ranks."""
         local = self.ids(discovered)
         return tuple(
             found for found in discovered.optimizers if any(id(p) not in local for p in parameters_of(found.value))
         )
 
     def ids(self, discovered: Discovered) -> set[int]:
-        """Ids of the parameters and tensors that differ by rank."""
+        """Return the ids of the parameters and tensors that differ by rank."""
         if not self.names:
             return set()
         modules = (
@@ -120,7 +121,7 @@ EVERYTHING_SHARED = RankLocal()
 
 
 def rank_local_of(plugin: object) -> RankLocal:
-    """The names that `plugin` declares.
+    """Return the names that `plugin` declares.
 
     Raises:
         ContractError: ``rank_local`` is not a sequence of names.

@@ -1,8 +1,8 @@
 """State of an optimizer that wraps another one, if its ``state_dict`` skips it or names it by addresses.
 
-Lookahead, SAM and their like are often published with a ``state_dict`` that forgets the wrapped optimizer's moments, or
-keys slow weights by ``id``, which another process cannot match. So both states are saved once more, by the place of
-each parameter. Wrappers also share groups and states with the optimizer in them, and a load of either breaks that.
+Lookahead, SAM and similar optimizers often have a ``state_dict`` that skips the moments of the wrapped optimizer, or
+that uses ``id`` as the key of slow weights, which another process cannot match. So both states are saved again, by the
+index of each parameter. Wrappers also share groups and states with the wrapped optimizer; loading either breaks that.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class KeptByWrapper:
     optimizer: Optimizer
     wrapper: Optimizer
     shares_list: bool = False
-    """Whether it had the very list of groups of its wrapper when it was built, as a schedule of the wrapper needs."""
+    """Whether it was built with the same list of groups as its wrapper; a schedule of the wrapper relies on that."""
     shared_groups: tuple[int, ...] = ()
-    """The groups that were also groups of its wrapper."""
+    """Indices of the groups that it shared with its wrapper."""
     shares_state: bool = False
-    """Whether its state was also that of its wrapper."""
+    """Whether it shared its state with its wrapper."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries by the places of their parameters; the values are those of the training, not copies.
+        """Return the entries by the indices of their parameters; the values are not copied.
 
-        Sharded tensors appear whole, as everywhere in a checkpoint.
+        Sharded tensors are complete in it, as everywhere in a checkpoint.
         """
         state = self.optimizer.state
         entries = {place: state[p] for place, p in enumerate(parameters_of(self.optimizer)) if p in state}
@@ -63,15 +63,15 @@ class KeptByWrapper:
         return {**stored, "devices": devices} if devices else stored
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the entries over, on the devices that they had and sharded as their parameters are."""
+        """Load the entries, on the devices that they had and sharded like their parameters."""
         state: dict[Any, Any] = self.optimizer.state
-        named = {key: value for key, value in state.items() if isinstance(key, str)}  # of no parameter
+        named = {key: value for key, value in state.items() if isinstance(key, str)}  # these belong to no parameter
         state.clear()
         state.update(named)
         for place, parameter in enumerate(parameters_of(self.optimizer)):
             if place in saved["state"]:
                 entry = saved["state"][place]
-                values = {name: _beside(parameter, name, value) for name, value in named_values(entry)}
+                values = {name: _placed_like(parameter, name, value) for name, value in named_values(entry)}
                 state[parameter] = values if isinstance(entry, Mapping) else values.popitem()[1]
         restore_as_stored(self.optimizer, saved, saved.get("devices", ()))
         restore_groups(self.optimizer, saved.get("groups", ()))
@@ -86,11 +86,11 @@ class KeptByWrapper:
 
 
 def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWrapper]:
-    """The state to save in addition to the state dicts of `optimizers`; empty for torch's own."""
-    return [kept for found in optimizers for kept in _of(found.path, found.value, set())]
+    """Return the state to save in addition to the state dicts of `optimizers`; empty for torch's own."""
+    return [kept for found in optimizers for kept in _kept_by(found.path, found.value, set())]
 
 
-def _of(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapper]:
+def _kept_by(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapper]:
     seen.add(id(optimizer))
     if type(optimizer).__module__.startswith("torch."):
         return
@@ -106,11 +106,11 @@ def _of(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapp
         shared = tuple(at for at, (one, other) in enumerate(groups) if one is other)
         shares_list, shares_state = wrapped.param_groups is optimizer.param_groups, wrapped.state is optimizer.state
         yield KeptByWrapper(f"{path}.{name}", wrapped, optimizer, shares_list, shared, shares_state)
-        yield from _of(f"{path}.{name}", wrapped, seen)
+        yield from _kept_by(f"{path}.{name}", wrapped, seen)
 
 
-def _beside(parameter: torch.Tensor, name: str, value: Any) -> Any:
-    """A saved value as the parameter is, except a counter of steps, which optimizers keep where they like."""
+def _placed_like(parameter: torch.Tensor, name: str, value: Any) -> Any:
+    """Return a saved value on the device of the parameter and sharded like it; a step counter keeps its device."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
@@ -119,20 +119,20 @@ def _beside(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def with_inner_optimizers(discovered: Discovered) -> list[Found[Optimizer]]:
-    """The optimizers, and those that they wrap, as a Lookahead does."""
-    found = {id(each.value): each for each in discovered.optimizers}
-    waiting = list(discovered.optimizers)
-    while waiting:
-        each = waiting.pop()
+    """Return the optimizers, and those that they wrap, as a Lookahead does."""
+    optimizers = {id(each.value): each for each in discovered.optimizers}
+    to_search = list(discovered.optimizers)
+    while to_search:
+        each = to_search.pop()
         for path, value in walk_optimizer(each):
-            if isinstance(value, Optimizer) and id(value) not in found:
-                found[id(value)] = inner = Found(path, each.name, value)
-                waiting.append(inner)
-    return list(found.values())
+            if isinstance(value, Optimizer) and id(value) not in optimizers:
+                optimizers[id(value)] = inner = Found(path, each.name, value)
+                to_search.append(inner)
+    return list(optimizers.values())
 
 
 def walk_optimizer(found: Found[Optimizer], *, tensors: list[Reference] | None = None) -> Iterator[tuple[str, Any]]:
-    """Everything that an optimizer keeps beside its groups and its state, with paths; see `walk`."""
+    """Yield everything that an optimizer keeps besides its groups and its state, with paths; see `walk`."""
     own = vars(found.value)
-    known = {id(own[name]): own[name] for name in ("param_groups", "state", "defaults") if name in own}
-    return walk(own, f"{found.path}.__dict__", seen=known, tensors=tensors)
+    skipped = {id(own[name]): own[name] for name in ("param_groups", "state", "defaults") if name in own}
+    return walk(own, f"{found.path}.__dict__", seen=skipped, tensors=tensors)

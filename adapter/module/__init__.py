@@ -1,4 +1,4 @@
-"""`ContractModule`, the LightningModule that hosts a trainer class, and the parts that it is made of.
+"""`ContractModule`, the LightningModule that hosts a trainer class, and its parts.
 
 May import the loop, gradients, discovery, callbacks, plumbing and the contract.
 """

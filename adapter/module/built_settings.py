@@ -1,9 +1,9 @@
 """Settings of optimizers, schedulers and scalers: as `configure` has just built them, and as a resume restores them.
 
-A restored optimizer brings the learning rate of its checkpoint, whatever `configure` built. A checkpoint therefore
-holds the settings that were built for it. Where a resume builds others, that is said; those that the caller names are
-put in force instead. A rate that a class or a schedule changed while training is no difference: what is compared is
-what was built, then and now.
+A restored optimizer has the learning rate of its checkpoint, whatever `configure` built. A checkpoint therefore also
+holds the settings that `configure` had built. If a resume builds others, it logs them, and uses those that the caller
+names. A rate that a class or a schedule changed while training is no difference: only settings as they were built are
+compared.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["SET_BY_SCHEDULERS", "BuiltSettings"]
 log = logging.getLogger(__name__)
 
 SCHEDULE, SCALER = "schedule", "scaler"
-"""Names for the settings of all schedulers, and of all scalers; those of optimizers have their own."""
+"""Names for the settings of all schedulers and of all scalers; settings of optimizers have their own names."""
 SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Keys that schedulers of torch, which a trainer may make later, put into groups."""
+"""Keys that torch's schedulers put into groups; a trainer may make such a scheduler later."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""Of a group: what a new rate scales, where a schedule has changed it since."""
+"""Values of a group that a new rate scales if a schedule has changed the rate."""
 _NO_SETTING = {"params", "param_names", *SET_BY_SCHEDULERS}
-_OF_THE_RATE = {"base_lrs", "_last_lr"}
+_RATE_ATTRIBUTES = {"base_lrs", "_last_lr"}
 """Attributes in which a scheduler keeps the rates of its optimizer."""
 
 
@@ -39,9 +39,9 @@ class BuiltSettings:
     """The settings with which `configure` built optimizers, schedulers and scalers.
 
     Args:
-        discovered: What was found in what `configure` returned.
-        keep: Settings that stay as built, whatever a checkpoint has: of optimizers by their names (``lr``,
-            ``weight_decay``), ``schedule`` for those of schedulers, ``scaler`` for those of scalers.
+        discovered: The objects found in the result of `configure`.
+        keep: Settings that stay as built, whatever a checkpoint has: settings of optimizers by name (``lr``,
+            ``weight_decay``), ``schedule`` for all schedulers, ``scaler`` for all scalers.
 
     Raises:
         ContractError: `keep` names a setting that nothing has.
@@ -55,26 +55,26 @@ class BuiltSettings:
         ]
         self._stateful += [(found.path, found.value, SCALER) for found in discovered.scalers]
         self._built = copy.deepcopy(self._live())
-        self._in_force = {path: dict(_texts(settings)) for path, settings in self._built.items()}
+        self._in_effect = {path: dict(_texts(settings)) for path, settings in self._built.items()}
         self._keep = frozenset(keep)
         known = {name for path, _ in self._optimizers for each in self._of_groups(path) for name in self._built[each]}
         unknown = sorted(self._keep - known - {SCHEDULE, SCALER})
         if unknown:
             raise ContractError(
-                f"{', '.join(map(repr, unknown))} cannot be kept on a resume: no optimizer has such a setting. There "
-                f"are {', '.join(sorted(known))}, {SCHEDULE} and {SCALER}."
+                f"{', '.join(map(repr, unknown))} cannot be kept on a resume: no optimizer has such a setting. Choose "
+                f"from {', '.join(sorted(known))}, {SCHEDULE} and {SCALER}."
             )
 
     def record(self) -> dict[str, dict[str, str]]:
-        """For a checkpoint: by path and name, the settings that are in force as they were built, as texts."""
-        return {path: dict(settings) for path, settings in self._in_force.items()}
+        """Return the built settings in effect by path and name, as texts for a checkpoint."""
+        return {path: dict(settings) for path, settings in self._in_effect.items()}
 
-    def restored(self, saved: Mapping[str, Mapping[str, str]] | None, *, says: bool) -> None:
-        """Compare with a checkpoint, of which everything is restored by now, and put in force what is to be kept.
+    def reconcile(self, saved: Mapping[str, Mapping[str, str]] | None, *, logs: bool) -> None:
+        """Compare the restored settings with the checkpoint's, and reset those to keep as built.
 
         Args:
-            saved: What `record` gave for it; None compares with what was restored.
-            says: Whether this rank logs.
+            saved: The result of `record` in the checkpoint; None compares with the restored objects.
+            logs: Whether this rank logs.
         """
         before = {path: dict(_texts(settings)) for path, settings in self._live().items()} if saved is None else saved
         overridden, kept, names = [], [], set()
@@ -88,18 +88,18 @@ class BuiltSettings:
                     self._put(path, name, built[name])
                     kept.append(f"{path} {name} {text} ({old} in the checkpoint)")
                 else:
-                    self._in_force[path][name] = old
+                    self._in_effect[path][name] = old
                     names.add(word)
                     overridden.append(f"{path} {name} {old} (`configure` built {text})")
-        if overridden and says:
+        if overridden and logs:
             log.warning(
-                "In force is what the checkpoint has: %s. To train with what was built, start again with `genlight "
-                "run %s`, or list it in `resume.keep` of the job.",
+                "Settings from the checkpoint are in effect: %s. To use those from `configure`, start again with "
+                "`genlight run %s`, or list them in `resume.keep` of the job.",
                 "; ".join(overridden),
                 " ".join(f"--reset {name}" for name in sorted(names)),
             )
-        if kept and says:
-            log.info("in force is what `configure` built: %s", "; ".join(kept))
+        if kept and logs:
+            log.info("settings from `configure` are in effect: %s", "; ".join(kept))
 
     def _live(self) -> dict[str, dict[str, Any]]:
         settings: dict[str, dict[str, Any]] = {}
@@ -107,14 +107,14 @@ class BuiltSettings:
             for each, group in zip(self._of_groups(path), optimizer.param_groups, strict=True):
                 plain = {name: _number(value) for name, value in group.items() if name not in _NO_SETTING}
                 if "lr" in plain:
-                    plain["lr"] = _number(group.get("initial_lr", group["lr"]))  # a warm-up begins at another one
+                    plain["lr"] = _number(group.get("initial_lr", group["lr"]))  # a warm-up begins at another rate
                 settings[each] = {name: value for name, value in plain.items() if _is_plain(value)}
         for path, stateful, _ in self._stateful:
             settings[path] = dict(_settings("", stateful.state_dict()))
         return settings
 
     def _of_groups(self, path: str) -> list[str]:
-        """The paths of the groups of an optimizer."""
+        """Return the paths of the groups of an optimizer."""
         count = next(len(optimizer.param_groups) for at, optimizer in self._optimizers if at == path)
         return [path] if count == 1 else [f"{path}.param_groups[{index}]" for index in range(count)]
 
@@ -130,11 +130,11 @@ class BuiltSettings:
                     continue
                 if name == "lr":
                     _set_rate(group, value)
-                    self._tell_schedulers(optimizer)
+                    self._update_schedulers(optimizer)
                 else:
                     put_setting(group, name, value)
 
-    def _tell_schedulers(self, optimizer: Optimizer) -> None:
+    def _update_schedulers(self, optimizer: Optimizer) -> None:
         for scheduler in _with_inner(self._schedulers):
             if getattr(scheduler, "optimizer", None) is not optimizer:
                 continue
@@ -145,7 +145,7 @@ class BuiltSettings:
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    """A new rate for a group; where a schedule has changed the old one, by the same factor from now on."""
+    """Set a new rate for a group; if a schedule has changed the old one, scale the new one by the same factor."""
     first = _number(group.get("initial_lr", 0))
     if not first:
         put_setting(group, "lr", rate)
@@ -162,12 +162,12 @@ def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:
 
 
 def _settings(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Plain values of a state, those of inner schedulers by dotted names."""
+    """Yield the plain values of a state; values of inner schedulers have dotted names."""
     for name, value in state.items():
         if name == "_schedulers":
             for index, inner in enumerate(value):
                 yield from _settings(f"{prefix}{name}.{index}.", inner)
-        elif name not in _OF_THE_RATE and _is_plain(_number(value)):
+        elif name not in _RATE_ATTRIBUTES and _is_plain(_number(value)):
             yield f"{prefix}{name}", _number(value)
 
 

@@ -1,9 +1,9 @@
-"""A trainer's own ``evaluate`` behind ``Trainer.validate``, ``Trainer.test`` and the validations within a training.
+"""Run a trainer's own ``evaluate`` for ``Trainer.validate``, ``Trainer.test`` and the validations within a training.
 
-Lightning wants a step and a loader for these, which a trainer class does not have. `host_evaluation` gives the module
-both for as long as such a run lasts: one batch, before which the trainer evaluates itself. It runs as in training:
-without autocast, with gradients enabled, and with modules in the modes that training set; but with averaged weights if
-a callback puts them in place for a validation.
+For these Lightning needs a step and a loader, and a trainer class has neither. `host_evaluation` gives the module both
+for the length of such a run: one batch, before which the trainer evaluates itself. It runs as in training: without
+autocast, with gradients enabled, and with modules in the modes that training set; but with averaged weights if a
+callback puts them in place for a validation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KINDS = {TrainerFn.FITTING: "validation", TrainerFn.VALIDATING: "validation", T
 
 
 class _OneBatch:
-    """A loader of one batch with one row, for callbacks that measure what they are handed."""
+    """A loader of one batch with one row, for callbacks that measure batches."""
 
     def __len__(self) -> int:
         return 1
@@ -44,14 +44,13 @@ class _OneBatch:
 
 
 def host_evaluation(module: ContractModule) -> None:
-    """Have `module` evaluate its trainer where its Lightning trainer validates or tests, and nowhere else.
+    """Have `module` evaluate its trainer when its Lightning trainer validates or tests, and at no other time.
 
-    A training is validated when its Lightning trainer validates: after each epoch unless it was told otherwise, by
-    ``val_check_interval`` or ``check_val_every_n_epoch``, or not to, by ``limit_val_batches=0``. An `Evaluate` callback
-    has a cadence of its own, and takes the place of Lightning's default.
+    Lightning validates a training after each epoch, or as ``val_check_interval``, ``check_val_every_n_epoch`` and
+    ``limit_val_batches`` say. An `Evaluate` callback has its own cadence and replaces Lightning's default.
 
     Raises:
-        StartupContractError: It is to be evaluated, and its trainer has no ``evaluate``.
+        StartupContractError: An evaluation was requested, and the trainer class has no ``evaluate``.
     """
     for kind in _KINDS.values():
         for name in _hooks(kind):
@@ -63,9 +62,9 @@ def host_evaluation(module: ContractModule) -> None:
     class_name = type(module.plugin).__name__
     can_evaluate = callable(getattr(module.plugin, "evaluate", None))
     if trainer.state.fn == TrainerFn.FITTING:
-        is_told = _is_told_when(trainer)
+        has_schedule = _has_validation_schedule(trainer)
         has_own_cadence = any(isinstance(callback, Evaluate) for callback in callbacks_of(trainer))
-        if is_overridden("validation_step", module) or (not is_told and (has_own_cadence or not can_evaluate)):
+        if is_overridden("validation_step", module) or (not has_schedule and (has_own_cadence or not can_evaluate)):
             return
         if not can_evaluate:
             log.warning(
@@ -81,7 +80,7 @@ def host_evaluation(module: ContractModule) -> None:
             f"{class_name} has no `evaluate(state, ctx)` to validate or test with. Add one that returns a mapping of "
             "scores.",
         )
-    # Only now: Lightning goes by whether a module has them, and would look for validation data in every training.
+    # Only now: Lightning checks whether a module has them, and would look for validation data in every training.
     for name, hook in zip(_hooks(called), (_nothing, _nothing, partial(_report, module)), strict=True):
         setattr(module, name, hook)
     if trainer.state.fn == TrainerFn.FITTING:
@@ -91,8 +90,8 @@ def host_evaluation(module: ContractModule) -> None:
         attach_loaders(trainer, trainer.lightning_module, **loaders)
 
 
-def _is_told_when(trainer: pl.Trainer) -> bool:
-    """Whether something else than Lightning's default was asked for."""
+def _has_validation_schedule(trainer: pl.Trainer) -> bool:
+    """Whether the trainer's arguments change Lightning's default schedule of validations."""
     interval = trainer.val_check_interval
     # An integer counts batches, a float is a share of an epoch.
     return type(interval) is int or interval != 1.0 or trainer.check_val_every_n_epoch != 1
@@ -106,10 +105,10 @@ def _nothing(*_: Any) -> None: ...
 
 
 def _report(module: ContractModule, *_: Any) -> None:
-    """Restore the trainer, where a checkpoint was named, and log the scores of rank 0."""
+    """Restore the trainer if a checkpoint was named, and log the scores of rank 0."""
     trainer = module.trainer
     if trainer.sanity_checking:
-        return  # of a validation there is only the trainer's own code, and that may be costly before the first step
+        return  # the sanity check would run the trainer's whole evaluation, which may be costly, before the first step
     with torch.inference_mode(False), torch.enable_grad():
         module.restore_trainer()
         scores = scores_of(trainer.lightning_module)
@@ -118,8 +117,8 @@ def _report(module: ContractModule, *_: Any) -> None:
     if within_training:
         publish_scores(trainer, scores, module.restored_step)
     if within_training or module.restored_step != trainer.global_step:
-        scores = {"step": float(module.restored_step), **scores}  # Lightning's word for the step that loggers get.
-    # They are equal on all ranks now; a mean could round.
+        scores = {"step": float(module.restored_step), **scores}  # Lightning passes this entry to loggers as the step
+    # They are equal on all ranks now; a mean could round them.
     trainer.lightning_module.log_dict(
         scores, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max", batch_size=1
     )

@@ -1,6 +1,6 @@
-"""A look at the first updates of a training, for faults of a class of which no error tells.
+"""Check the first updates of a training for faults of a trainer class that raise no error.
 
-It costs a few hooks on small parameters until each optimizer has made two updates, and waits for no device.
+It costs a few hooks on small parameters until each optimizer has made two updates, and does not wait for a device.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["FirstUpdates"]
 log = logging.getLogger(__name__)
 
 UPDATES = 2
-"""How many updates of each optimizer are looked at."""
+"""Number of updates of each optimizer that are checked."""
 _WATCHED = 4
-"""How many parameters of each optimizer have a hook: the smallest ones, whose gradients it keeps for a step."""
+"""Number of parameters of each optimizer that have a hook: the smallest, because their gradients are kept."""
 
 
 class _Kept:
-    """A gradient that an update has left, and the version that it has if only backward calls have added to it."""
+    """A gradient after an update, and the version that it has as long as only backward calls have added to it."""
 
     def __init__(self, gradient: Tensor) -> None:
         self.gradient, self.version, self.was_added_to = gradient, gradient._version, False
 
     def is_in(self, parameter: Tensor) -> bool:
-        """Whether nobody has cleared it."""
+        """Whether the parameter still has this gradient, not cleared."""
         return parameter.grad is self.gradient and self.gradient._version == self.version
 
 
@@ -42,14 +42,14 @@ class FirstUpdates:
 
     Args:
         discovered: The objects of the trainer.
-        says: Whether this rank logs.
+        logs: Whether this rank logs.
 
     Attributes:
         is_over: Whether each optimizer has made `UPDATES` updates.
     """
 
-    def __init__(self, discovered: Discovered, *, says: bool) -> None:
-        self._says, self.is_over = says, False
+    def __init__(self, discovered: Discovered, *, logs: bool) -> None:
+        self._logs, self.is_over = logs, False
         self._names = {
             id(parameter): f"{found.path}.{name}"
             for found in discovered.modules
@@ -64,7 +64,7 @@ class FirstUpdates:
 
     def _watch(self, found: Found[Optimizer]) -> None:
         inner = with_step_hooks([found.value])[:1]
-        if not inner:  # it calls no hooks
+        if not inner:  # this optimizer calls no hooks
             self._left.pop(id(found.value))
             return
         (optimizer,) = inner
@@ -95,11 +95,11 @@ class FirstUpdates:
             and kept.was_added_to
             and parameter.grad is kept.gradient
         ]
-        if stale and self._says:
-            self._says = False
+        if stale and self._logs:
+            self._logs = False
             log.warning(
-                "Gradients of the update before are still in the next one, of %s: each update is made of all batches "
-                "so far. Call `zero_grad` between an update and the next backward call.",
+                "The gradient of %s was not cleared after the previous update, so each update adds up all batches so "
+                "far. Call `zero_grad` between an update and the next backward call.",
                 stale[0],
             )
 
@@ -112,10 +112,11 @@ class FirstUpdates:
         elif self._left[id(found.value)] == UPDATES:
             self._without_gradient.add(id(found.value))
         self._left[id(found.value)] -= 1
-        if self._left[id(found.value)] == 0 and id(found.value) in self._without_gradient and self._says:
+        if self._left[id(found.value)] == 0 and id(found.value) in self._without_gradient and self._logs:
             log.warning(
-                "%s found no gradient in its first %d updates at the parameters that it holds, which may be copies of "
-                "those that the model trains. Build it of `model.parameters()` after the model has its final form.",
+                "None of the parameters of %s had a gradient in its first %d updates. They may be copies of the "
+                "parameters that the model trains. Build it from `model.parameters()` after the model has its final "
+                "form.",
                 found.path,
                 UPDATES,
             )

@@ -1,25 +1,25 @@
 """The training loop, as a Lightning loop.
 
-Lightning has no public loop class since 2.0, so two protected ones are subclassed. What is used of them stands in
-`genlight.callbacks.lightning_internals`, where a name that is missing is an `ImportError`.
+Lightning has no public loop class since 2.0, so two protected ones are subclassed.
+`genlight.callbacks.lightning_internals` imports the names used of them; a missing name is an `ImportError` there.
 
 One epoch, with the hooks in Lightning's order::
 
     on_train_start; on_new_training_run
-    a stop was asked for?  raise TrainingCanceled
+    a stop was requested?  raise TrainingCanceled
     for every epoch:
         on_train_epoch_start
         while completed_steps < max_steps:
             raw = next(batches)                              # never after the last step
-            callbacks, module, strategy: on_train_batch_start(raw)       # -1 of the module ends the epoch
+            callbacks, module, strategy: on_train_batch_start(raw)       # -1 from the module ends the epoch
             batch = prepare_batch(raw); result = train_step(batch)
             completed_steps += 1
             callbacks, module: on_train_batch_end            # cadences: metrics, checkpoint, samples
-            on_module_batch_end                              # where the module has an on_train_batch_end
+            on_module_batch_end                              # if the module has an on_train_batch_end
             on_mb_end
-            `Recover` asked for it?  on_roll_back_due; then completed_steps is that of a checkpoint
-            a stop was asked for?  raise TrainingCanceled, and validate after a resume
-            validation, where it is due and a validation loader and a `validation_step` exist
+            `Recover` requested it?  on_roll_back_due, which resets completed_steps to a checkpoint's
+            a stop was requested?  raise TrainingCanceled, and validate after a resume
+            validation, if it is due and a validation loader and a `validation_step` exist
             pause for `backoff_seconds`
         on_train_epoch_end; on_train_phase_end; on_epoch_end
     on_train_end; on_training_end
@@ -30,13 +30,13 @@ optimizers do.
 Where this differs from Lightning's own loop:
 
 - Raw batches go to ``prepare_batch`` as the loader made them: hooks that transfer batches are not called.
-- Who listens to the hooks of a step is looked up when an epoch begins: a callback that is added, removed or given a
-  hook within one counts from the next epoch on.
-- No batch is fetched ahead. So the last batch of a loader without length has ``is_last_batch`` False, its epoch is
-  validated when the loader has ended, and not where the step limit ends the run first.
-- A list of batches is refused: Lightning takes it for as many loaders.
+- Listeners of the hooks of a step are looked up when an epoch begins: a callback that is added, removed or changed
+  within an epoch counts from the next epoch on.
+- No batch is fetched ahead. So the last batch of a loader without length has ``is_last_batch`` False, and its epoch is
+  validated when the loader has ended; not if the step limit ends the run first.
+- A list of batches is refused: Lightning treats each batch in it as a loader.
 - A run without steps left to do starts and ends, with `on_train_start` and `on_train_end`.
-- A resumed run goes on after any step with the batches, epochs and validations that were to come.
+- A resumed run continues after any step with the next batches, epochs and validations of the original run.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ if TYPE_CHECKING:
 __all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop", "own_epoch_loop", "start_after"]
 
 STOP_POLL_S = 0.05
-"""How often a pause looks for a stop request."""
+"""Seconds between two checks for a stop request during a pause."""
 CHECK_EVERY_N_STEPS = 1000
-"""How often, at most, the first step of an epoch is followed by a search for modules that steps have built.
+"""Fewest steps between two searches for modules that steps have built; a search follows the first step of an epoch.
 
-It takes as long as several small steps, and a rollout is an epoch of a few. Each checkpoint searches, too."""
+It takes as long as several small steps, and with rollouts an epoch has only a few. Each checkpoint searches, too."""
 
 
 def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int = 0) -> ContractFitLoop:
@@ -94,10 +94,10 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
         old.module = old.epoch_loop.module = module
         old.epoch_loop.step_in_progress = None
         old.data_exhausted = False
-        run_state_of(trainer).stop_reason = None  # the one that ended the last fit
+        run_state_of(trainer).stop_reason = None  # it belongs to the last fit
         old.epoch_loop._results = LoggedInSteps(module)
         return old
-    if old._combined_loader is not None:  # somebody asked for its length; workers of these loaders would stay
+    if old._combined_loader is not None:  # a caller has read its length; workers of these loaders would stay alive
         old._combined_loader.reset()
     loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
@@ -109,13 +109,13 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
 
 
 def start_after(trainer: pl.Trainer, step: int) -> None:
-    """Count `step` steps as completed by the loop of `trainer`, where that is ours."""
+    """Count `step` steps as completed by the loop of `trainer`, if it is ours."""
     if isinstance(trainer.fit_loop, ContractFitLoop):
         trainer.fit_loop.epoch_loop.global_step = trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
 def own_epoch_loop(module: pl.LightningModule) -> ContractEpochLoop | None:
-    """The loop that steps `module`; None before `install_loop`."""
+    """Return the loop that steps `module`; None before `install_loop`."""
     trainer = attached_trainer(module)
     loop = None if trainer is None else trainer.fit_loop
     return loop.epoch_loop if isinstance(loop, ContractFitLoop) else None
@@ -144,8 +144,8 @@ class ContractFitLoop(FitLoop):
 
     @_data_fetcher.setter
     def _data_fetcher(self, fetcher: DataFetcher | None) -> None:
-        # Lightning fetches one batch ahead of a loader without length, to know which batch is the last. The position
-        # of such a loader would then be ahead of what was trained, and a resume would lose that batch.
+        # Lightning fetches one batch ahead from a loader without length, to know which batch is the last. The position
+        # of such a loader would then be ahead of the last trained batch, and a resume would lose one.
         if isinstance(fetcher, PrefetchDataFetcher):
             fetcher.prefetch_batches = 0
         self._fetcher = fetcher
@@ -158,17 +158,17 @@ class ContractFitLoop(FitLoop):
 
     @override
     def _load_combined_loader_states(self) -> None:
-        if self._combined_loader is not None:  # the last that Lightning does before it makes iterators
-            given = self._combined_loader.flattened
-            positioned = [with_position(loader, self.trainer.world_size) for loader in given]
-            if any(new is not old for new, old in zip(positioned, given, strict=True)):
+        if self._combined_loader is not None:  # Lightning makes its iterators right after this
+            loaders = self._combined_loader.flattened
+            positioned = [with_position(loader, self.trainer.world_size) for loader in loaders]
+            if any(new is not old for new, old in zip(positioned, loaders, strict=True)):
                 self._combined_loader.flattened = positioned
         # Lightning loads them only within an epoch; a loader that counts epochs needs them between epochs too.
         if self._combined_loader_states_to_load and self._combined_loader is not None:
             load_loader_states(self._combined_loader, self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
             if self.epoch_loop.batch_progress.is_last_batch and not self.epoch_loop.loader_ended:
-                # A loader that counts epochs is told of them.
+                # Advance loaders that count epochs by themselves.
                 begin_and_leave(
                     loader
                     for loader in self._combined_loader.flattened
@@ -177,7 +177,7 @@ class ContractFitLoop(FitLoop):
 
     @override
     def reset(self) -> None:
-        """Continue where the restored counters say: within an epoch, or after one."""
+        """Continue at the place of the restored counters: within an epoch, or after one."""
         torch.set_grad_enabled(True)
         if not self._loaded_from_state_dict:
             return
@@ -187,7 +187,7 @@ class ContractFitLoop(FitLoop):
         self.epoch_loop.restarting = self.restarts_within_epoch
         for counters in counts:
             if self.restarts_within_epoch:
-                # A run that met its step limit has ended this epoch for Lightning, though there was data left.
+                # A run that reached its step limit has ended this epoch for Lightning, although data was left.
                 counters.processed = counters.completed = counters.started - 1
             else:
                 counters.ready = counters.started = counters.completed = counters.processed
@@ -199,12 +199,12 @@ class ContractFitLoop(FitLoop):
 
     @property
     def skip(self) -> bool:
-        """Whether not to run at all; a run without steps left to do still starts and ends."""
+        """Whether to skip the run completely; a run without steps left to do still starts and ends."""
         return self.trainer.limit_train_batches == 0
 
     @property
     def restarted_mid_epoch(self) -> bool:
-        """Whether this epoch was begun by an earlier attempt, which saw its ``on_train_epoch_start``."""
+        """Whether an earlier attempt began this epoch and called its ``on_train_epoch_start``."""
         return self.restarts_within_epoch
 
     @override
@@ -223,20 +223,20 @@ class ContractFitLoop(FitLoop):
 
     @override
     def _warn_if_modules_in_eval_mode(self) -> None:
-        """Nothing: frozen teachers and EMA copies are in eval mode on purpose."""
+        """Do nothing: frozen teachers and EMA copies are in eval mode on purpose."""
 
     @override
     def on_advance_start(self) -> None:
         super().on_advance_start()
         self._skip_to_current_epoch()
-        # A feed that was resumed on another number of ranks within an epoch has another length in that epoch.
+        # A feed resumed within an epoch on another number of ranks has another length in that epoch.
         length = None if self._combined_loader is None else sized_len(self._combined_loader)
         if length is not None:
             self.max_batches = length
 
     def _skip_to_current_epoch(self) -> None:
-        # After a resume a feed cannot tell whether the rest of its epoch is to come, or was cut by
-        # `limit_train_batches`; Lightning's loop does not know it either, since it ends an epoch at the step limit too.
+        # After a resume a feed cannot know whether the rest of its epoch is still to be trained or was cut by
+        # `limit_train_batches`. Lightning's loop does not know it either, since the step limit ends an epoch, too.
         if self.restarts_within_epoch or self._combined_loader is None:
             return
         for loader in self._combined_loader.flattened:
@@ -258,10 +258,10 @@ class ContractFitLoop(FitLoop):
         run_state_of(self.trainer).epoch = self.epoch_progress.current.completed
         fire(self.trainer, "on_epoch_end")
         batches = self.epoch_loop.batch_progress
-        # Batches that the module's own `on_train_batch_start` refused are not an empty source.
+        # If the module's own `on_train_batch_start` refused all batches, the source is not empty.
         if not self.epoch_loop.completed_steps and not batches.total.ready:
             raise _empty_source()
-        # A source of one pass stays empty: another epoch would train nothing, and then another.
+        # A source of one pass stays empty; otherwise endless epochs would follow that train nothing.
         self.data_exhausted = batches.current.ready == 0
 
     @override
@@ -280,7 +280,7 @@ class ContractFitLoop(FitLoop):
 class ContractEpochLoop(TrainingEpochLoop):
     """Takes batches from the loader and steps the trainer, until the data or the steps of the run are used up."""
 
-    # A property of Lightning's, behind a property of the Trainer that hooks read in each step.
+    # In Lightning this is a property behind a property of the Trainer, and hooks read it in each step.
     global_step: int = 0
 
     def __init__(self, trainer: pl.Trainer, module: ContractModule) -> None:
@@ -293,15 +293,15 @@ class ContractEpochLoop(TrainingEpochLoop):
         """The step (from 1) that is being executed; stays until the next one begins."""
         self.validates = False
         self.validates_within = False
-        """Whether validations come within epochs, not only where they end."""
+        """Whether validations run within epochs, not only at their ends."""
         self.owes_validation = False
-        """Whether the checkpoint was written before the validation that may be due after its step."""
+        """Whether the validation that may be due after the checkpoint's step has not run yet."""
         self.fires_module_batch_end = False
         """Whether ``on_module_batch_end`` is fired in this epoch: the module has an ``on_train_batch_end``."""
         self.loader_ended = False
-        """Whether the loader was asked for a batch in this epoch that it did not have."""
+        """Whether the loader ran out of batches in this epoch, as opposed to reaching a limit."""
         self._next_check = 0
-        """Completed steps from which on an epoch's first step is followed by `check_unchanged`."""
+        """Number of completed steps from which the first step of an epoch calls `check_unchanged`."""
 
     @property
     def completed_steps(self) -> int:
@@ -310,14 +310,14 @@ class ContractEpochLoop(TrainingEpochLoop):
 
     @property
     def _is_validation_done(self) -> bool:
-        # Lightning takes a restored loop without a validation run for one that was interrupted in it, and would train
-        # one batch more than the epoch has. Here a validation that is due comes before the first batch.
+        # Lightning assumes that a restored loop without a validation run was interrupted in it, and would train one
+        # batch more than the epoch has. Here an overdue validation runs before the first batch.
         return True
 
     def roll_back_to(self, step: int) -> None:
-        """Count on from `step`. Batches and epochs are those of the data, which goes on where it is."""
+        """Continue counting from `step`. Batch and epoch counters stay, because the data continues from its place."""
         self.global_step = step
-        self._batches_that_stepped = step - 1  # it is counted where a step has ended
+        self._batches_that_stepped = step - 1  # the end of the step adds one
         self.step_in_progress = None
 
     @override
@@ -346,8 +346,8 @@ class ContractEpochLoop(TrainingEpochLoop):
             self.val_loop.batch_progress.total.reset()
             self.exhausted = self.loader_ended = False
             return
-        self.val_loop.restarting = False  # or its first run would begin where the last one ended
-        # A checkpoint is written while its step's hooks run, where the step counts as processed, not yet completed.
+        self.val_loop.restarting = False  # otherwise its first run would begin where the last one ended
+        # A checkpoint is written while the hooks of its step run; that step counts as processed, not yet completed.
         self.owes_validation = progress.current.completed < counts_of(progress)[0].processed
         for counters in counts_of(progress):
             counters.ready = counters.started = counters.completed = counters.processed
@@ -368,7 +368,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         signals = signal_connector(trainer)
         is_first = True
         while not (
-            # `done` has many properties behind it; it is asked where these numbers do not say that there is more to do.
+            # `done` reads many properties; skip it while these numbers already show that there is more to do.
             (
                 (self.max_steps != -1 and self.global_step >= self.max_steps)
                 or current.ready == batches
@@ -379,7 +379,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         ):
             if not step.run():
                 self.exhausted = progress.is_last_batch = True
-                self.loader_ended = current.ready == current.completed  # or else the module refused a batch
+                self.loader_ended = current.ready == current.completed  # otherwise the module refused a batch
                 self._validate_after_unknown_length(data_fetcher)
                 break
             if is_first:
@@ -410,40 +410,40 @@ class ContractEpochLoop(TrainingEpochLoop):
     @override
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         if self.validates:
-            # Validation has a collection of its own in place of this loop's.
+            # During a validation, Lightning reads the validation loop's results instead of this loop's.
             self.module.feed_callback_metrics()
             super().on_advance_end(data_fetcher)
             return
         self._batches_that_stepped += 1
         if self.trainer.should_stop:
             self._save_loggers_on_train_batch_end()
-        # What `trainer.received_sigterm` reads.
+        # The flag behind `trainer.received_sigterm`.
         if received_sigterm(self.trainer) and not self._is_training_done:
             raise SIGTERMException
 
     def _run_overdue_validation(self, data_fetcher: DataFetcher) -> None:
-        """Validate after the last step of the attempt before, if that is due and was not begun."""
+        """Validate after the last step of the previous attempt, if a validation was due and had not begun."""
         self.module.feed_callback_metrics()
         if self.owes_validation and self.validates:
-            self._validate_where_due(data_fetcher)
+            self._validate_if_due(data_fetcher)
         self.owes_validation = False
 
     def _validate_after_unknown_length(self, data_fetcher: DataFetcher) -> None:
         """Validate at the end of an epoch whose loader has no length."""
         has_trained = self.batch_progress.current.ready > 0
         if self.validates and self.loader_ended and has_trained and self.trainer.val_check_batch == math.inf:
-            self._validate_where_due(data_fetcher)
+            self._validate_if_due(data_fetcher)
 
-    def _validate_where_due(self, data_fetcher: DataFetcher) -> None:
-        """Do what follows a step, for one that was counted before."""
+    def _validate_if_due(self, data_fetcher: DataFetcher) -> None:
+        """Run the end of a step again for a step that was already counted."""
         self._batches_that_stepped -= 1
         self.on_advance_end(data_fetcher)
 
     def raise_if_stopped(self) -> None:
-        """End the run once a stop was agreed on.
+        """End the run if the ranks have agreed on a stop.
 
         Raises:
-            TrainingCanceled: With the reason that stands in the run state.
+            TrainingCanceled: With the reason in the run state.
         """
         reason = run_state_of(self.trainer).stop_reason
         if reason is not None:
@@ -463,27 +463,27 @@ def _empty_source() -> InputError:
     return InputError("the source of batches is empty: not one step could be trained; check `dataset`")
 
 
-def _refuse_batches(given: Any, loaders: Sequence[Any]) -> None:
-    """Refuse a list of batches, which Lightning takes for as many loaders.
+def _refuse_batches(source: Any, loaders: Sequence[Any]) -> None:
+    """Refuse a list of batches: Lightning treats each batch in it as a loader.
 
     Raises:
-        InputError: Each of the `loaders` that Lightning finds in what was `given` is a batch.
+        InputError: Each of the `loaders` that Lightning finds in `source` is a batch.
     """
     kinds: tuple[type, ...] = (torch.Tensor, np.ndarray, dict)
-    arrow = sys.modules.get("pyarrow")  # nobody has a batch of it who has not imported it
+    arrow = sys.modules.get("pyarrow")  # without an import of pyarrow there can be no batch of its types
     if arrow is not None:
         kinds += (arrow.RecordBatch, arrow.Table)
-    if isinstance(given, list | tuple) and loaders and all(isinstance(loader, kinds) for loader in loaders):
+    if isinstance(source, list | tuple) and loaders and all(isinstance(loader, kinds) for loader in loaders):
         raise InputError(
-            f"The data is a list of batches ({len(loaders)}, of type {type(loaders[0]).__name__}), which Lightning "
-            "takes for as many loaders, whose items it hands out side by side. Give "
-            "`torch.utils.data.DataLoader(batches, batch_size=None)`."
+            f"The data is a list of batches ({len(loaders)}, of type {type(loaders[0]).__name__}). Lightning treats "
+            "each of them as a loader and iterates over all of them in parallel. Pass "
+            "`torch.utils.data.DataLoader(batches, batch_size=None)` instead."
         )
 
 
 def _validates_at_ends(trainer: pl.Trainer) -> bool:
-    """Whether validations of `trainer` come only where an epoch ends."""
-    interval = trainer.val_check_batch  # None for one in seconds
+    """Whether `trainer` validates only at the ends of epochs."""
+    interval = trainer.val_check_batch  # None for an interval in seconds
     return (
         trainer.check_val_every_n_epoch is not None
         and interval is not None

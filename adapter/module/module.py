@@ -51,7 +51,7 @@ from .plugin_loading import (
 )
 from .rollout import RolloutBatches
 from .state import PHASE, STATE, ToRestore, TrainerState, collect_from_ranks, rank_channel_of
-from .step_metrics import named_scalars, validated_result, values_on_device
+from .step_metrics import named_scalars, validate_result, values_on_device
 from .supported import (
     check_trainer_arguments,
     defer_setups,
@@ -59,7 +59,7 @@ from .supported import (
     missing_callbacks,
     run_deferred_setups,
 )
-from .trainer_files import checked_result
+from .trainer_files import check_result
 
 __all__ = ["ContractModule"]
 
@@ -78,9 +78,9 @@ class ContractModule(pl.LightningModule):
         job: Identity, cadences and hyperparameters. None takes the step limit of the Lightning trainer and the
             contract's defaults.
         model_handles: Handed to the trainer as ``ctx.model_handles``.
-        context: A context of the caller's own. Device, rank and run state are filled in; its ``dtype`` is kept.
+        context: A context made by the caller. Device, rank and run state are filled in; its ``dtype`` is kept.
         keep_on_resume: Settings of optimizers (``lr``, ``weight_decay``, …), ``schedule`` or ``scaler``, that a
-            resume leaves as ``configure`` built them instead of taking those of the checkpoint.
+            resume leaves as ``configure`` built them instead of taking them from the checkpoint.
 
     Raises:
         ContractError: The import path does not name a conforming trainer, or the object is not one.
@@ -105,7 +105,7 @@ class ContractModule(pl.LightningModule):
         self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else check_instance(plugin)
         self.job = job
         self._keeps_context_dtype = context is not None
-        self._given_dataset = self.ctx.dataset
+        self._callers_dataset = self.ctx.dataset
         self._keep_on_resume = keep_on_resume
         self._names_unread = True
         self.step_result: Any = None
@@ -123,7 +123,7 @@ class ContractModule(pl.LightningModule):
         self._to_restore: ToRestore | None = None
         self.rank_channel = ALONE
         """How the ranks of this training compare what they save."""
-        # Only where the trainer has them: Lightning and our callbacks go by whether a module has a method.
+        # Only if the trainer has them: Lightning and our callbacks check whether a module has a method.
         self._rollouts = RolloutBatches(self) if optional_hook(self.plugin, "rollout") is not None else None
         if self._rollouts is not None:
             self.train_dataloader = self._rollout_batches  # type: ignore[method-assign]
@@ -143,30 +143,30 @@ class ContractModule(pl.LightningModule):
         weights_only: bool | None = None,
         **arguments: Any,
     ) -> Self:
-        """A trainer class as a checkpoint has it, without a Lightning trainer: to sample, to evaluate, to look at.
+        """Load a trainer class from a checkpoint, without a Lightning trainer: to sample, evaluate or inspect it.
 
-        Of a file of torch, such as an exported checkpoint, it is the weights. Nothing is unpickled in any case.
+        From a file of torch, such as an exported checkpoint, only the weights are loaded. Nothing is ever unpickled.
 
         Args:
             checkpoint_path: A record, or the folder that holds it; also a ``.ckpt`` file.
-            map_location: Where the class is told to build; None is the CPU.
-            hparams_file: Refused; hyperparameters are those of `job`.
-            strict: Whether the weights must be exactly those of the class; None means yes.
-            weights_only: Always.
-            arguments: The constructor's: `plugin`, and `job` for a class that reads hyperparameters.
+            map_location: The device on which the class builds its modules; None is the CPU.
+            hparams_file: Refused; hyperparameters come from `job`.
+            strict: Whether the weights must match the class exactly; None means yes.
+            weights_only: Ignored; a checkpoint is always loaded without unpickling.
+            arguments: Arguments of the constructor: `plugin`, and `job` for a class that reads hyperparameters.
 
         Raises:
-            TypeError: `plugin` is not given.
+            TypeError: `plugin` is missing.
             FileNotFoundError: There is no such checkpoint.
-            BrokenCheckpointError: It is not whole.
-            RuntimeError: Its weights are not those of the class.
+            BrokenCheckpointError: It is not complete.
+            RuntimeError: Its weights do not match the class.
         """
         check_arguments_of_loading(cls.__name__, arguments, hparams_file)
         module, io = cls(**arguments), DurableCheckpointIO()
         device = "cpu" if map_location is None else map_location
-        io.store.base = lambda: dict(module._set_up_alone(device).named_parameters(remove_duplicate=False))
+        io.store.base = lambda: dict(module._set_up_without_trainer(device).named_parameters(remove_duplicate=False))
         checkpoint = io.load_checkpoint(checkpoint_path)
-        module._set_up_alone(device)
+        module._set_up_without_trainer(device)
         module._restored_step = checkpoint.get("global_step", 0)
         assert module._state is not None
         module._to_restore = module._state.load_weights(checkpoint, checkpoint_path, strict=strict is not False)
@@ -176,51 +176,51 @@ class ContractModule(pl.LightningModule):
     def resume_from(
         self, *, step: int, payload: dict[str, object] | None = None, checkpoint_dir: Path | None = None
     ) -> None:
-        """Start after `step` with what a trainer saved there, instead of from a Lightning checkpoint.
+        """Start after `step` with the state that a trainer saved there, instead of from a Lightning checkpoint.
 
         Args:
             step: Steps that count as completed.
             payload: For ``load_state_dict``; None does not call it.
-            checkpoint_dir: For ``load_checkpoint``, where the trainer has it; None does not call it.
+            checkpoint_dir: For ``load_checkpoint``, if the trainer has one; None does not call it.
         """
         self._start_step = step
         self._to_restore = ToRestore({} if payload is None else {STATE: payload}, checkpoint_dir)
 
     @property
     def contract_state(self) -> Any:
-        """The result of ``configure``; None before."""
+        """The result of ``configure``; None before it was called."""
         return None if self._state is None else self._state.value
 
     @property
     def discovered(self) -> Discovered | None:
-        """The objects found in it and on the trainer; None before."""
+        """The objects found in that result and on the trainer; None before ``configure``."""
         return None if self._state is None else self._state.discovered
 
     @property
-    def given_job(self) -> TrainingJobSpec:
-        """The job, without what the Lightning trainer knows of it."""
+    def original_job(self) -> TrainingJobSpec:
+        """The job before the Lightning trainer adds its limits."""
         return self.job or self.ctx.job
 
     @property
     @override
     def hparams_initial(self) -> AttributeDict:
         """Hyperparameters for loggers: the job's, and those that a subclass has saved; without secrets."""
-        return AttributeDict(without_secrets({**uncounted(self.given_job.hyperparams), **super().hparams_initial}))
+        return AttributeDict(without_secrets({**uncounted(self.original_job.hyperparams), **super().hparams_initial}))
 
     @property
     def completed_steps(self) -> int:
-        """Steps trained so far, those before a resume included."""
+        """Steps trained so far, including those before a resume."""
         loop = own_epoch_loop(self)
         return 0 if loop is None else loop.completed_steps
 
     @property
     def restored_step(self) -> int:
-        """Steps behind what this module holds now: those trained here, else those of the checkpoint it was given."""
+        """Completed steps of the state that this module holds: trained here, or taken from its checkpoint."""
         return self.completed_steps or self._restored_step
 
     @property
     def failed_step(self) -> int:
-        """The step to name in a failure: the one that was being executed, else the completed steps."""
+        """The step to name in a failure: the one in progress, or else the number of completed steps."""
         loop = own_epoch_loop(self)
         return 0 if loop is None else loop.step_in_progress or loop.completed_steps
 
@@ -232,35 +232,35 @@ class ContractModule(pl.LightningModule):
         return "should_stop" if self.trainer.should_stop else "data_exhausted"
 
     def metrics_on_device(self) -> dict[str, torch.Tensor]:
-        """The metrics last sent to loggers, with the last step's in place of older ones; waits for no device.
+        """The metrics last sent to loggers, updated with the last step's; does not synchronize with the device.
 
-        Metrics that are neither tensors nor plain numbers come at a cadence alone, where `metrics` reads them.
+        Metrics that are neither tensors nor plain numbers are updated only at a cadence, when `metrics` reads them.
         """
         return values_on_device(self.step_result, self.published)
 
     def feed_callback_metrics(self) -> None:
-        """Leave the last metrics where Lightning's monitors and progress bars find them outside of training steps."""
+        """Put the last metrics where Lightning's monitors and progress bars find them outside of training steps."""
         set_callback_metrics(self.trainer, self.metrics_on_device(), self.published)
 
     def is_canceled(self) -> bool:
-        """Whether a stop was asked for; what ``ctx.is_canceled`` answers."""
+        """Whether a stop was requested; the result of ``ctx.is_canceled``."""
         return run_state_of(self.trainer).stop_reason is not None or any(check() for check in self._cancel_checks)
 
     def add_cancel_check(self, check: Callable[[], bool]) -> Callable[[], None]:
-        """Have `is_canceled` ask `check` too, until the result is called; a stop callback adds what it watches."""
+        """Have `is_canceled` call `check` too, until the returned function is called. Stop callbacks use it."""
         self._cancel_checks.append(check)
         return functools.partial(self._cancel_checks.remove, check)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Both have hooks in torch while this process trains.
+        # Both have hooks in torch while this process trains, so a copy starts without them.
         return {**super().__getstate__(), "_router": None, "_first_updates": None}
 
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
-        """One step of the trainer on a raw batch; its metrics as they are.
+        """Run one step of the trainer on a raw batch; return its metrics unchanged.
 
         Raises:
-            ContractError: ``train_step`` returned something without metrics, or with a wrong metric in the first step.
+            ContractError: ``train_step`` returned no metrics, or in the first step an invalid one.
         """
         assert self._state is not None
         state, ctx = self._state.value, self.ctx
@@ -272,19 +272,19 @@ class ContractModule(pl.LightningModule):
                 result = self.plugin.train_step(batch, state, ctx)
         if self._first_updates is not None and self._first_updates.is_over:
             self._end_first_updates()
-            self._name_unread_hyperparams()
-        is_first = self.step_result is None  # a wrong metric is found here, and not at a cadence much later
+            self._warn_of_unread_hyperparams()
+        is_first = self.step_result is None  # find an invalid metric here, and not at a cadence much later
         if (
             is_first
             or type(result) is not StepResult
             or type(result.metrics) is not dict
             or type(result.debug) is not dict
         ):
-            validated_result(result, reads_values=is_first)
+            validate_result(result, reads_values=is_first)
         if self._state.is_sharded:
             debug, control = getattr(result, "debug", None) or {}, getattr(result, "control", None)
             result = StepResult(whole_metrics(result.metrics), whole_metrics(debug), control)
-        # Past `nn.Module.__setattr__`, which looks for parameters and costs more than the rest of this method.
+        # Bypass `nn.Module.__setattr__`: it searches for parameters and costs more than the rest of this method.
         self.__dict__["step_result"] = result
         metrics: Mapping[str, Any] = result.metrics
         return metrics
@@ -292,11 +292,11 @@ class ContractModule(pl.LightningModule):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> None:
         raise MisconfigurationException(
-            "ContractModule is stepped by its own loop, which its setup('fit') installs; call Trainer.fit"
+            "ContractModule needs the loop that its setup('fit') installs; call Trainer.fit"
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step under their reported names, the learning rate included; waits for the device."""
+        """Metrics of the last step under their reported names, with the learning rate; waits for the device."""
         assert self._state is not None
         metrics = named_scalars(self.step_result, self._state.value, self.ctx, self._state.optimizers)
         overflow_steps = None if self._router is None else self._router.overflow_steps
@@ -307,11 +307,11 @@ class ContractModule(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         check_trainer_arguments(self.trainer)
-        # Lightning's word for whether loggers get them. They are not saved: a checkpoint's trainer is built of a job.
-        self._log_hyperparams = self._log_hyperparams or bool(self.given_job.hyperparams)
+        # With this attribute Lightning decides whether loggers get them. They are not saved: a job names them again.
+        self._log_hyperparams = self._log_hyperparams or bool(self.original_job.hyperparams)
         defer_setups(self.trainer)
         host_evaluation(self)
-        # Only where it is needed: Lightning and its callbacks go by whether a module has one.
+        # Only if it is needed: Lightning and its callbacks check whether a module has one.
         vars(self).pop("configure_model", None)
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             self.configure_model = self._shard  # type: ignore[method-assign]
@@ -325,17 +325,17 @@ class ContractModule(pl.LightningModule):
             self.set_up_trainer(stage)
 
     def set_up_trainer(self, stage: str) -> None:
-        """Configure the trainer, unless it is, and set up the callbacks that wait for its weights."""
+        """Configure the trainer if that was not done yet, and set up the callbacks that wait for its weights."""
         self.ctx = self._context_in(self.trainer)
         if self._state is None:
             self._configure(self.trainer.strategy.root_device, self.trainer.world_size)
         attach_own_hooks(self.trainer, self.plugin, self.contract_state, self.ctx)
         run_deferred_setups(self.trainer, self, stage)
 
-    def _set_up_alone(self, device: str | torch.device) -> Self:
+    def _set_up_without_trainer(self, device: str | torch.device) -> Self:
         if self._state is None:
             dtype = self.ctx.dtype if self._keeps_context_dtype else "fp32"
-            self.ctx = dataclasses.replace(self.ctx, job=self.given_job, device=str(device), dtype=dtype)
+            self.ctx = dataclasses.replace(self.ctx, job=self.original_job, device=str(device), dtype=dtype)
             self._configure(torch.device(device), world_size=1)
         return self
 
@@ -347,24 +347,24 @@ class ContractModule(pl.LightningModule):
         for module in discovered.modules:
             self.add_module(module.name, module.value)
         if discovered.parameters:
-            # The name of the attribute stands in checkpoints.
+            # Checkpoints contain the name of this attribute.
             self.loose = BareParameters({found.name: found.value for found in discovered.parameters})
         self._state = TrainerState(self, self.plugin, value, discovered, self._keep_on_resume)
 
     def _context_in(self, trainer: pl.Trainer) -> StepContext:
-        """The context with what `trainer` knows: device, type, rank, steps, run state, Slurm job, and what feeds it."""
+        """Return the context with facts of `trainer`: device, type, rank, steps, run state, Slurm job and dataset."""
         ctx = self.ctx
         job = self.job or dataclasses.replace(ctx.job, max_steps=0)
         if trainer.max_steps != -1 and trainer.max_steps != job.max_steps:
             job = dataclasses.replace(job, max_steps=trainer.max_steps)
         if isinstance(ctx.job.hyperparams, CountedDict):
             job = dataclasses.replace(job, hyperparams=ctx.job.hyperparams)
-        elif "omegaconf" not in sys.modules:  # which takes plain dictionaries alone
+        elif "omegaconf" not in sys.modules:  # OmegaConf accepts only plain dictionaries
             job = dataclasses.replace(job, hyperparams=CountedDict(job.hyperparams))
-        found = dataclasses.replace(
+        context = dataclasses.replace(
             ctx,
             job=job,
-            dataset=self._given_dataset,
+            dataset=self._callers_dataset,
             device=str(trainer.strategy.root_device),
             dtype=ctx.dtype if self._keeps_context_dtype else contract_dtype(trainer.precision_plugin),
             is_canceled=_CancelCheck(self),
@@ -373,8 +373,8 @@ class ContractModule(pl.LightningModule):
             run_state=run_state_of(trainer),
             job_context=ctx.job_context or _job_context(),
         )
-        feed = None if self._given_dataset is not None else _feed_of(trainer, self, found)
-        return found if feed is None else dataclasses.replace(found, dataset=feed)
+        feed = None if self._callers_dataset is not None else _feed_of(trainer, self, context)
+        return context if feed is None else dataclasses.replace(context, dataset=feed)
 
     def _set_up_loop(self) -> None:
         loop = install_loop(self.trainer, self, start_step=self._start_step)
@@ -407,7 +407,7 @@ class ContractModule(pl.LightningModule):
         self._state.check_unchanged()
 
     def check_storable(self) -> None:
-        """Refuse optimizers and schedules that no checkpoint can hold, if any is going to be saved.
+        """Refuse optimizers and schedules that no checkpoint can hold, if the run saves checkpoints.
 
         Raises:
             UnstorableStateError: Names the path of the value.
@@ -423,7 +423,7 @@ class ContractModule(pl.LightningModule):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: before a run or a validation, gradients may be of an open window, or views that the trainer made."""
+        """Do nothing: before a run or a validation, gradients may belong to an open accumulation window or be views."""
 
     @override
     def on_fit_end(self) -> None:
@@ -432,19 +432,19 @@ class ContractModule(pl.LightningModule):
             self._router.ended()
 
     def open_router(self) -> None:
-        """Have steps from here on go through strategy and precision, where these change anything."""
+        """Route the following steps through strategy and precision, if these change anything."""
         assert self._state is not None
         rank_local, before, discovered = rank_local_of(self.plugin), self._router, self._state.discovered
         self._router = step_router(self.trainer, self, discovered, rank_local, before)
         if self._router is not None:
             self._router.open()
-        # Not under FSDP 2, which refuses hooks of shards; not twice in a module that is fitted again.
+        # Not under FSDP 2, which refuses hooks on shards; not twice for a module that is fitted again.
         if not self._state.is_sharded and self._first_updates is None:
-            says = self.trainer.is_global_zero
-            self._first_updates = FirstUpdates(discovered, says=says)
+            logs = self.trainer.is_global_zero
+            self._first_updates = FirstUpdates(discovered, logs=logs)
 
     def close_router(self) -> None:
-        """Leave torch as it was before the training, which has ended or failed."""
+        """Restore torch to its state before the training, which has ended or failed."""
         self._end_first_updates()
         if self._router is not None:
             self._router.close()
@@ -456,7 +456,7 @@ class ContractModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        """The optimizers and schedulers that were found; the trainer steps them, Lightning saves them."""
+        """Return the optimizers and schedulers that were found; the trainer steps them, Lightning saves them."""
         assert self._state is not None
         return self._state.optimizer_configs()
 
@@ -465,26 +465,26 @@ class ContractModule(pl.LightningModule):
         assert self._state is not None
         if self._router is not None:
             self._router.before_save()
-        self._name_unread_hyperparams()
+        self._warn_of_unread_hyperparams()
         self._state.put_into(checkpoint, self.metrics_on_device(), self._router)
         if self._rollouts is not None:
             self._rollouts.save(checkpoint[CONTRACT_KEY])
         collect_from_ranks(checkpoint, self.trainer, self.rank_channel)
         self._state.warn_of_ranks(checkpoint)
 
-    def _name_unread_hyperparams(self) -> None:
-        given, is_first, self._names_unread = self.ctx.job.hyperparams, self._names_unread, False
-        if is_first and isinstance(given, CountedDict) and given.unread and self.ctx.rank == 0:
-            unread = ", ".join(f"`hyperparams.{name}`" for name in given.unread)
-            log.warning("nobody has read %s so far: mend the name, or leave it out of the job", unread)
+    def _warn_of_unread_hyperparams(self) -> None:
+        hyperparams, is_first, self._names_unread = self.ctx.job.hyperparams, self._names_unread, False
+        if is_first and isinstance(hyperparams, CountedDict) and hyperparams.unread and self.ctx.rank == 0:
+            unread = ", ".join(f"`hyperparams.{name}`" for name in hyperparams.unread)
+            log.warning("%s has not been used so far: correct the name, or remove it from the job", unread)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if isinstance(self.trainer.precision_plugin, DoublePrecision):
-            # Lightning does it after it has loaded the weights, which fp32 would round.
+            # Lightning converts after it has loaded the weights, and fp32 parameters would round them.
             self.trainer.precision_plugin.convert_module(self)
         self._restored_step = checkpoint.get("global_step", 0)
-        if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:  # an older runtime's: the trainer restores
+        if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:  # the older runtime's: the trainer restores
             checkpoint["state_dict"] = self.state_dict()
             start_after(self.trainer, self._restored_step)
         if CONTRACT_KEY in checkpoint:
@@ -493,7 +493,7 @@ class ContractModule(pl.LightningModule):
             self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
 
     def state_payload(self) -> dict[str, object]:
-        """The result of the trainer's ``state_dict``.
+        """Return the result of the trainer's ``state_dict``.
 
         Raises:
             ContractError: It is not a dict.
@@ -502,23 +502,23 @@ class ContractModule(pl.LightningModule):
         return self._state.payload()
 
     def restore_trainer(self) -> None:
-        """Hand the trainer what its checkpoint held; once, before the first step of a resumed run."""
-        waiting, self._to_restore = self._to_restore, None
-        if waiting is not None:
+        """Restore the trainer from its checkpoint; once, before the first step of a resumed run."""
+        pending, self._to_restore = self._to_restore, None
+        if pending is not None:
             assert self._state is not None
-            self._state.restore(waiting, self.ctx, self._router)
+            self._state.restore(pending, self.ctx, self._router)
             if self._rollouts is not None:
-                self._rollouts.restore(waiting.parts.get(PHASE, {}))
+                self._rollouts.restore(pending.parts.get(PHASE, {}))
 
     def restore_rng(self) -> None:
-        """Continue the random numbers of the checkpoint: before the first batch is fetched, which may draw some."""
+        """Restore the random number generators, before the first batch is fetched: fetching may draw numbers."""
         for callback in callbacks_of(self.trainer):
             restore = getattr(callback, "restore_pending_rng", None)
             if restore is not None:
                 restore(self.trainer)
 
     def training_ended(self) -> None:
-        """The loop has ended as planned."""
+        """Record that the loop has ended as planned."""
         self.ended = True
         if self.stopped == "data_exhausted" and self.trainer.max_epochs != 0:
             log.warning(
@@ -537,17 +537,17 @@ class ContractModule(pl.LightningModule):
         hook: Callable[..., Any] = self.plugin.save_checkpoint  # type: ignore[attr-defined]
         with keep_modes(self, "save_checkpoint"):
             returned = hook(state=self.contract_state, step=step, output_dir=str(output_dir), final=final, ctx=self.ctx)
-        return checked_result(returned, output_dir)
+        return check_result(returned, output_dir)
 
 
 def _job_context() -> JobContext | None:
-    """Where Slurm placed this process; None outside of a job."""
+    """Return the context of the Slurm job that started this process; None outside of a job."""
     context = current_job_context()
     return None if context.job_id is None else context
 
 
 def _feed_of(trainer: pl.Trainer, module: ContractModule, ctx: StepContext) -> Any:
-    """The source of batches; None where the trainer class has its own, or nothing is trained."""
+    """Return the source of batches; None if the trainer class has its own, or if nothing is trained."""
     if trainer.state.fn != TrainerFn.FITTING:
         return None
     source = training_source(trainer)
@@ -557,19 +557,19 @@ def _feed_of(trainer: pl.Trainer, module: ContractModule, ctx: StepContext) -> A
 
 
 class _CancelCheck:
-    """``is_canceled`` of `module` without a way to it: in a context that a trainer keeps, the module would be found."""
+    """``is_canceled`` of `module`, without a strong reference: discovery would follow one from a trainer's context."""
 
     def __init__(self, module: ContractModule) -> None:
-        self._asked: weakref.ref[ContractModule] | None = weakref.ref(module)
+        self._module: weakref.ref[ContractModule] | None = weakref.ref(module)
 
     def __call__(self) -> bool:
-        """Whether a stop was asked for; no, where the module is gone."""
-        alive = None if self._asked is None else self._asked()
-        return alive is not None and alive.is_canceled()
+        """Whether a stop was requested; False if the module no longer exists."""
+        module = None if self._module is None else self._module()
+        return module is not None and module.is_canceled()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": None if self._asked is None else self._asked()}
+        return {"module": None if self._module is None else self._module()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy asks the module that was copied along with it.
-        self._asked = None if state["module"] is None else weakref.ref(state["module"])
+        # A copy refers to the module that was copied along with it.
+        self._module = None if state["module"] is None else weakref.ref(state["module"])

@@ -1,4 +1,4 @@
-"""Trainer hooks that a trainer class brings along, such as losses: they hear of the events that other hooks hear of."""
+"""Trainer hooks that a trainer class defines itself, such as losses: they receive the same events as other hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["OwnHookAdapter", "attach_own_hooks", "own_hooks"]
 class OwnHookAdapter(TrainerHookAdapter):
     """Runs a hook that is part of the training: on all ranks, before other callbacks; its failures end the run.
 
-    ``on_mb_end`` comes before a checkpoint of the step is written, which so holds what the hook changes.
+    ``on_mb_end`` comes before a checkpoint of the step is written, so the checkpoint holds the changes of the hook.
 
     Args:
         hook: Any object that has one of the events.
@@ -35,7 +35,7 @@ class OwnHookAdapter(TrainerHookAdapter):
         self.critical, self.ranks = True, "all"
 
     def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The hook has heard of it before the checkpoint of the step."""
+        """Do nothing: the hook got this event in `on_train_batch_end`, before the checkpoint of the step."""
 
     @override
     def on_train_batch_end(
@@ -45,10 +45,10 @@ class OwnHookAdapter(TrainerHookAdapter):
 
 
 def own_hooks(plugin: Any, state: Any, ctx: StepContext) -> list[Any]:
-    """The result of ``trainer_hooks`` of a trainer class; empty where it has none.
+    """Return the result of ``trainer_hooks`` of a trainer class; empty if it has none.
 
     Raises:
-        ContractError: It returned something else than several objects.
+        ContractError: It did not return several objects.
     """
     hooks = optional_hook(plugin, "trainer_hooks")
     if hooks is None:
@@ -61,7 +61,7 @@ def own_hooks(plugin: Any, state: Any, ctx: StepContext) -> list[Any]:
 
 
 def attach_own_hooks(trainer: pl.Trainer, plugin: Any, state: Any, ctx: StepContext) -> None:
-    """Have what ``trainer_hooks`` of a trainer class returns hear of the events of `trainer`, before its callbacks.
+    """Add the hooks that ``trainer_hooks`` of a trainer class returns to `trainer`, before its callbacks.
 
     Raises:
         ContractError: One of them has no event, or is a class.

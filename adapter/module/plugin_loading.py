@@ -1,4 +1,4 @@
-"""From an import path to a trainer that conforms to the contract, and whether its hooks can be called as they are."""
+"""Load a trainer from an import path, and check that it conforms to the contract and that its hooks can be called."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
-_HOMES_OF_STUBS = tuple(f"{__package__.rpartition('.')[0]}.{home}" for home in ("contract.types", "compat.old_names"))
-"""Modules of protocols: the hooks that a class inherits from these do nothing, and none of them is one that it has."""
+_STUB_MODULES = tuple(f"{__package__.rpartition('.')[0]}.{name}" for name in ("contract.types", "compat.old_names"))
+"""Modules of protocols. Hooks that a class inherits from these do nothing, so they do not count as its own."""
 
 
 HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -58,35 +58,35 @@ HOOK_ARGUMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 OPTIONAL_NAMES = (*OPTIONAL_HOOKS, "generate_sample", "rank_local")
 ALIKE = 0.85
-"""How near a name has to be to that of a hook, from 0 to 1, to be taken for a misspelling; `evaluate_loss` is not."""
+"""Similarity (0 to 1) from which a name counts as a misspelled hook; `evaluate_loss` is below it."""
 
 
 def load_trainer_plugin(
     import_path: str, *, search_path: Sequence[str | os.PathLike[str]] | None = None
 ) -> TrainerPlugin:
-    """The trainer that `import_path` names.
+    """Load the trainer that `import_path` names.
 
     Args:
-        import_path: ``module:Class`` (made with no arguments), ``module:instance``, or ``module`` alone, where
-            ``TRAINER``, ``Trainer`` and ``trainer`` are looked for in that order, else the only public object that
+        import_path: ``module:Class`` (made with no arguments), ``module:instance``, or just ``module``: then
+            ``TRAINER``, ``Trainer`` and ``trainer`` are tried in that order, and last the only public object that
             conforms.
         search_path: Folders that come first on ``sys.path`` while the trainer is loaded. None leaves it as it is.
 
     Raises:
-        TrainerPathError: There is no such module or name, or several would do.
-        ContractError: The object does not conform; every missing hook is named.
-        Exception: Whatever the module or the class's own constructor raises, as it is.
+        TrainerPathError: There is no such module or name, or there are several candidates.
+        ContractError: The object does not conform; the message names every missing hook.
+        Exception: Any exception of the module or of the class's own constructor, unchanged.
     """
     with on_sys_path(search_path or ()):
         return make_trainer(find_trainer(import_path))
 
 
 def find_trainer(import_path: str) -> Any:
-    """The class or instance that `import_path` names, checked but not yet made.
+    """Return the class or instance that `import_path` names, checked; a class is not instantiated yet.
 
     Raises:
-        ContractError: As `load_trainer_plugin` does.
-        Exception: Whatever importing the module raises.
+        ContractError: As for `load_trainer_plugin`.
+        Exception: Any exception of importing the module.
     """
     module_name, _, attribute = import_path.strip().partition(":")
     module = _import(module_name, import_path)
@@ -96,7 +96,7 @@ def find_trainer(import_path: str) -> Any:
 
 
 def make_trainer(target: Any) -> TrainerPlugin:
-    """An instance of `target`, or `target` itself where it is one; an exception of the constructor passes as it is."""
+    """Return an instance of `target`, or `target` itself if it is one; constructor exceptions pass unchanged."""
     trainer: Any = target() if inspect.isclass(target) else target
     return cast("TrainerPlugin", trainer)
 
@@ -111,7 +111,7 @@ def on_sys_path(folders: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
         yield
     finally:
         for folder in added:
-            with contextlib.suppress(ValueError):  # the module took it away itself
+            with contextlib.suppress(ValueError):  # the module removed it itself
                 sys.path.remove(folder)
 
 
@@ -121,27 +121,28 @@ def _import(module_name: str, import_path: str) -> ModuleType:
     if "/" in module_name or module_name.endswith(".py"):
         raise TrainerPathError(
             f"trainer {import_path!r} names a file; write it as 'module:Class', such as "
-            f"'{PurePath(module_name).stem}:Class', with the file's folder as working directory or beside the job spec"
+            f"'{PurePath(module_name).stem}:Class', with the file in the working directory or in the folder of the job "
+            "spec"
         )
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Only the module itself being absent is the path's fault; an import that fails inside it is the module's.
+        # If the module itself is absent, the path is wrong; if an import inside it fails, the module is.
         missing = error.name or ""
         if missing != module_name and not module_name.startswith(missing + "."):
             raise
         module, _, name = import_path.strip().rpartition(".")
-        if ":" not in import_path and missing == module_name and module in sys.modules:  # it imported the parent
+        if ":" not in import_path and missing == module_name and module in sys.modules:  # its parent was imported
             raise TrainerPathError(
-                f"trainer {import_path!r}: {module!r} has no submodule {name!r}; write a class of it as "
+                f"trainer {import_path!r}: {module!r} has no submodule {name!r}; if {name} is a class, write "
                 f"'{module}:{name}'"
             ) from None
         raise TrainerPathError(
-            f"trainer {import_path!r}: there is no module {missing!r}; looked in {_shown_path()}"
+            f"trainer {import_path!r}: there is no module {missing!r}; searched {_search_path_text()}"
         ) from None
 
 
-def _shown_path() -> str:
+def _search_path_text() -> str:
     folders = dict.fromkeys(os.path.abspath(folder) for folder in sys.path[:3])
     shown = ", ".join(repr(folder) for folder in folders if os.path.isdir(folder))
     return f"{shown} and the installed packages" if shown else "the installed packages"
@@ -155,7 +156,7 @@ def _attribute(module: ModuleType, attribute: str) -> Any:
         except AttributeError:
             candidates = ", ".join(sorted(_conforming(module))) or "none"
             raise TrainerPathError(
-                f"module {module.__name__!r} has no {attribute!r}; trainers found there: {candidates}"
+                f"module {module.__name__!r} has no {attribute!r}; trainers in it: {candidates}"
             ) from None
     return target
 
@@ -169,31 +170,31 @@ def _default_trainer(module: ModuleType) -> Any:
         return next(iter(candidates.values()))
     if not candidates:
         raise TrainerPathError(
-            f"module {module.__name__!r} contains no trainer: no {', '.join(_DEFAULT_NAMES)}, and no public object "
-            f"with the hooks {', '.join(REQUIRED_HOOKS)}"
+            f"module {module.__name__!r} contains no trainer: it has no {', '.join(_DEFAULT_NAMES)}, and no public "
+            f"object with the hooks {', '.join(REQUIRED_HOOKS)}"
         )
     names = ", ".join(f"{module.__name__}:{name}" for name in sorted(candidates))
     raise TrainerPathError(f"module {module.__name__!r} contains several trainers; name one of {names}")
 
 
 def _is_plain_module(value: Any) -> bool:
-    """Whether `value` is a module and no trainer: ``from gen_worker import trainer`` binds a default name to one."""
+    """Whether `value` is a module but not a trainer: ``from gen_worker import trainer`` binds a default name to one."""
     return isinstance(value, ModuleType) and bool(missing_hooks(value))
 
 
 def _conforming(module: ModuleType) -> dict[str, Any]:
-    """Public objects of `module` that have every hook, one name for each.
+    """Return the public objects of `module` that have every hook, one name for each.
 
-    Abstract classes, which cannot be made, do not count; what the module merely imported counts only if nothing of its
-    own conforms.
+    Abstract classes do not count, because they cannot be instantiated. Imported objects count only if none that the
+    module defines conforms.
     """
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    found = {
+    conforming = {
         name: value for name, value in public.items() if not missing_hooks(value) and not inspect.isabstract(value)
     }
-    own = {name: value for name, value in found.items() if _home(value) == module.__name__}
+    own = {name: value for name, value in conforming.items() if _home(value) == module.__name__}
     unique: dict[int, str] = {}
-    for name, value in (own or found).items():
+    for name, value in (own or conforming).items():
         unique.setdefault(id(value), name)
     return {name: public[name] for name in unique.values()}
 
@@ -204,37 +205,37 @@ def _home(value: Any) -> str | None:
 
 
 def missing_hooks(target: Any) -> list[str]:
-    """The required hooks that `target`, a class or an instance, lacks."""
+    """Return the required hooks that `target`, a class or an instance, lacks."""
     return [name for name in REQUIRED_HOOKS if optional_hook(target, name) is None]
 
 
 def optional_hook(trainer: Any, name: str) -> Callable[..., Any] | None:
-    """The hook `name` of a trainer, a class or an instance; None where it does not define one."""
+    """Return the hook `name` of a trainer, a class or an instance; None if it does not define one."""
     hook = getattr(trainer, name, None)
-    return hook if callable(hook) and getattr(hook, "__module__", None) not in _HOMES_OF_STUBS else None
+    return hook if callable(hook) and getattr(hook, "__module__", None) not in _STUB_MODULES else None
 
 
 def loader_of_class(trainer: Any, ctx: StepContext) -> Any:
-    """The result of a trainer's ``train_loader``, as batches of the rank of `ctx`; see `feed_of`."""
+    """Return the result of a trainer's ``train_loader``, as batches of the rank of `ctx`; see `feed_of`."""
     from ..feed.given import feed_of  # loads Arrow and torch's data loaders
 
     return feed_of(trainer.train_loader, ctx, {})
 
 
 def async_hooks(target: Any) -> list[str]:
-    """The hooks of `target`, a class or an instance, that are coroutine functions, optional hooks included."""
+    """Return the hooks of `target`, a class or an instance, that are coroutine functions, including optional hooks."""
     hooks = {name: getattr(target, name, None) for name in (*REQUIRED_HOOKS, *OPTIONAL_HOOKS)}
     return [n for n, hook in hooks.items() if inspect.iscoroutinefunction(hook) or inspect.isasyncgenfunction(hook)]
 
 
 def check_instance(trainer: Any) -> TrainerPlugin:
-    """`trainer` itself, where it is an object that can train.
+    """Return `trainer` itself if it is an object that can train.
 
     Raises:
         ContractError: It is a class or a function, lacks hooks, or has some that are coroutines.
     """
     if inspect.isclass(trainer):
-        raise ContractError(f"a trainer is an instance; give {trainer.__name__}() instead of {trainer.__name__}")
+        raise ContractError(f"a trainer must be an instance; pass {trainer.__name__}() instead of {trainer.__name__}")
     _check_conforms(trainer, type(trainer).__qualname__)
     return cast("TrainerPlugin", trainer)
 
@@ -253,24 +254,24 @@ def _check_conforms(target: Any, import_path: str) -> None:
         offers = [(like, hook) for hook in missing if (like := closest(hook, own)) is not None]
         renamed = "".join(f"; rename `{like}` to `{hook}`" for like, hook in offers)
         raise ContractError(f"{named} lacks the hooks {', '.join(missing)}{renamed}")
-    waiting = async_hooks(target)
-    if waiting:
+    coroutines = async_hooks(target)
+    if coroutines:
         raise ContractError(
-            f"{named} has hooks that are `async def`: {', '.join(waiting)}; nothing would await them. Make them plain "
-            "functions, with asyncio.run inside where they have to wait"
+            f"{named} has hooks that are `async def`: {', '.join(coroutines)}; nothing would await them. Make them "
+            "plain functions, and call asyncio.run inside if they have to wait"
         )
     if inspect.isclass(target):
         _check_constructor(target, import_path)
 
 
 def _check_constructor(cls: type, import_path: str) -> None:
-    """Refuse a class that wants arguments, before calling it, so that a TypeError from inside it stays its own."""
+    """Refuse a class that requires arguments without calling it, so that its own TypeErrors are not mistaken for it."""
     if inspect.isabstract(cls):
         names = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
         raise ContractError(f"trainer {import_path!r}: class {cls.__name__} is abstract; it does not implement {names}")
     try:
         signature = inspect.signature(cls)
-    except ValueError:  # a class written in C tells no signature
+    except ValueError:  # classes written in C may have no signature
         return
     try:
         signature.bind()
@@ -282,49 +283,49 @@ def _check_constructor(cls: type, import_path: str) -> None:
 
 
 def check_arguments_of_loading(class_name: str, arguments: Mapping[str, Any], hparams_file: Any) -> None:
-    """Refuse to build a trainer class for a checkpoint by arguments that do not name one.
+    """Check the arguments that build a trainer class for a checkpoint.
 
     Raises:
-        TypeError: `plugin` is not given, or `hparams_file` is.
+        TypeError: `plugin` is missing, or `hparams_file` was passed.
     """
     if "plugin" not in arguments:
         raise TypeError(
             f"{class_name}.load_from_checkpoint needs `plugin`, the trainer class of the checkpoint "
-            "(module:Class, or an instance): a checkpoint names no code to run."
+            "(module:Class, or an instance): a checkpoint does not name code to run."
         )
     if hparams_file is not None:
         raise TypeError(f"{class_name} takes no `hparams_file`; pass `job`, a TrainingJobSpec with hyperparams.")
 
 
 def misspelled_hooks(target: Any) -> list[str]:
-    """Attributes of `target`, a trainer class or an instance, that are nearly optional hooks; a sentence each.
+    """Return a sentence for each attribute of `target` whose name is almost an optional hook.
 
-    Nothing else tells of one: a hook that may be left out is not missed.
+    Nothing else would report it, because optional hooks may be absent.
     """
-    found = []
+    sentences = []
     for name in dir(target):
         meant = None if name.startswith("_") else closest(name, OPTIONAL_NAMES, alike=ALIKE)
         if meant is not None and name not in OPTIONAL_NAMES and not hasattr(target, meant):
-            found.append(f"`{name}` is not a hook and is never called; did you mean `{meant}`?")
-    return found
+            sentences.append(f"`{name}` is not a hook and is never called; did you mean `{meant}`?")
+    return sentences
 
 
 def signature_faults(target: Any) -> list[str]:
-    """The hooks of `target`, a class or an instance, that do not take their arguments; a sentence each."""
+    """Return a sentence for each hook of `target`, a class or an instance, that does not accept its arguments."""
     faults = []
     for name, (positional, keywords) in HOOK_ARGUMENTS.items():
         hook = optional_hook(target, name)
         if hook is None:
             continue
-        # Of a class, a plain function still wants its instance.
+        # In a class, a plain function still takes `self`.
         is_unbound = inspect.isclass(target) and inspect.isfunction(inspect.getattr_static(target, name))
-        given = ["self", *positional] if is_unbound else positional
+        expected = ["self", *positional] if is_unbound else positional
         try:
             signature = inspect.signature(hook)
         except (TypeError, ValueError):  # written in C, without a signature
             continue
         try:
-            signature.bind(*given, **dict.fromkeys(keywords))
+            signature.bind(*expected, **dict.fromkeys(keywords))
         except TypeError as error:
             arguments = ", ".join([*positional, *(f"{keyword}=…" for keyword in keywords)])
             faults.append(f"{name}{signature} cannot be called as {name}({arguments}): {error}")

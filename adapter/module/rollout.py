@@ -1,4 +1,4 @@
-"""Batches that a trainer collects by itself: a rollout, then minibatches of it, and so on."""
+"""Batches that a trainer collects by itself: a rollout, then minibatches of it, then the next rollout."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ from .state import PHASE
 if TYPE_CHECKING:
     from .module import ContractModule
 
-__all__ = ["Phase", "RolloutBatches", "collected", "batches_and_stats"]
+__all__ = ["Phase", "RolloutBatches", "batches_and_stats", "collect"]
 
 log = logging.getLogger(__name__)
 
 ROLLOUT_CHECKPOINT_BYTES = 256 << 20
-"""How much of a rollout a checkpoint holds at most; a trainer may have an attribute ``rollout_checkpoint_bytes``."""
+"""Largest part of a rollout that a checkpoint holds; a trainer may have an attribute ``rollout_checkpoint_bytes``."""
 
 LOST = "lost"
-"""The member of a saved phase that says why its batches are not in it."""
+"""The member of a saved phase that gives the reason if its batches were not saved."""
 
-_GOES_ON, _PASS_ENDS, _PHASE_ENDS = range(3)
+_CONTINUE, _END_PASS, _END_PHASE = range(3)
+"""Decisions about the next minibatch; the largest one of any rank counts."""
 
 
 class RolloutBatches:
-    """A loader whose every pass is a rollout of the trainer and its training phase.
+    """A loader; each of its passes is a rollout of the trainer and the training phase on it.
 
     One phase, as callbacks and the run state see it::
 
         on_rollout_start                                # stop_rollout and stop_update_epoch are false
         batches, rollout_stats = rollout(state, ctx)
-        agent_step += the sum of what the ranks collected
+        agent_step += the environment steps of all ranks
         on_rollout_end
-        for update_epoch in range(update_epochs):       # an attribute of the trainer; without it one
+        for update_epoch in range(update_epochs):       # an attribute of the trainer, 1 if it has none
             for minibatch_index, raw_batch in enumerate(batches):
                 a step of the loop; on_mb_end
                 stop_update_epoch on any rank?  the phase ends
         on_train_phase_end; on_epoch_end
 
-    On several ranks each collects for itself. All ranks end a pass where the shortest one ends, since a step averages
-    the gradients of all.
+    On several ranks each rank collects its own rollout. All ranks end a pass at the end of the shortest one, since a
+    step averages the gradients of all.
     """
 
     begins_anew = True
@@ -62,37 +63,37 @@ class RolloutBatches:
         self._module = module
         self._phase: Phase | None = None
         self._lost: str | None = None
-        """Why the phase of the checkpoint is not gone on with."""
+        """Why the phase of the checkpoint cannot be continued."""
         self._has_warned_of_unequal_passes = self._has_warned_of_environments = False
         self._counted = 0
         """Environment steps of all ranks that the run state had when they were last summed."""
         self.metrics: dict[str, float] = {}
-        """How long the last rollout and the last update took, and environment steps where the trainer counts them."""
+        """Seconds of the last rollout and of the last update, and environment steps if the trainer counts them."""
 
     @property
     def lost_on_resume(self) -> str | None:
-        """The loss of a run that is resumed within a phase, in words; None where it goes on with that phase."""
+        """Why a run that is resumed within a phase starts a new one; None if it continues that phase."""
         if self._phase is not None:
             return None
         why = self._lost or "the checkpoint holds none of its batches"
         return (
-            f"The checkpoint was saved within the training phase of a rollout, which begins anew: {why}. The run will "
-            "not be bit-equal to one that was never interrupted."
+            f"The checkpoint was saved within the training phase of a rollout, and the run starts with a new rollout: "
+            f"{why}. The run will not be bit-equal to one that was never interrupted."
         )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Leave what may be left of an earlier phase."""
+        """Drop the rest of an earlier phase, if there is any."""
         self._phase = None
 
     def save(self, contract_part: dict[str, Any]) -> None:
-        """Put the phase, and what the trainer gives of its environments, into a checkpoint's part.
+        """Put the phase, and the trainer's state of its environments, into a checkpoint's part.
 
         Raises:
-            ContractError: ``rollout_state`` returned something else than a dict.
+            ContractError: ``rollout_state`` did not return a dict.
         """
         saved: dict[str, Any] = {"world_size": self._module.ctx.world_size}
         if self._phase is not None:
-            # Which ranks agree on when they ask for the next minibatch.
+            # The ranks agree on it when they fetch the next minibatch.
             saved["stop_update_epoch"] = run_state_of(self._module.trainer).stop_update_epoch
             saved |= self._phase.state_dict(self._number("rollout_checkpoint_bytes", ROLLOUT_CHECKPOINT_BYTES, least=0))
         save_state = optional_hook(self._module.plugin, "rollout_state")
@@ -106,7 +107,7 @@ class RolloutBatches:
         contract_part[PHASE] = saved
 
     def _warn_of_environments(self, saved: dict[str, Any] | None) -> None:
-        """Say once if a resume will not restore the environments; an empty dict says that there are none."""
+        """Warn once if a resume will not restore the environments; an empty dict means that there are none."""
         plugin = self._module.plugin
         lacking = [name for name in ("rollout_state", "load_rollout_state") if optional_hook(plugin, name) is None]
         if lacking and saved != {} and not self._has_warned_of_environments and self._module.ctx.rank == 0:
@@ -114,26 +115,26 @@ class RolloutBatches:
             log.warning(
                 "%s has a `rollout` and no `%s`: the first rollout after a resume begins with new environments, unless "
                 "`load_state_dict` restores them, and the run will not be bit-equal to one that was never interrupted. "
-                "Return their state from `rollout_state(state)` and restore it in `load_rollout_state`; an empty dict "
-                "says that there is none.",
+                "Return their state from `rollout_state(state)` and restore it in `load_rollout_state`; return an "
+                "empty dict if there is none.",
                 type(plugin).__qualname__,
                 lacking[0],
             )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what `save` put into a checkpoint. Collective."""
+        """Continue the phase that `save` put into a checkpoint. Collective."""
         module = self._module
         load_state = optional_hook(module.plugin, "load_rollout_state")
         if load_state is not None and "rollout_state" in saved:
             on_device = saved.get("rollout_state_on_device", [])
             payload = _to_device(saved["rollout_state"], on_device, module.ctx.device)
             load_state(module.contract_state, payload, module.ctx)
-        lost, is_there = saved.get(LOST), "update_epochs" in saved
-        if is_there and saved["world_size"] != module.ctx.world_size:
+        lost, has_phase = saved.get(LOST), "update_epochs" in saved
+        if has_phase and saved["world_size"] != module.ctx.world_size:
             lost = f"it was saved by {saved['world_size']} ranks and is resumed by {module.ctx.world_size}"
-        losses = module.rank_channel.gather_everywhere(lost)
-        self._lost = next((loss for loss in losses if loss is not None), None)
-        if is_there and self._lost is None:
+        reasons = module.rank_channel.gather_everywhere(lost)
+        self._lost = next((reason for reason in reasons if reason is not None), None)
+        if has_phase and self._lost is None:
             self._phase = Phase.from_state_dict(saved, module.ctx.device)
             run_state = run_state_of(module.trainer)
             run_state.stop_update_epoch, self._counted = saved["stop_update_epoch"], run_state.agent_step
@@ -142,14 +143,14 @@ class RolloutBatches:
         run_state, is_resumed = run_state_of(self._module.trainer), self._phase is not None
         phase = self._phase = self._phase or self._collect()
         began_s = time.monotonic()
-        said = self._agreed(_PHASE_ENDS if run_state.stop_update_epoch else _GOES_ON) if is_resumed else _GOES_ON
-        while said != _PHASE_ENDS and phase.update_epoch < phase.update_epochs:
+        decision = self._agree(_END_PHASE if run_state.stop_update_epoch else _CONTINUE) if is_resumed else _CONTINUE
+        while decision != _END_PHASE and phase.update_epoch < phase.update_epochs:
             run_state.update_epoch = phase.update_epoch
             for batch in self._rest_of_pass(phase):
                 run_state.minibatch_index = phase.minibatch_index
                 phase.minibatch_index += 1
                 yield batch
-            said = _PHASE_ENDS if run_state.stop_update_epoch else _GOES_ON
+            decision = _END_PHASE if run_state.stop_update_epoch else _CONTINUE
             phase.end_pass()
         self._count_agent_steps(None)
         self.metrics["trainer/update_seconds"] = time.monotonic() - began_s
@@ -167,19 +168,19 @@ class RolloutBatches:
             batch = nothing if has_ended else next(batches, nothing)
             if batch is nothing and is_first:
                 raise self._empty()
-            said = self._agreed(_PHASE_ENDS if stops else _PASS_ENDS if batch is nothing else _GOES_ON)
-            if said != _GOES_ON:
-                run_state.stop_update_epoch = said == _PHASE_ENDS
-                self._tell_of_unequal_passes(phase, has_more=said == _PASS_ENDS and batch is not nothing)
+            decision = self._agree(_END_PHASE if stops else _END_PASS if batch is nothing else _CONTINUE)
+            if decision != _CONTINUE:
+                run_state.stop_update_epoch = decision == _END_PHASE
+                self._warn_of_unequal_passes(phase, has_more=decision == _END_PASS and batch is not nothing)
                 return
             yield batch
 
-    def _tell_of_unequal_passes(self, phase: Phase, *, has_more: bool) -> None:
+    def _warn_of_unequal_passes(self, phase: Phase, *, has_more: bool) -> None:
         if has_more and not self._has_warned_of_unequal_passes:
             self._has_warned_of_unequal_passes = True
             log.warning(
-                "Rank %d has more than the %d minibatches that another rank has for an update epoch: what is left is "
-                "not trained. Collect as many on each rank.",
+                "Rank %d has more than the %d minibatches that another rank has for an update epoch; the rest is not "
+                "trained. Collect the same number on each rank.",
                 self._module.ctx.rank,
                 phase.minibatch_index,
             )
@@ -195,7 +196,7 @@ class RolloutBatches:
         returned = module.plugin.rollout(module.contract_state, module.ctx)  # type: ignore[attr-defined]
         batches, run_state.rollout_stats = batches_and_stats(returned)
         if isinstance(batches, Iterator) and optional_hook(module.plugin, "rollout_state") is not None:
-            batches = collected(batches, run_state)
+            batches = collect(batches, run_state)
         if isinstance(batches, list | tuple) and not batches:
             raise self._empty()
         self._count_agent_steps(run_state.rollout_stats)
@@ -204,7 +205,7 @@ class RolloutBatches:
         return Phase(batches, update_epochs)
 
     def _count_agent_steps(self, stats: Mapping[str, Any] | None) -> None:
-        """Add what the ranks have collected: what a rollout says, or else what the trainer added to the run state."""
+        """Add the ranks' environment steps: from the rollout's statistics, or as the trainer added to the run state."""
         run_state = run_state_of(self._module.trainer)
         steps = (stats or {}).get("agent_steps", run_state.agent_step - self._counted)
         if isinstance(steps, bool) or not hasattr(steps, "__index__") or (stats and steps < 0):
@@ -214,12 +215,12 @@ class RolloutBatches:
         if run_state.agent_step:
             self.metrics["trainer/agent_step"] = float(run_state.agent_step)
 
-    def _agreed(self, said: int) -> int:
-        """The most of what any rank says."""
+    def _agree(self, decision: int) -> int:
+        """Return the largest decision of any rank."""
         channel = self._module.rank_channel
         if channel.size == 1:
-            return said
-        largest, work = channel.start_largest(said)
+            return decision
+        largest, work = channel.start_largest(decision)
         work.wait()
         return int(largest)
 
@@ -227,86 +228,86 @@ class RolloutBatches:
         number = getattr(self._module.plugin, name, default)
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             owner = type(self._module.plugin).__qualname__
-            raise ContractError(f"`{name}` of {owner} is {number!r}; it must be a whole number >= {least}")
+            raise ContractError(f"`{name}` of {owner} is {number!r}; it must be an integer >= {least}")
         return number
 
     def _empty(self) -> ContractError:
         step = self._module.trainer.global_step
         return ContractError(
-            f"the rollout after step {step} gave no batches: there is nothing to train. Collect until there is a "
-            "batch, or end the run by `max_steps`"
+            f"the rollout after step {step} returned no batches, so there is nothing to train. Collect until there is "
+            "a batch, or end the run with `max_steps`"
         )
 
 
-def collected(batches: Iterator[Any], run_state: RunState) -> list[Any]:
-    """The items of a generator until its end, or until the rollout is to stop."""
-    found: list[Any] = []
+def collect(batches: Iterator[Any], run_state: RunState) -> list[Any]:
+    """Return the items of a generator up to its end, or until ``stop_rollout`` is set."""
+    items: list[Any] = []
     try:
         for batch in batches:
-            found.append(batch)
+            items.append(batch)
             if run_state.stop_rollout:
                 break
     except Exception as error:
-        error.add_note(f"raised by the trainer's rollout after {len(found)} batches")
+        error.add_note(f"raised by the trainer's rollout after {len(items)} batches")
         raise
-    return found
+    return items
 
 
 def batches_and_stats(returned: Any) -> tuple[Iterable[Any], dict[str, Any] | None]:
-    """The batches that a rollout gave, and the statistics where it gave a pair.
+    """Return the batches of a rollout, and the statistics if it returned a pair.
 
     Raises:
-        ContractError: It gave something else.
+        ContractError: It returned neither.
     """
     if isinstance(returned, tuple) and len(returned) == 2 and _is_stats(returned[1]) and not _is_stats(returned[0]):
-        return _checked(returned[0]), None if returned[1] is None else dict(returned[1])
-    return _checked(returned), None
+        return _check_batches(returned[0]), None if returned[1] is None else dict(returned[1])
+    return _check_batches(returned), None
 
 
 def _is_stats(value: Any) -> bool:
     return value is None or isinstance(value, Mapping)
 
 
-def _checked(batches: Any) -> Iterable[Any]:
+def _check_batches(batches: Any) -> Iterable[Any]:
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         raise ContractError(
             f"rollout returned a {type(batches).__qualname__}; it must be an iterable of raw batches, or a pair of "
-            "that and statistics"
+            "such an iterable and statistics"
         )
     return batches
 
 
 @dataclass
 class Phase:
-    """A training phase: batches, update epochs over them, and how far training has come."""
+    """A training phase: batches, update epochs over them, and the position of training in them."""
 
     batches: Iterable[Any]
     update_epochs: int = 1
     update_epoch: int = 0
-    """The pass that is being trained, from 0."""
+    """The current pass, from 0."""
     minibatch_index: int = 0
-    """The minibatch of that pass that comes next."""
+    """The next minibatch of that pass."""
     is_within_pass: bool = False
-    """Whether the pass was begun by the attempt before."""
+    """Whether the previous attempt began this pass."""
     _seen: list[Any] = field(default_factory=list)
-    """Of an iterator that more passes follow: what it gave."""
+    """Batches that an iterator returned so far, kept for later passes."""
     _nbytes: int | str | None = None
-    """The batches' part of a checkpoint, or the reason why there can be none; None until that is asked for."""
+    """Size of the batches in a checkpoint, or the reason why they cannot be stored; None until it is measured."""
 
     def rest_of_pass(self) -> Iterator[Any]:
-        """The batches that this pass still has."""
+        """Yield the remaining batches of this pass."""
         first = self.minibatch_index if self.is_within_pass else 0
         self.is_within_pass = False
         if isinstance(self.batches, Minibatches):
             yield from self.batches.rest_of_pass(first) if first else self.batches
         elif isinstance(self.batches, Iterator):
-            yield from self._remembered(self.batches)
+            yield from self._remember(self.batches)
         elif isinstance(self.batches, Sequence):
             yield from (self.batches[index] for index in range(first, len(self.batches)))
         else:
             yield from self.batches
 
-    def _remembered(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _remember(self, batches: Iterator[Any]) -> Iterator[Any]:
         keeps = self.update_epochs > 1
         for batch in batches:
             if keeps:
@@ -316,16 +317,16 @@ class Phase:
             self.batches, self._seen = self._seen, []
 
     def end_pass(self) -> None:
-        """Go on with the first minibatch of the next pass."""
-        if self._seen:  # the pass was ended early: the next ones have what this one had
+        """Continue with the first minibatch of the next pass."""
+        if self._seen:  # the pass was ended early: the next ones use the same batches
             self.batches, self._seen = self._seen, []
         self.update_epoch += 1
         self.minibatch_index = 0
 
     def state_dict(self, limit: int) -> dict[str, Any]:
-        """The phase as plain data, or why it cannot be had again."""
+        """Return the phase as plain data, or the reason why it cannot be stored."""
         if self._nbytes is None:
-            self._nbytes = self._measured()
+            self._nbytes = self._measure()
         lost = self._nbytes if isinstance(self._nbytes, str) else None
         if lost is None and isinstance(self._nbytes, int) and self._nbytes > limit:
             lost = f"its batches take {self._nbytes} bytes, and `rollout_checkpoint_bytes` is {limit}"
@@ -338,19 +339,19 @@ class Phase:
         }
         if isinstance(self.batches, Minibatches):
             return {**place, "minibatches": self.batches.state_dict(), "on_device": _on_device(self.batches.columns)}
-        # Those of the last pass that were trained are not needed any more.
+        # In the last pass, batches that were already trained are not needed any more.
         trained = self.minibatch_index if self.update_epoch + 1 >= self.update_epochs else 0
         batches = list(self.batches)[trained:]
         return {**place, "trained": trained, "batches": batches, "on_device": _on_device(batches)}
 
-    def _measured(self) -> int | str:
+    def _measure(self) -> int | str:
         if isinstance(self.batches, Minibatches):
             return sum(column.nbytes for column in self.batches.columns.values())
         if not isinstance(self.batches, list | tuple):
             return (
-                f"its batches come from a {type(self.batches).__qualname__}, whose place no checkpoint can hold; a "
-                "rollout of which `rollout` returns a list or `Minibatches` goes on where it was, and so does a "
-                "generator of a trainer with `rollout_state`"
+                f"its batches come from a {type(self.batches).__qualname__}, whose position no checkpoint can hold; a "
+                "rollout continues at its position if `rollout` returns a list or `Minibatches`, or if it returns a "
+                "generator and the trainer has `rollout_state`"
             )
         table = TensorTable()
         try:
@@ -361,21 +362,21 @@ class Phase:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], device: str) -> Phase:
-        """The phase that `state_dict` described, which was not lost; what was on a device goes to `device`."""
+        """Return the phase that `state_dict` stored; tensors that were on a device go to `device`."""
         batches: Iterable[Any]
         if "minibatches" in state:
             kept = dict(state["minibatches"])
             kept["columns"] = _to_device(kept["columns"], state["on_device"], device)
             batches = Minibatches.from_state_dict(kept)
         else:
-            # In the places of those that were trained stands nothing: they are not looked at.
+            # Batches that were already trained are not stored; None takes their places, and nothing reads it.
             batches = [None] * state["trained"] + _to_device(state["batches"], state["on_device"], device)
         place = {name: state[name] for name in ("update_epochs", "update_epoch", "minibatch_index")}
         return cls(batches, **place, is_within_pass=True)
 
 
 def _on_device(batches: Any) -> list[bool]:
-    """Of each tensor, in the order of a walk, whether it is elsewhere than on the CPU; empty where none is."""
+    """Return for each tensor, in the order of a walk, whether it is on a device; empty if all are on the CPU."""
     flags: list[bool] = []
     apply_to_collection(batches, torch.Tensor, lambda tensor: flags.append(tensor.device.type != "cpu"))
     return flags if any(flags) else []

@@ -1,8 +1,8 @@
-"""The state of a trainer class: built by ``configure``, held by a checkpoint and given back, by rank.
+"""The state of a trainer class: built by ``configure``, saved in a checkpoint and restored, for each rank.
 
-Weights, optimizers and first schedulers are saved by Lightning. The contract's part of a checkpoint has the rest: what
-the trainer's own ``state_dict`` returned, further schedulers and scalers, and, for each rank, what it has otherwise
-than rank zero.
+Lightning saves weights, optimizers and the first scheduler of each. The contract's part of a checkpoint has the rest:
+the result of the trainer's own ``state_dict``, further schedulers and scalers, and, for each rank, the values that
+differ from rank zero's.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ __all__ = ["PHASE", "STATE", "ToRestore", "TrainerState", "collect_from_ranks", 
 log = logging.getLogger(__name__)
 
 STATE = "state"
-"""The member of a checkpoint's contract part that holds what the trainer's ``state_dict`` returned."""
+"""The member of a checkpoint's contract part that holds the result of the trainer's ``state_dict``."""
 PHASE = "phase"
-"""The member that holds what `RolloutBatches.save` puts there."""
+"""The member that `RolloutBatches.save` writes."""
 _UNMANAGED = "unmanaged"
 """The member that holds, by path, the states of schedulers, scalers and wrapped optimizers."""
 _REPLACED = "replaced"
-"""The member that names, by path, objects that training put in the place of those that were built."""
+"""The member that names, by path, objects with which training replaced the built ones."""
 _AVERAGING = "averaging"
-"""The member that holds what the averaging of gradients goes by."""
+"""The member that holds the state of gradient averaging."""
 _ON_DEVICE = "on_device"
-"""The member that says which tensors of the payload were on a device, in the order of a walk."""
+"""The member that marks the tensors of the payload that were on a device, in the order of a walk."""
 _GENERATORS = "generators"
 """The member that holds, by path, the states of generators of random numbers."""
 _BUILT = "built"
-"""The member that holds the settings of optimizers, schedulers and scalers as they were built."""
+"""The member that holds the settings with which optimizers, schedulers and scalers were built."""
 _RESIZED = "resized"
 """The member that names the buffers whose shape changed while training."""
 _RANK_DIFFERENCES = "of_ranks"
-"""The member that holds, for each rank, what it has otherwise than rank zero."""
+"""The member that holds, for each rank, the values that differ from rank zero's."""
 _LIGHTNING_KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
 _CONTRACT_KEYS = (STATE, _ON_DEVICE, _UNMANAGED, _GENERATORS, PHASE)
 _NAMED_AT_MOST = 8
@@ -83,12 +83,12 @@ _NAMED_AT_MOST = 8
 
 @dataclass(frozen=True)
 class ToRestore:
-    """The payload that the trainer is handed before the first step of a resumed run."""
+    """The parts of a checkpoint that are restored before the first step of a resumed run."""
 
     parts: Mapping[str, Any]
     """Members of a checkpoint's contract part, by name; without `STATE`, ``load_state_dict`` is not called."""
     trainer_directory: Path | None
-    """For the trainer's ``load_checkpoint``; None does not call it."""
+    """Folder for the trainer's ``load_checkpoint``; None does not call it."""
     own_weights: Mapping[str, Any] = field(default_factory=dict)
     """Weights of this rank that differ from rank zero's."""
     optimizer_states: Sequence[Mapping[str, Any]] = ()
@@ -96,13 +96,13 @@ class ToRestore:
 
 
 class TrainerState:
-    """The state that ``configure`` of a trainer built, from then on.
+    """The state that ``configure`` of a trainer built, as it changes while training.
 
     Args:
-        module: Hosts the trainer, with what was found registered in it.
+        module: Hosts the trainer; the discovered objects are registered in it.
         plugin: The trainer.
-        value: What ``configure`` returned.
-        discovered: What was found in it and on the trainer.
+        value: The result of ``configure``.
+        discovered: The objects found in that result and on the trainer.
         keep: Settings that stay as they were built, whatever a checkpoint has; see `BuiltSettings`.
 
     Raises:
@@ -139,7 +139,7 @@ class TrainerState:
         return check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
 
     def optimizer_configs(self) -> list[dict[str, Any]]:
-        """The optimizers as Lightning gets them, each with the first scheduler that drives it."""
+        """Return the optimizers in Lightning's form, each with the first scheduler that drives it."""
         configs: list[dict[str, Any]] = [{"optimizer": optimizer} for optimizer in self.optimizers]
         for found in self.discovered.schedulers:
             for config in configs:
@@ -148,7 +148,7 @@ class TrainerState:
         return configs
 
     def payload(self) -> dict[str, object]:
-        """The result of the trainer's ``state_dict``, without tensors that look like one rank's part.
+        """Return the result of the trainer's ``state_dict``; sharded tensors are complete in it.
 
         Raises:
             ContractError: It is not a dict.
@@ -159,9 +159,9 @@ class TrainerState:
         return whole_payload(payload) if self.is_sharded else payload
 
     def check_storable(self) -> None:
-        """Store optimizers, schedules and scalers once, to nowhere, so that what cannot be stored fails before step 1.
+        """Encode optimizers, schedules and scalers once without writing, so that unstorable values fail before step 1.
 
-        ``state_dict`` of the class is left for the first checkpoint: it may have nothing to return yet.
+        ``state_dict`` of the class is not called before the first checkpoint: it may have nothing to return yet.
 
         Raises:
             UnstorableStateError: A checkpoint cannot hold a value; names its path.
@@ -171,20 +171,20 @@ class TrainerState:
             for path, state in self._replaced.states(now).items():
                 encode(state, TensorTable(), root=path)
             for found in now.optimizers:
-                if not hasattr(found.value, "consolidate_state_dict"):  # which all ranks would have to gather
+                if not hasattr(found.value, "consolidate_state_dict"):  # all ranks would have to gather its state
                     encode(found.value.state_dict(), TensorTable(), root=found.path)
 
     def put_into(self, checkpoint: dict[str, Any], metrics: Mapping[str, Tensor], router: StepRouter | None) -> None:
         """Add the contract's part to a checkpoint of Lightning's.
 
         Args:
-            checkpoint: What Lightning is about to save.
-            metrics: Those of the last step, for monitors that look at the end of an epoch: a resume from its last step
-                has no step before that.
-            router: Of the training.
+            checkpoint: The checkpoint that Lightning is about to save.
+            metrics: Metrics of the last step, for monitors that read them at the end of an epoch: a run resumed from
+                the last step of an epoch reaches that end before any step.
+            router: The router of the training.
 
         Raises:
-            ContractError: A step changed what `configure` built, or ``state_dict`` did not return a dict.
+            ContractError: A step changed objects that `configure` built, or ``state_dict`` did not return a dict.
         """
         trainer, now = self.module.trainer, self.check_unchanged()
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
@@ -200,17 +200,17 @@ class TrainerState:
             parts[_RESIZED] = resized
         if router is not None and router.averaging is not None:
             parts[_AVERAGING] = router.averaging.state_dict()
-        if "lr_schedulers" in checkpoint:  # not where weights alone are saved
+        if "lr_schedulers" in checkpoint:  # not if only weights are saved
             kinds = [config.scheduler for config in trainer.lr_scheduler_configs]
             checkpoint["lr_schedulers"] = list(map(without_functions, kinds, checkpoint["lr_schedulers"]))
         wrapped = {kept.path: kept.state_dict() for kept in self._kept_by_wrappers}
         parts[_UNMANAGED] = self._replaced.states(now) | wrapped
-        parts[_REPLACED] = self._replaced.record(now, says=self.module.global_rank == 0)
+        parts[_REPLACED] = self._replaced.record(now, logs=self.module.global_rank == 0)
         numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
         parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
 
     def warn_of_ranks(self, checkpoint: Mapping[str, Any]) -> None:
-        """Say once, on rank zero, which numbers of ``state_dict`` the ranks have otherwise; not of `rank_local`."""
+        """Warn once, on rank zero, of numbers in ``state_dict`` that differ between ranks and are not `rank_local`."""
         if self._warned_of_ranks:
             return
         rank_local, of_ranks = rank_local_of(self.plugin), _of_ranks(checkpoint[CONTRACT_KEY])
@@ -223,22 +223,22 @@ class TrainerState:
         if found:
             self._warned_of_ranks = True
             log.warning(
-                "The %d ranks differ in %s: each has what its own rows gave, and gets that back on a resume. Where "
-                "training depends on it, as where losses are divided by first ones, each rank trains by its own rows: "
-                "average it over all ranks, broadcast that of rank 0, or name it in `rank_local` if it is meant so. "
-                "`genlight check` finds out whether training depends on it.",
+                "The %d ranks differ in %s: each rank computed it from its own rows, and a resume restores each rank's "
+                "value. If training depends on it (for example, if losses are divided by the first ones), the ranks "
+                "train differently: average it over all ranks, broadcast the value of rank 0, or name it in "
+                "`rank_local` if this is intended. `genlight check` finds out whether training depends on it.",
                 len(of_ranks),
-                _named(found),
+                _list_names(found),
             )
 
     def take_from(self, checkpoint: dict[str, Any]) -> ToRestore:
-        """The contract's part of a checkpoint for this rank; the rest of its copy becomes this rank's too.
+        """Return the contract's part of a checkpoint for this rank, and adapt the rest of `checkpoint` to this rank.
 
         Buffers get the shapes that they had.
 
         Raises:
             BrokenCheckpointError: The parts of the ranks do not belong together.
-            CheckpointError: It holds the states of other optimizers than the trainer built.
+            CheckpointError: Its optimizer states do not fit the optimizers that the trainer built.
         """
         trainer = self.module.trainer
         own_weights = take_own_part(checkpoint, trainer.global_rank, trainer.world_size)
@@ -251,10 +251,10 @@ class TrainerState:
         return ToRestore(kept, directory, own_weights, checkpoint.get("optimizer_states", ()))
 
     def load_weights(self, checkpoint: Mapping[str, Any], path: Any, *, strict: bool) -> ToRestore:
-        """Load the weights of a checkpoint at `path` without a Lightning trainer; what the trainer is to get then.
+        """Load the weights of a checkpoint at `path` without a Lightning trainer; return the parts still to restore.
 
         Raises:
-            RuntimeError: They are not those of the class.
+            RuntimeError: The weights do not match the class.
         """
         parts, weights = checkpoint.get(CONTRACT_KEY, {}), checkpoint.get("state_dict")
         if weights is not None:
@@ -264,14 +264,14 @@ class TrainerState:
         kept = {name: parts[name] for name in (STATE, _ON_DEVICE) if name in parts}
         return ToRestore(kept, trainer_directory(path, self.plugin))
 
-    def restore(self, waiting: ToRestore, ctx: StepContext, router: StepRouter | None) -> None:
-        """Hand the trainer, and what Lightning does not restore, what `waiting` holds."""
-        parts, directory = waiting.parts, waiting.trainer_directory
+    def restore(self, pending: ToRestore, ctx: StepContext, router: StepRouter | None) -> None:
+        """Restore the trainer, and everything that Lightning does not restore, from `pending`."""
+        parts, directory = pending.parts, pending.trainer_directory
         if router is not None and router.averaging is not None and _AVERAGING in parts:
             router.averaging.load_state_dict(parts[_AVERAGING])
         _warn_of_scripted_modules(self.discovered)
-        if waiting.own_weights:
-            self.module.load_state_dict(waiting.own_weights, strict=False)
+        if pending.own_weights:
+            self.module.load_state_dict(pending.own_weights, strict=False)
         unmanaged, replaced = parts.get(_UNMANAGED, {}), parts.get(_REPLACED, {})
         for kept in self._kept_by_wrappers:
             if kept.path in unmanaged:
@@ -279,39 +279,39 @@ class TrainerState:
         loaded = self._replaced.load(unmanaged, replaced, self._discover())
         payload = parts.get(STATE)
         if payload is not None:
-            _bring_back(payload, parts.get(_ON_DEVICE, ()), ctx.device)
+            _move_to_device(payload, parts.get(_ON_DEVICE, ()), ctx.device)
             self.plugin.load_state_dict(self.value, payload, ctx)
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
         # After the hooks of the class, which may load an optimizer once more.
-        restore_optimizers_as_stored(self.optimizers, waiting.optimizer_states, parts.get(OPTIMIZER_DEVICES, ()))
+        restore_optimizers_as_stored(self.optimizers, pending.optimizer_states, parts.get(OPTIMIZER_DEVICES, ()))
         now, is_first = self._discover(), self.module.global_rank == 0
         if _REPLACED in parts:
             made = self._replaced.load(unmanaged, replaced, now, without=loaded)
             driven = {id(getattr(schedule, "optimizer", None)) for schedule in made}
-            for optimizer, saved in zip(self.optimizers, waiting.optimizer_states, strict=False):
-                if id(optimizer) in driven:  # a hook made the schedule, whose constructor has set the rate
+            for optimizer, saved in zip(self.optimizers, pending.optimizer_states, strict=False):
+                if id(optimizer) in driven:  # a hook made the schedule, and its constructor has set the rate
                     restore_groups(optimizer, saved.get("param_groups", ()))
-            self._replaced.check(replaced, now, says=is_first)
-        if attached_trainer(self.module) is not None:  # else no optimizer was restored
-            self._built_settings.restored(parts.get(_BUILT), says=is_first)
+            self._replaced.check(replaced, now, logs=is_first)
+        if attached_trainer(self.module) is not None:  # otherwise no optimizer was restored
+            self._built_settings.reconcile(parts.get(_BUILT), logs=is_first)
         states = dict(parts.get(_GENERATORS, {}))
-        for found in now.generators:  # last: those that the class restores by itself have this state already
+        for found in now.generators:  # last: generators that the class restores itself have this state already
             if found.path in states:
                 _set_random_state(found.value, states.pop(found.path))
         if states and is_first:
             log.warning(
-                "The checkpoint has the state of %s, which is not there after `configure` and `load_state_dict`: if "
-                "training makes it again, its numbers start again. Build it in `configure`.",
+                "The checkpoint has the state of %s, which does not exist after `configure` and `load_state_dict`. If "
+                "training makes it later, its numbers start from the beginning. Build it in `configure`.",
                 ", ".join(states),
             )
 
     def _on_device(self, payload: Mapping[str, Any]) -> list[bool]:
-        """Of each tensor of the payload, whether it has to be on the device again; empty where none has.
+        """Return for each tensor of the payload whether it must be moved to the device again; empty if none must.
 
-        Those of modules and of optimizers need not, as ``load_state_dict`` of both takes them from anywhere, and may be
-        too large to be there twice. Nor need shards, which find their device when they are used.
+        Tensors of modules and optimizers stay in host memory: ``load_state_dict`` of both copies them from any device,
+        and the device may have no room for a second copy. Shards move to their device when they are used.
         """
         owned: list[Any] = []
         for found in self.discovered.modules:
@@ -331,15 +331,15 @@ class TrainerState:
 
 
 def _memory(tensor: Tensor) -> tuple[torch.device, int] | None:
-    """A key of the device memory that tensors share; None for those in host memory, and for shards."""
+    """Return a key for the device memory of a tensor; None for a tensor in host memory, and for shards."""
     if tensor.device.type in ("cpu", "meta") or type(tensor) not in (Tensor, nn.Parameter):
         return None
     is_dense = tensor.layout is torch.strided
     return tensor.device, tensor.untyped_storage().data_ptr() if is_dense else id(tensor)
 
 
-def _bring_back(payload: Mapping[str, Any], on_device: Sequence[bool], device: str) -> None:
-    """Move those tensors of the payload to the device that were on one, each staying the object that it is."""
+def _move_to_device(payload: Mapping[str, Any], on_device: Sequence[bool], device: str) -> None:
+    """Move the tensors of the payload that were on a device to `device`, in place."""
     tensors = [leaf for leaf in tree_leaves(payload) if isinstance(leaf, Tensor)] if on_device else []
     for tensor, was_there in zip(tensors, on_device, strict=False):
         if was_there:
@@ -347,12 +347,12 @@ def _bring_back(payload: Mapping[str, Any], on_device: Sequence[bool], device: s
 
 
 def _random_state(generator: Any) -> Any:
-    """The state of one of `GENERATORS`, as plain values and tensors."""
+    """Return the state of one of `GENERATORS`, as plain values and tensors."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
         version, words, gauss = generator.getstate()
-        # The 625 words as one tensor, which is stored and compared far faster than as many numbers.
+        # The 625 words as one tensor, because that is stored and compared far faster than separate numbers.
         return {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss}
     return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else _bits(generator).state
 
@@ -369,21 +369,21 @@ def _set_random_state(generator: Any, state: Any) -> None:
 
 
 def _bits(generator: np.random.Generator) -> Any:
-    """The bit generator of a generator of NumPy; the types of its states are those of its class."""
+    """Return the bit generator of a NumPy generator, untyped: each class of them has another type of state."""
     return generator.bit_generator
 
 
 def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states of another kind of optimizer, or of other groups, which would fail within a step.
+    """Refuse states of another kind of optimizer, or with other groups: they would fail within a step.
 
-    A release of torch adds a setting or drops one; only of another kind of optimizer some lack and others are new.
+    A new release of torch adds settings or drops some. Only another kind of optimizer does both at once.
 
     Raises:
-        CheckpointError: Names the optimizer, what it had and has, and the way out.
+        CheckpointError: Names the optimizer, the difference and the way out.
     """
     for found, state in zip(optimizers, states, strict=False):
         saved, built = state.get("param_groups"), found.value.param_groups
-        if saved is None:  # an optimizer may have a state_dict of its own
+        if saved is None:  # an optimizer may define its own state_dict
             continue
         had, has = _sizes(saved), _sizes(built)
         if had != has:
@@ -398,7 +398,7 @@ def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[M
                 raise CheckpointError(
                     f"{found.path} is now {type(found.value).__name__}, with {', '.join(lacking)}; the optimizer of "
                     f"the checkpoint had {', '.join(foreign)} instead. Build the optimizer as it was, or start at "
-                    "step 0 with `genlight run --fresh`, of a fit `--resume never`."
+                    "step 0 with `genlight run --fresh` (`--resume never` for a fit)."
                 )
 
 
@@ -407,7 +407,7 @@ def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def _named_as_in(module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """`weights` by the names that `module` has for them: a part may be compiled in one attempt and not in another."""
+    """Return `weights` under the names in `module`: a part may be compiled in one attempt and not in another."""
     if not any("_orig_mod" in name for name in (*weights, *(name for name, _ in module.named_modules()))):
         return weights
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -421,7 +421,7 @@ def _named_as_in(module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """The shapes of all buffers of `module`, by name; None of one that has no value yet."""
+    """Return the shapes of all buffers of `module` by name; None for a buffer without a value."""
     return {
         f"{path}.{name}".removeprefix("."): None if buffer is None else tuple(buffer.shape)
         for path, owner in module.named_modules(remove_duplicate=False)
@@ -431,9 +431,9 @@ def _buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 
 def _fit_buffers(module: nn.Module, weights: Mapping[str, Any], resized: Collection[str]) -> None:
-    """Give buffers of `module`, which were `resized` while training, the shapes that they have in `weights`.
+    """Give the buffers of `module` that were `resized` while training their shapes in `weights`.
 
-    `configure` builds a queue empty that fills up, and statistics without a value that get their first in a step.
+    For example, `configure` builds an empty queue that training fills, or statistics that get a value in a step.
     """
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
     names = {uncompiled_name(name): name for name in weights}
@@ -442,7 +442,7 @@ def _fit_buffers(module: nn.Module, weights: Mapping[str, Any], resized: Collect
         value = weights.get(name)
         owner = module.get_submodule(path)
         built = owner._buffers.get(leaf)
-        # Torch gives a lazy one the shape of what it loads.
+        # Torch gives a lazy buffer the shape of the value that it loads.
         if isinstance(value, Tensor) and not isinstance(built, UninitializedBuffer):
             dtype = value.dtype if built is None else built.dtype
             owner.register_buffer(leaf, torch.empty(value.shape, dtype=dtype, device=device))
@@ -456,21 +456,21 @@ def _warn_of_scripted_modules(discovered: Discovered) -> None:
     ]
     if scripted:
         log.warning(
-            "%s is compiled by TorchScript, which optimizes after its first calls in a process: the resumed run "
-            "rounds differently for some steps, and may not be bit-equal to one that was never interrupted. "
-            "torch.compile, or the bare module, is exact.",
+            "%s is compiled by TorchScript, which optimizes a module after its first calls in a process. The resumed "
+            "run rounds differently for some steps, and may not be bit-equal to one that was never interrupted. Use "
+            "torch.compile or the plain module for an exact resume.",
             ", ".join(scripted),
         )
 
 
 def rank_channel_of(trainer: pl.Trainer) -> Channel:
-    """How the ranks of a training compare what they save. Collective."""
+    """Return the channel through which the ranks of a training compare what they save. Collective."""
     groups = rank_groups_of(trainer.strategy) if trainer.world_size > 1 else None
     return Channel() if groups is None else groups.training
 
 
 def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel: Channel) -> None:
-    """Add to `checkpoint`, on rank zero, what other ranks have otherwise than it. Collective.
+    """Add to `checkpoint`, on rank zero, the values of other ranks that differ from it. Collective.
 
     Raises:
         UnstorableStateError: A value of this rank cannot be stored; names its path.
@@ -482,7 +482,7 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
     compared = {name: own[name] for name in _CONTRACT_KEYS if name in own}
     compared |= {name: checkpoint[name] for name in _LIGHTNING_KEYS if name in checkpoint}
     if "optimizer_states" in compared:
-        # One that is consolidated, rank zero alone has: as Lightning does, all get it back whole.
+        # Only rank zero has a consolidated state; as in Lightning, every rank gets all of it back.
         compared["optimizer_states"] = [
             None if hasattr(optimizer, "consolidate_state_dict") else state
             for optimizer, state in zip(trainer.optimizers, compared["optimizer_states"], strict=True)
@@ -495,13 +495,13 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
 
 
 def _of_ranks(contract: Mapping[str, Any]) -> list[list[Differing]]:
-    """The values that `collect_from_ranks` has added to a checkpoint's contract part, by rank."""
+    """Return the values that `collect_from_ranks` added to a checkpoint's contract part, by rank."""
     stored = contract.get(_RANK_DIFFERENCES, [])
     return [[Differing(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
 
 
 def _has_fractions(value: Any) -> bool:
-    """Whether there are numbers to compute with in `value`: states of generators and counters are whole numbers."""
+    """Whether `value` contains floating-point or complex numbers; generator states and counters are integers."""
     if isinstance(value, Mapping):
         return any(map(_has_fractions, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -512,13 +512,13 @@ def _has_fractions(value: Any) -> bool:
 
 
 def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Put what this rank had for itself into its copy of a loaded `checkpoint`; says what cannot be kept.
+    """Put this rank's own values into its copy of a loaded `checkpoint`; warn of values that are lost.
 
-    A checkpoint that has no such part, as older ones, is left as it is.
+    A checkpoint without such a part, such as an older one, stays as it is.
 
     Returns:
-        The weights of this rank that differ from rank zero's, which have to be loaded once more after the weights of
-        all ranks were made equal.
+        The weights of this rank that differ from rank zero's. They must be loaded again after the weights of all ranks
+        were made equal.
 
     Raises:
         BrokenCheckpointError: The parts do not belong together.
@@ -526,7 +526,7 @@ def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dic
     contract = checkpoint[CONTRACT_KEY]
     parts = _of_ranks(contract)
     if parts and len(parts) != world_size and rank == 0:
-        log.warning("%s", _what_is_lost(parts, world_size))
+        log.warning("%s", _explain_loss(parts, world_size))
     own = parts[rank] if rank < len(parts) else []
     tree = {**checkpoint, **{name: contract[name] for name in _CONTRACT_KEYS if name in contract}}
     apply_differences(tree, own)
@@ -537,16 +537,16 @@ def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dic
     return {differing.path[1]: differing.value for differing in own if differing.path[0] == "state_dict"}
 
 
-def _what_is_lost(parts: Sequence[Sequence[Differing]], world_size: int) -> str:
+def _explain_loss(parts: Sequence[Sequence[Differing]], world_size: int) -> str:
     head = f"The checkpoint was saved by {len(parts)} ranks and is resumed by {world_size}: "
     if world_size < len(parts):
         lost = [differing for of_rank in parts[world_size:] for differing in of_rank]
-        what = f"what was stored for {_ranks(world_size, len(parts))} is lost: {_named(lost)}"
+        what = f"the values stored for {_ranks(world_size, len(parts))} are lost: {_list_names(lost)}"
     else:
         shared = [differing for of_rank in parts for differing in of_rank]
         what = (
-            f"the ranks differed in what follows, and {_ranks(len(parts), world_size)} can only be given what rank 0 "
-            f"had: {_named(shared)}"
+            f"the ranks had different values of {_list_names(shared)}, and {_ranks(len(parts), world_size)} can only "
+            "get those of rank 0"
         )
     return f"{head}{what}. The run will not be bit-equal to one that was never interrupted"
 
@@ -555,7 +555,7 @@ def _ranks(begin: int, end: int) -> str:
     return f"rank {begin}" if end - begin == 1 else f"ranks {begin} to {end - 1}"
 
 
-def _named(found: Sequence[Differing]) -> str:
+def _list_names(found: Sequence[Differing]) -> str:
     names = list(dict.fromkeys(str(differing) for differing in found))
     more = len(names) - _NAMED_AT_MOST
     return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

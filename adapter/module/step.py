@@ -1,7 +1,7 @@
-"""One step of an epoch, and what a step logs.
+"""One step of an epoch, and the metrics that a step logs.
 
-What happens in every step of every run is written out in `Step.run` instead of being called, at the price of a long
-method: with all standard callbacks a step may cost 25 µs more than a bare loop.
+`Step.run` is one long method without helper calls because it runs in every step: with all standard callbacks a step
+may cost 25 µs more than a bare loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Step:
     """One step of an epoch, with everything that does not change between steps looked up once.
 
     Args:
-        loop: Whose steps these are.
+        loop: The loop that runs the steps.
         data_fetcher: Fetches the batches.
     """
 
@@ -58,7 +58,7 @@ class Step:
         self.trainer = trainer
         self.module = module
         self.names = module.__dict__
-        """Of the module, past ``nn.Module.__setattr__``, which looks for parameters and costs more than a hook."""
+        """Attributes of the module; writing here bypasses ``nn.Module.__setattr__``, which costs more than a hook."""
         self.progress = loop.batch_progress
         self.current, self.total = counts_of(loop.batch_progress)
         self.batches = trainer.num_training_batches
@@ -75,7 +75,7 @@ class Step:
             if waits is not None:
                 waits.next_due_step = 0
         self.run_state = run_state_of(trainer)
-        self.counts_minibatches = getattr(module.plugin, "rollout", None) is None  # which counts its own
+        self.counts_minibatches = getattr(module.plugin, "rollout", None) is None  # `RolloutBatches` counts its own
         self.on_mb_end = listeners(trainer, "on_mb_end")
         self.module_on_start = _module_hook(module, "on_train_batch_start")
         self.module_on_end = _module_hook(module, "on_train_batch_end")
@@ -121,7 +121,7 @@ class Step:
         try:
             outputs = self.train(raw)
         except StopIteration as error:
-            # Lightning would take it for the end of the data and end the run as if it were complete.
+            # Lightning would treat it as the end of the data and end the run as if it were complete.
             raise RuntimeError("the trainer raised StopIteration inside a step") from error
         current.processed += 1
         total.processed += 1
@@ -141,7 +141,7 @@ class Step:
                 self._after_module_hook()
         for hook in self.on_mb_end:
             hook(trainer, module)
-        if self.run_state.rolls_back:  # before the step is complete, as with every save
+        if self.run_state.rolls_back:  # before the step counts as complete, like every save
             fire(trainer, "on_roll_back_due")
             module.check_unchanged()
         current.completed += 1
@@ -150,7 +150,7 @@ class Step:
 
     def _train_profiled(self, raw: Any) -> Any:
         strategy = type(self.trainer.strategy).__name__
-        # Lightning's names; its profiler of torch begins with the first one that ends in `training_step`.
+        # Lightning's names; its profiler of torch starts at the first one that ends in `training_step`.
         with (
             self.profiler.profile("run_training_batch"),
             self.profiler.profile(f"[Strategy]{strategy}.training_step"),
@@ -174,7 +174,7 @@ class Step:
         self._after_module_hook()
 
     def _after_module_hook(self) -> None:
-        """Tell callbacks of the module's own hook, and take over what was logged in the step."""
+        """Call callbacks after the module's own hook, and collect the metrics logged in the step."""
         for hook in self.after_module_hook if self.module_on_end else ():
             hook(self.trainer, self.module)
         self.names["_current_fx_name"] = None
@@ -188,10 +188,10 @@ class Step:
 
 
 class LoggedInSteps(ResultCollection):
-    """Metrics that user callbacks logged, and those of the last step for readers of ``trainer.callback_metrics``.
+    """Metrics that user callbacks logged, and the last step's for readers of ``trainer.callback_metrics``.
 
-    Lightning asks this object at each look, so that a step whose metrics are not looked at makes no tensors of them. In
-    ``trainer.progress_bar_metrics`` are those that were sent to loggers last.
+    Lightning reads this object at each access, so a step makes no tensors of metrics that nobody reads.
+    ``trainer.progress_bar_metrics`` has the metrics last sent to loggers.
     """
 
     def __init__(self, module: ContractModule) -> None:
@@ -210,23 +210,23 @@ class LoggedInSteps(ResultCollection):
 
 
 def counts_of(progress: Progress) -> tuple[ProcessedTracker, ProcessedTracker]:
-    """The counters of this run of the loop and of all; Lightning declares them as a base class with fewer fields."""
+    """Return the counters of this run of the loop and of all runs, with the type that Lightning does not declare."""
     assert isinstance(progress.current, ProcessedTracker)
     assert isinstance(progress.total, ProcessedTracker)
     return progress.current, progress.total
 
 
 def _next_batch(trainer: pl.Trainer, data_fetcher: DataFetcher) -> Callable[[], Any]:
-    """A function that returns the next batch or raises StopIteration."""
+    """Return a function that returns the next batch or raises StopIteration."""
     combined = data_fetcher.combined_loader
-    alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
-    if alone and isinstance(profiler_of(trainer), PassThroughProfiler):
+    is_single = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
+    if is_single and isinstance(profiler_of(trainer), PassThroughProfiler):
         return only_iterator(combined).__next__
     return lambda: next(data_fetcher)[0]
 
 
 def profiler_of(trainer: pl.Trainer) -> Profiler:
-    """The profiler of `trainer`; Lightning sets the attribute without declaring it."""
+    """Return the profiler of `trainer`; Lightning sets the attribute without declaring it."""
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     return profiler
 

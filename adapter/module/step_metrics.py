@@ -1,4 +1,4 @@
-"""From what a step returned to named scalars."""
+"""Turn the result of a step into named scalars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext, StepResult
 
-__all__ = ["metric_name", "named_scalars", "scalar", "validated_result", "values_on_device"]
+__all__ = ["metric_name", "named_scalars", "scalar", "validate_result", "values_on_device"]
 
 _ALIASES = {
     "loss": "train/loss",
@@ -26,14 +26,14 @@ _LR = "train/lr"
 
 
 _reported_names: dict[str, str] = {}
-"""Of the names that were asked for; a look here costs a step less than a call, even of a cached function."""
+"""Cache of requested names; a dict lookup is cheaper per step than even a cached call."""
 _MOST_NAMES = 1024
 
 
 def metric_name(name: object) -> str:
-    """The name under which a metric is reported: aliases of loss and learning rate become ``train/…``.
+    """Return the name under which a metric is reported: aliases of loss and learning rate become ``train/…``.
 
-    Case and outer blanks count only where the name is not an alias.
+    Case and surrounding blanks are ignored in aliases and kept in other names.
 
     Raises:
         ContractError: `name` is not a string, or is empty.
@@ -47,11 +47,11 @@ def metric_name(name: object) -> str:
     return reported
 
 
-def validated_result(result: Any, *, reads_values: bool = False) -> StepResult | Any:
-    """The result of ``train_step``, if it has ``metrics``; does not wait for the device.
+def validate_result(result: Any, *, reads_values: bool = False) -> StepResult | Any:
+    """Return the result of ``train_step`` if it has ``metrics``; does not wait for the device.
 
     Args:
-        result: What ``train_step`` returned.
+        result: The result of ``train_step``.
         reads_values: Also check each metric, as `named_scalars` does at a cadence.
 
     Raises:
@@ -68,7 +68,7 @@ def validated_result(result: Any, *, reads_values: bool = False) -> StepResult |
         raise ContractError(f"train_step returned a `debug` that is a {_type_name(debug)}; it must be a mapping")
     for name, value in metrics.items() if reads_values else ():
         reported = metric_name(name)
-        # What may be on a device is not read: it has one element, or can be a float.
+        # Do not read a value that may be on a device; check only that it has one element or can become a float.
         is_lazy = not isinstance(value, numbers.Real) and hasattr(value, "__float__")
         if not is_lazy or (hasattr(value, "shape") and not _may_be_scalar(value)):
             scalar(reported, value)
@@ -76,15 +76,15 @@ def validated_result(result: Any, *, reads_values: bool = False) -> StepResult |
 
 
 def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any] = ()) -> dict[str, float]:
-    """The metrics of a step under their reported names, with the learning rate where it can be found.
+    """Return the metrics of a step under their reported names, with the learning rate if it can be found.
 
-    This is where a device is waited for.
+    Reading the values waits for the device.
 
     Args:
         result: A validated step result.
         state: The trainer's opaque state.
         ctx: The context of the run.
-        optimizers: Optimizers found in the state, the first of which has the learning rate of last resort.
+        optimizers: Optimizers found in the state; if nothing else has a learning rate, the first one's is reported.
 
     Raises:
         ContractError: A name is not a string or is empty, or a value is neither a number nor a tensor of one element.
@@ -94,12 +94,12 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
         reported = _reported_names.get(name) or metric_name(name)
         try:
             number = value.item() if type(value) is Tensor else value
-        except RuntimeError:  # of more elements than one, which `scalar` refuses by name
+        except RuntimeError:  # it has several elements; `scalar` refuses it by name
             number = value
         scalars[reported] = number if type(number) is float else scalar(reported, number)
     if _LR not in scalars:
         rate = None
-        # Where most rates are: in an optimizer, and nowhere before it. Found here, a step is spared a call.
+        # Fast path: most rates are in an optimizer, and no other place before it has one.
         if type(state) is dict and not (
             _LR in state or "learning_rate" in state or "lr" in state or getattr(result, "debug", None)
         ):
@@ -113,17 +113,17 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
 
 
 def values_on_device(result: Any, published: Mapping[str, float]) -> dict[str, Tensor]:
-    """The metrics of a step's `result`, and what was `published` before of others; waits for no device.
+    """Return the metrics of a step's `result`, and `published` values of other names; does not wait for the device.
 
-    Metrics that are neither tensors nor plain numbers come at a cadence alone, where `named_scalars` reads them.
+    Metrics that are neither tensors nor plain numbers are updated only at a cadence, when `named_scalars` reads them.
     """
     last_step = {} if result is None else result.metrics
-    known = {
+    current = {
         metric_name(name): value
         for name, value in last_step.items()
         if isinstance(name, str) and isinstance(value, Tensor | numbers.Real)
     }
-    return {name: _as_tensor(name, value) for name, value in {**published, **known}.items()}
+    return {name: _as_tensor(name, value) for name, value in {**published, **current}.items()}
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
@@ -131,14 +131,14 @@ def _as_tensor(name: str, value: Any) -> Tensor:
         return value.detach()
     try:
         return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):  # a number of a type that torch does not have, or too large for one
+    except (TypeError, ValueError, RuntimeError):  # torch has no type for this number, or it is too large
         return torch.tensor(scalar(name, value), dtype=torch.float64)
 
 
 def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any]) -> Any:
-    """The first learning rate among the places where one may stand; None where there is none.
+    """Return the first learning rate in the usual places; None if there is none.
 
-    It is looked for at each cadence: a trainer may put one where there was none before.
+    The search runs at each cadence, because a trainer may add a rate later.
     """
     debug = getattr(result, "debug", None)
     for name, value in debug.items() if debug else ():
@@ -157,7 +157,7 @@ def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterab
 
 
 def _may_be_scalar(value: Any) -> bool:
-    """Whether a value that was not declared a learning rate can be one; a schedule or a list of rates cannot."""
+    """Whether a value may be a learning rate, judging by its form; a schedule or a list of rates may not."""
     if isinstance(value, numbers.Real):
         return True
     shape = getattr(value, "shape", None)
@@ -169,13 +169,13 @@ def _entry(state: Any, name: str) -> Any:
 
 
 def scalar(name: str, value: Any) -> float:
-    """The value of a metric as a Python number; waits for the device that it is on.
+    """Return the value of a metric as a Python number; waits for its device.
 
     Raises:
         ContractError: It is neither a number nor a tensor of one element; names it.
     """
     try:
-        # A trainer may hand out its loss as it is; torch warns where `float` is given a tensor with a graph.
+        # A trainer may return its loss undetached; torch warns if `float` gets a tensor with a graph.
         number = value.item() if hasattr(value, "item") else value
         return number if type(number) is float else float(number)
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -1,6 +1,6 @@
-"""Which of Lightning's strategies, settings and callbacks can host a trainer class, which owns its update, and how.
+"""Check which Lightning strategies, settings and callbacks work with a trainer class that owns its update.
 
-What cannot is refused by name with the way out, in the tables here; `genlight doctor` reads the same ones.
+The tables here name everything that does not work, with the reason and the way out; `genlight doctor` reads them, too.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = [
     "run_deferred_setups",
 ]
 
-_ENDS_WITH_ITS_PROCESSES = (
-    "the trainer class would be set up in processes that end with training, and what it has learned would be lost to "
-    "the one that started them. Use ddp, which starts the script once for each device"
+_SHORT_LIVED_PROCESSES = (
+    "the trainer class would be set up in processes that end with training, and the process that started them would "
+    "not get the result. Use ddp, which starts the script once for each device"
 )
-"""Why a strategy that spawns or forks the processes that train cannot host a trainer class."""
+"""Why a strategy that spawns or forks its training processes cannot host a trainer class."""
 
 _REFUSED: dict[type[Strategy], str] = {
-    DeepSpeedStrategy: "DeepSpeed's engine must own the module, backward and the optimizer, which the trainer class "
-    "owns. Use ddp, or FSDP2Strategy to shard",
+    DeepSpeedStrategy: "DeepSpeed's engine must own the module, backward and the optimizer, but the trainer class owns "
+    "them. Use ddp, or FSDP2Strategy to shard",
     FSDPStrategy: "FSDP 1 works in the forward of a wrapper that a trainer class never calls, and its gradients are "
-    "plain tensors that hold one rank's part, so that clip_grad_norm_ would clip differently on each rank. Use FSDP 2: "
+    "plain tensors that hold one rank's part, so clip_grad_norm_ would clip differently on each rank. Use FSDP 2: "
     "genlight.adapter.FSDP2Strategy",
     XLAStrategy: "XLA runs a step lazily and needs markers inside it",
     SingleDeviceXLAStrategy: "XLA runs a step lazily and needs markers inside it",
@@ -65,20 +65,21 @@ _REFUSED: dict[type[Strategy], str] = {
 
 _REFUSED_CALLBACKS: dict[type[pl.Callback], str] = {
     GradientAccumulationScheduler: "the trainer class owns gradient accumulation; do it in train_step",
-    StochasticWeightAveraging: "it replaces the learning rate's schedule and trains an epoch without updates, which "
-    "the trainer class owns; use lightning.pytorch.callbacks.WeightAveraging, or torch.optim.swa_utils in the class",
-    LearningRateFinder: "it exchanges the optimizers, which the trainer class owns; try each rate in a short run of "
-    "its own (`genlight run job.json --set hyperparams.lr=…`)",
-    BatchSizeFinder: "it trains with the weights of the run and puts them back afterwards, but not what the trainer "
-    "class keeps beside them; try each size in a short run of its own (`--set dataset.batch_size=…`)",
-    ModelPruning: "it exchanges weights that `configure` built; use torch.nn.utils.prune in `configure`",
+    StochasticWeightAveraging: "it replaces the schedule of the learning rate and trains an epoch without updates, but "
+    "the trainer class owns both; use lightning.pytorch.callbacks.WeightAveraging, or torch.optim.swa_utils in the "
+    "class",
+    LearningRateFinder: "it replaces the optimizers, but the trainer class owns them; try each rate in a separate "
+    "short run (`genlight run job.json --set hyperparams.lr=…`)",
+    BatchSizeFinder: "it trains with the weights of the run and restores them afterwards, but not the other state of "
+    "the trainer class; try each size in a separate short run (`--set dataset.batch_size=…`)",
+    ModelPruning: "it replaces weights that `configure` built; use torch.nn.utils.prune in `configure`",
     BaseFinetuning: "it adds groups to optimizers that `configure` built; give the optimizer all groups in "
     "`configure`, and freeze and unfreeze layers by `requires_grad_` in train_step",
 }
 
 
 def check_trainer_arguments(trainer: pl.Trainer) -> None:
-    """Refuse a strategy, an argument or a callback of a Lightning trainer that cannot host a trainer class.
+    """Refuse a strategy, an argument or a callback of a Lightning trainer that does not work with a trainer class.
 
     Raises:
         StartupContractError: Names each, the reason and the way out.
@@ -107,7 +108,7 @@ def _faults_of(callback: pl.Callback, strategy: Strategy) -> Iterator[str]:
         if isinstance(callback, refused):
             yield f"{name}: {reason}"
     if isinstance(callback, WEIGHT_AVERAGING) and isinstance(strategy, ModelParallelStrategy):
-        yield f"{name} works on whole weights, and ModelParallelStrategy shards them; use ddp"
+        yield f"{name} needs complete weights, but ModelParallelStrategy shards them; use ddp"
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -123,19 +124,19 @@ def check_strategy(strategy: Strategy) -> None:
     if isinstance(strategy, DDPStrategy):
         settings = ddp_settings(strategy)
         if settings.start_method != "popen":
-            raise _refusal(name, f"start_method={settings.start_method!r}: {_ENDS_WITH_ITS_PROCESSES}")
+            raise _refusal(name, f"start_method={settings.start_method!r}: {_SHORT_LIVED_PROCESSES}")
         try:
             wire_type(strategy)
         except ValueError as error:
             raise _refusal(name, str(error)) from error
         if settings.model_averaging_period is not None:
-            raise _refusal(name, "it averages models instead of gradients, which would have to know the optimizers")
+            raise _refusal(name, "it averages models instead of gradients, and would have to know the optimizers")
     elif isinstance(strategy, ModelParallelStrategy):
         if tensor_parallel_size(strategy) != 1:
             raise _refusal(
                 name,
                 "tensor parallelism needs a plan for the layers of a module. "
-                "Give `data_parallel_size=N, tensor_parallel_size=1`",
+                "Pass `data_parallel_size=N, tensor_parallel_size=1`",
             )
         try:
             require_fsdp(unused_parameters=isinstance(strategy, FSDP2Strategy) and strategy.sharding.unused_parameters)
@@ -146,17 +147,17 @@ def check_strategy(strategy: Strategy) -> None:
 
 
 def leave_unwrapped(strategy: Strategy) -> None:
-    """Keep a `DDPStrategy` from wrapping the LightningModule, to be called before ``strategy.setup``.
+    """Prevent a `DDPStrategy` from wrapping the LightningModule; to be called before ``strategy.setup``.
 
     The wrapper's forward would never run, its buckets would cost the memory of all gradients, and it refuses modules
-    without trainable parameters. `gradients.ddp` does its work. Other strategies are left as they are.
+    without trainable parameters. `gradients.ddp` does its work. Other strategies stay unchanged.
     """
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = types.MethodType(_configure_nothing, strategy)  # type: ignore[method-assign]
 
 
 def missing_callbacks(trainer: pl.Trainer, *, metric_every: int) -> list[pl.Callback]:
-    """Callbacks that every training of a trainer class needs and `trainer` was not given."""
+    """Return the callbacks that every training of a trainer class needs and `trainer` does not have."""
     present = callbacks_of(trainer)
     missing: list[pl.Callback] = []
     if not any(isinstance(callback, LogMetrics) for callback in present):
@@ -167,30 +168,30 @@ def missing_callbacks(trainer: pl.Trainer, *, metric_every: int) -> list[pl.Call
 
 
 def defer_setups(trainer: pl.Trainer) -> None:
-    """Have callbacks that copy the weights in ``setup`` wait for `run_deferred_setups`.
+    """Postpone ``setup`` of callbacks that copy the weights until `run_deferred_setups`.
 
-    Lightning sets callbacks up before the module, whose layers it expects from its constructor; a trainer class builds
-    its own in ``configure``.
+    Lightning sets up callbacks before the module, because it expects layers to exist after the module's constructor. A
+    trainer class builds its layers in ``configure``.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, WEIGHT_AVERAGING):
-            callback.setup = _wait  # type: ignore[method-assign]
+            callback.setup = _postpone  # type: ignore[method-assign]
 
 
 def run_deferred_setups(trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-    """Set the callbacks up that waited, in their order; ``setup`` is their own again."""
+    """Restore ``setup`` of the postponed callbacks and call it, in their order."""
     for callback in callbacks_of(trainer):
-        if vars(callback).get("setup") is _wait:
+        if vars(callback).get("setup") is _postpone:
             del callback.setup
             callback.setup(trainer, module, stage)
 
 
-def _wait(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-    """In place of a callback's ``setup``, until the module has its weights."""
+def _postpone(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    """Replace a callback's ``setup`` until the module has its weights."""
 
 
 def _configure_nothing(strategy: DDPStrategy) -> None:
-    """In place of `DDPStrategy.configure_ddp`."""
+    """Replace `DDPStrategy.configure_ddp`."""
 
 
 def _refusal(name: str, reason: str) -> StartupContractError:

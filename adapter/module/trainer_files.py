@@ -12,11 +12,11 @@ from ...callbacks.checkpoint.selection import find_checkpoint
 from ..contract.exceptions import CheckpointError, ContractError
 from .plugin_loading import optional_hook
 
-__all__ = ["checked_result", "trainer_directory"]
+__all__ = ["check_result", "trainer_directory"]
 
 
-def checked_result(result: Any, output_dir: Path) -> dict[str, Any] | None:
-    """The result of ``save_checkpoint``, for the record: paths within `output_dir` become relative to it.
+def check_result(result: Any, output_dir: Path) -> dict[str, Any] | None:
+    """Check and return the result of ``save_checkpoint``; paths within `output_dir` become relative to it.
 
     Raises:
         ContractError: It is not a mapping or None, or its ``primary_path`` does not exist or lies outside.
@@ -47,16 +47,16 @@ def _check_primary_path(named: Any, output_dir: Path) -> None:
         )
     if not path.exists():
         raise ContractError(
-            f"save_checkpoint returned the primary_path {os.fspath(named)!r}, and there is no such file in its "
-            f"output_dir, which holds {', '.join(sorted(os.listdir(output_dir))) or 'nothing'}"
+            f"save_checkpoint returned the primary_path {os.fspath(named)!r}, but its output_dir has no such file; it "
+            f"contains {', '.join(sorted(os.listdir(output_dir))) or 'nothing'}"
         )
 
 
 def _relative(value: Any, output_dir: Path) -> Any:
-    """`value`, where it is an absolute path below `output_dir` relative to it: the folder gets another name later."""
+    """Return `value`; an absolute path below `output_dir` becomes relative to it, since the folder is renamed later."""
     if not isinstance(value, str | os.PathLike) or not os.path.isabs(value):
         return value
-    for root in (str(output_dir), os.path.realpath(output_dir)):  # which a hook may have resolved
+    for root in (str(output_dir), os.path.realpath(output_dir)):  # a hook may have resolved the path
         path = Path(os.path.normpath(value))
         if path.is_relative_to(root):
             return str(path.relative_to(root))
@@ -64,34 +64,34 @@ def _relative(value: Any, output_dir: Path) -> Any:
 
 
 def trainer_directory(checkpoint: str | os.PathLike[str] | None, trainer: object) -> Path | None:
-    """Where ``save_checkpoint`` wrote its files of `checkpoint`, for the ``load_checkpoint`` of `trainer`.
+    """Return the folder with the files that ``save_checkpoint`` wrote for `checkpoint`; None if there is none.
 
     Raises:
-        CheckpointError: The older runtime wrote the checkpoint, which holds no weights but the trainer's own files, and
+        CheckpointError: The older runtime wrote the checkpoint, so it holds no weights but the trainer's own files; and
             these are gone, or `trainer` cannot read them.
     """
     if checkpoint is None:
         return None
     try:
         found = find_checkpoint(checkpoint)
-    except FileNotFoundError:  # another plugin's, which lies elsewhere or is a folder
+    except FileNotFoundError:  # another plugin's checkpoint, elsewhere or in a folder of another form
         return None
     if found.suffix != ".json":
         return None
     record = read_record(found)
     folder = record.trainer_folder
     if record.is_old:
-        _check_handed_over(record, folder, trainer)
+        _check_old_files(record, folder, trainer)
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _check_handed_over(record: CheckpointRecord, folder: Path | None, trainer: object) -> None:
+def _check_old_files(record: CheckpointRecord, folder: Path | None, trainer: object) -> None:
     name = type(trainer).__name__
     if folder is None:
         if record.trainer_checkpoint is not None:
             raise CheckpointError(
-                f"checkpoint {record.name} cannot be resumed from: save_checkpoint wrote files for it, and there is no "
-                f"folder {record.path.with_suffix('')}. Put them there, or name another checkpoint"
+                f"checkpoint {record.name} cannot be resumed from: save_checkpoint wrote files for it, but there is no "
+                f"folder {record.path.with_suffix('')}. Put the files there, or name another checkpoint"
             )
     elif any(folder.iterdir()) and optional_hook(trainer, "load_checkpoint") is None:
         raise CheckpointError(

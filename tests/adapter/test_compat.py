@@ -52,7 +52,7 @@ def test_a_fresh_interpreter_has_the_old_paths_after_any_import_of_genlight(way)
 
 
 def install_real(folder, layout):
-    """The real package; in ``installed`` it lies in the same folder as the files of ours."""
+    """The real package; with ``installed`` it is in the same folder as our files."""
     package = folder / "gen_worker"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -72,7 +72,7 @@ def test_the_real_package_wins_wherever_it_lies(tmp_path, layout):
 
 
 def test_a_real_package_on_a_path_that_is_added_later_wins(clean, tmp_path, monkeypatch):
-    """A job's folder may hold it, and is put on the path long after genlight was imported."""
+    """A job's folder may contain it, and comes on the path long after genlight was imported."""
     compat.install()
     install_real(tmp_path, "first")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -188,7 +188,7 @@ def test_callbacks_are_importable_under_the_path_that_existing_code_uses(without
     )
 
 
-def test_the_real_worldflux_is_left_alone(without_worldflux, tmp_path, monkeypatch):
+def test_the_real_worldflux_is_unchanged(without_worldflux, tmp_path, monkeypatch):
     (tmp_path / "worldflux").mkdir()
     (tmp_path / "worldflux" / "__init__.py").write_text("real = True")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The public surface: which names there are, and what it costs to import them."""
+"""The public names, and the cost of importing them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ LIGHT = (
     "genlight.adapter.plumbing.redaction",
     "genlight.adapter.plumbing.urls",
 )
-"""What answers without torch: help, spec checks, listings, a job that has finished."""
+"""Commands that answer without torch: help, spec checks, listings, a finished job."""
 
 
 def run_python(script):
@@ -99,16 +99,16 @@ def test_the_public_names_are_exactly_these(package):
     assert sorted(package.__all__) == sorted(PUBLIC[package.__name__].split())
 
 
-def test_names_of_the_contract_can_be_had_without_being_listed():
-    """Protocols of an orchestrator, and what existing configurations and classes name."""
+def test_names_of_the_contract_are_importable_but_not_listed():
+    """Protocols of an orchestrator, and names that existing configurations and classes use."""
     for name in genlight.adapter.__contract__:
         assert getattr(genlight.adapter, name) is not None
         assert name not in genlight.adapter.__all__
 
 
 @pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
-def test_dir_shows_public_names_alone(package):
-    """It is what notebooks and shells complete from."""
+def test_dir_shows_only_public_names(package):
+    """Notebooks and shells use it for completion."""
     assert [name for name in dir(package) if not name.startswith("__")] == package.__all__
 
 
@@ -128,7 +128,7 @@ def test_type_checkers_see_the_names_that_are_resolved_lazily_and_nothing_that_h
     assert not any(isinstance(node, ast.FunctionDef) for node in tree.body)
 
 
-def test_what_answers_without_training_loads_neither_torch_nor_lightning():
+def test_commands_that_do_not_train_load_neither_torch_nor_lightning():
     script = "import importlib, sys\n" + "\n".join(
         f"importlib.import_module({name!r})\n"
         f"heavy = {{'torch', 'lightning', 'pyarrow', 'numpy'}} & set(sys.modules)\n"
@@ -142,7 +142,7 @@ def test_what_answers_without_training_loads_neither_torch_nor_lightning():
     assert done.returncode == 0, done.stderr
 
 
-def test_what_decides_about_urls_and_secrets_loads_no_http_client():
+def test_checks_of_urls_and_secrets_load_no_http_client():
     done = run_python(
         "import sys, genlight.adapter.plumbing.urls, genlight.adapter.plumbing.redaction, genlight.adapter.job.config\n"
         "assert not {'httpx2', 'idna', 'ssl'} & set(sys.modules), set(sys.modules)"

@@ -1,4 +1,4 @@
-"""What a trainer declares to differ by rank, and what is left to be equal."""
+"""State that a trainer declares to differ by rank, and state that must be equal."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def paths(state: dict[str, Any], *names: str) -> list[str]:
         ('state["other"].replay', False),
     ],
 )
-def test_a_name_covers_a_part_of_the_state_and_what_is_below_it(path, is_covered):
+def test_a_name_covers_a_part_of_the_state_and_everything_below_it(path, is_covered):
     assert (path in RankLocal(("replay", "nets.memory"))) == is_covered
 
 
-def test_parameters_buffers_and_trained_tensors_are_compared_but_for_those_that_are_declared():
+def test_parameters_buffers_and_trained_tensors_are_compared_except_declared_ones():
     state = {
         "model": nn.BatchNorm1d(2, affine=False),
         "table": nn.Embedding(2, 2),
@@ -53,7 +53,7 @@ def test_parameters_buffers_and_trained_tensors_are_compared_but_for_those_that_
     ]
 
 
-def test_states_of_optimizers_are_compared_unless_they_are_declared_or_their_class_says_so():
+def test_optimizer_states_are_compared_unless_the_trainer_or_their_class_declares_them_local():
     class Sharded(torch.optim.SGD):
         rank_local = True
 
@@ -68,7 +68,7 @@ def test_states_of_optimizers_are_compared_unless_they_are_declared_or_their_cla
         ] * expected
 
 
-def test_a_parameter_that_took_the_place_of_a_bare_one_is_compared():
+def test_a_parameter_that_replaced_a_bare_one_is_compared():
     tensor = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([tensor], lr=0.1)
     discovered = discover({"points": tensor, "optimizer": optimizer})

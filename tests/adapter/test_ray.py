@@ -1,4 +1,4 @@
-"""A job as Ray's training function, as far as Ray need not be there; `tests/examples/test_ray.py` trains under it."""
+"""A job as Ray's training function, without Ray itself; `tests/examples/test_ray.py` trains under Ray."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from genlight.adapter import StartupContractError, TrainingCanceled
 from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.ray import _is_wanted, train_loop
+from genlight.adapter.ray import _is_final, train_loop
 
 
 @pytest.fixture
@@ -22,13 +22,13 @@ def job(tmp_path):
 
 
 def given_to_workers(loop):
-    """What the workers' job says once every override has been applied."""
+    """The settings of the workers' job with every override."""
     path, overrides = loop.args
     return resolve_run_config(spec_path=path, overrides=overrides)
 
 
 @pytest.mark.parametrize("named", [{}, {"strategy": "ddp"}, {"strategy": "auto", "devices": 4}])
-def test_rays_strategy_and_environment_come_where_the_job_names_none(job, named, tmp_path):
+def test_rays_strategy_and_environment_are_used_if_the_job_names_none(job, named, tmp_path):
     config = given_to_workers(train_loop(job(lightning=named), ["max_steps=2"]))
 
     assert config.lightning["strategy"] == {"class_path": "ray.train.lightning.RayDDPStrategy"}
@@ -47,7 +47,7 @@ def test_a_strategy_and_plugins_of_the_job_stay(job):
     ]  # fmt: skip
 
 
-def test_every_fault_of_a_job_is_told_before_ray_starts(job):
+def test_every_fault_of_a_job_is_reported_before_ray_starts(job):
     with pytest.raises(StartupContractError) as caught:
         train_loop(job(max_steps="many", metric_every=-1))
     assert "max_steps" in str(caught.value)
@@ -55,9 +55,9 @@ def test_every_fault_of_a_job_is_told_before_ray_starts(job):
 
 
 @pytest.mark.parametrize(("reason", "wanted"), [("canceled", True), ("timeout", True), ("preempted", False)])
-def test_only_a_preempted_run_is_to_be_started_again(reason, wanted):
-    assert _is_wanted(TrainingCanceled(reason)) is wanted
-    assert not _is_wanted(ValueError("bad row"))
+def test_only_a_preempted_run_starts_again(reason, wanted):
+    assert _is_final(TrainingCanceled(reason)) is wanted
+    assert not _is_final(ValueError("bad row"))
 
 
 def test_a_driver_needs_neither_ray_nor_torch_to_describe_the_job(job):

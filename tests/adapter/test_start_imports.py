@@ -1,4 +1,4 @@
-"""What a process loads before it has anything to train with, and what a run loads before its first step."""
+"""Modules that a process loads before it can train, and that a run loads before its first step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ sys.exit(main())
 
 
 def python(code, folder, *arguments):
-    """Run `code` in a process of its own."""
+    """Run `code` in a new process."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=folder, timeout=120, check=False
     )
@@ -78,7 +78,7 @@ def run_folder(tmp_path_factory):
 
 
 def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_folder):
-    """Torch and Lightning take their time; nothing else heavy is loaded to make one step."""
+    """Torch and Lightning are slow to load; nothing else that is slow is loaded for one step."""
     loaded = set(json.loads((run_folder / "loaded.json").read_text()))
     assert {"torch", "lightning.pytorch"} <= loaded
     assert {name: why for name, why in NEVER_BEFORE_THE_FIRST_STEP.items() if name in loaded} == {}

@@ -1,4 +1,4 @@
-"""Type checkers see ``gen_worker.trainer`` where the real package is not installed."""
+"""Type checkers see ``gen_worker.trainer`` if the real package is not installed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ follow_imports = skip
 
 @pytest.fixture
 def mypy(tmp_path):
-    """Check a file in a folder of its own; gives what mypy says."""
+    """Check a file in a separate folder; return the output of mypy."""
 
     def check(source: str) -> str:
         (tmp_path / "mypy.ini").write_text(CONFIG)

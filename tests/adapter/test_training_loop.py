@@ -32,7 +32,7 @@ class Journal:
 
 
 class Trainer:
-    """A trainer without torch that writes down its hooks."""
+    """A trainer without torch that records its hooks."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -66,7 +66,7 @@ class Trainer:
 
 
 class Reporter:
-    """A reporter that cancels when told to."""
+    """A reporter that cancels on request."""
 
     def __init__(self, journal: Journal, *, cancel_after: int | None = None, reason: str | None = None) -> None:
         self.journal, self.cancel_after = journal, cancel_after
@@ -115,7 +115,7 @@ class Writer:
 
 
 class Uploader:
-    """Writes down what it is given."""
+    """Records its arguments."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -183,7 +183,7 @@ def test_the_canonical_order_of_one_whole_run(journal):
 
 
 def test_a_resume_loads_state_before_started_and_skips_no_batch(journal):
-    """`start_step` counts as completed; the batches are the caller's."""
+    """`start_step` counts as completed; the caller chooses the batches."""
     assert run(journal, [10, 20], start_step=3, resume_state_payload={"total": 5}) == 4
     assert journal.lines[:5] == ["setup", "configure", "load_state_dict {'total': 5}", "started r", "prepare_batch 10"]
     assert journal.lines[-1] == "completed final @4"
@@ -204,14 +204,14 @@ def test_a_run_without_steps_left_starts_and_completes(journal, max_steps):
     assert not taken
 
 
-def test_cadences_fire_where_a_boundary_is_crossed(journal):
+def test_cadences_fire_when_a_boundary_is_crossed(journal):
     """Every third step of seven."""
     run(journal, range(1, 9), max_steps=7, checkpoint_every=3)
     assert [line for line in journal.lines if line.startswith("checkpoint")] == ["checkpoint c3 @3", "checkpoint c6 @6"]
 
 
-def test_a_step_that_asks_for_silence_loses_its_boundary(journal):
-    """`skip_cadence_emit` suppresses all three, and nothing is made up later."""
+def test_a_step_may_suppress_its_cadences(journal):
+    """`skip_cadence_emit` suppresses all three, and they are not repeated later."""
     trainer = Trainer(journal)
     trainer.controls[2] = StepControlHints(skip_cadence_emit=True)
     run(journal, [1, 2, 3, 4], trainer=trainer, metric_every=2, checkpoint_every=2, sample_every=2)
@@ -230,7 +230,7 @@ def test_batches_may_come_from_iter_batches(journal):
 
 
 def test_batches_that_are_lists_stay_lists(journal):
-    """A raw batch reaches `prepare_batch` as the very object that the source gave."""
+    """`prepare_batch` gets the same object that the source returned."""
     raw = [[1.0, 2.0], {"x": 1}]
     seen: list[Any] = []
 
@@ -258,7 +258,7 @@ def test_an_empty_source_fails(journal):
 
 
 def failing(hook: str, error: BaseException) -> type[Trainer]:
-    """A trainer one of whose hooks raises; at the third batch if it is that of a step."""
+    """A trainer with a hook that raises; a hook of a step raises at the third batch."""
 
     def fails(self: Trainer, *arguments: Any) -> Any:
         if hook == "train_step" and arguments[0] < 3:
@@ -277,7 +277,7 @@ def failing(hook: str, error: BaseException) -> type[Trainer]:
     ],
 )
 def test_failed_gets_the_exceptions_own_text_and_step_and_the_root_cause_is_raised(journal, hook, error, told):
-    """A keyboard interrupt, too, which Lightning turns into a SystemExit; before `started` the step is 0."""
+    """Also a keyboard interrupt, although Lightning turns it into a SystemExit; before `started` the step is 0."""
     with pytest.raises(type(error)) as raised:
         run(journal, [1, 2, 3], trainer=failing(hook, error)(journal))
     assert raised.value is error
@@ -299,7 +299,7 @@ def test_a_failing_writer_is_reported_at_its_step(journal):
 
 
 def test_a_reporter_that_fails_while_failing_hides_nothing(journal):
-    """The failure of training is the one that is raised."""
+    """The failure of training is raised, not the reporter's."""
 
     class Broken(Reporter):
         def failed(self, *, step: int, error: str) -> None:
@@ -322,7 +322,7 @@ def test_a_stop_is_seen_before_the_first_step_and_after_every_step(journal, reas
 
 
 def test_the_context_names_the_device_that_is_there(journal):
-    """The default `cuda:0` becomes the CPU where there is no CUDA; job and dtype stay the caller's."""
+    """The default `cuda:0` becomes the CPU if there is no CUDA; job and dtype stay the caller's."""
     seen: list[StepContext] = []
 
     class Looks(Trainer):

@@ -24,7 +24,7 @@ from genlight.adapter import (
     run_training_loop,
     save_trainable_module_checkpoint,
 )
-from genlight.adapter.module.trainer_files import checked_result
+from genlight.adapter.module.trainer_files import check_result
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, DurableCheckpointIO, UploadArtifacts
 from genlight.callbacks.checkpoint import read_record, verify
@@ -96,7 +96,7 @@ def test_allowed_results_of_save_checkpoint(tmp_path: Path, returned: Any, expec
             key: value.replace("{out}", str(tmp_path)) if isinstance(value, str) else value
             for key, value in returned.items()
         }
-    assert checked_result(returned, tmp_path) == expected
+    assert check_result(returned, tmp_path) == expected
 
 
 def test_a_path_below_a_folder_that_was_reached_by_a_link_is_below_it(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_a_path_below_a_folder_that_was_reached_by_a_link_is_below_it(tmp_path: 
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a.bin").touch()
     (tmp_path / "link").symlink_to("real")
-    told = checked_result({"primary_path": str(tmp_path / "real" / "a.bin")}, tmp_path / "link")
-    assert told == {"primary_path": "a.bin"}
+    result = check_result({"primary_path": str(tmp_path / "real" / "a.bin")}, tmp_path / "link")
+    assert result == {"primary_path": "a.bin"}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_path_below_a_folder_that_was_reached_by_a_link_is_below_it(tmp_path: 
         (["weights.txt"], "save_checkpoint returned a list; it must be a mapping or None"),
         ("weights.txt", "save_checkpoint returned a str; it must be a mapping or None"),
         ({"primary_path": 5}, "a primary_path that is a int; it must be a path"),
-        ({"primary_path": "absent.bin"}, "no such file in its output_dir, which holds weights.txt"),
+        ({"primary_path": "absent.bin"}, "its output_dir has no such file; it contains weights.txt"),
         ({"primary_path": "../../escaped"}, "lies outside of its output_dir"),
         ({"primary_path": "/etc/hostname"}, "lies outside of its output_dir"),
     ],
@@ -131,7 +131,7 @@ def test_a_wrong_result_of_save_checkpoint_ends_the_run_and_leaves_no_checkpoint
     (checkpoints / "c").mkdir()
     (checkpoints / "c" / "weights.txt").touch()
     with pytest.raises(ContractError) as raised:
-        checked_result(returned, checkpoints / "c")
+        check_result(returned, checkpoints / "c")
     assert message in str(raised.value)
 
 

@@ -142,7 +142,7 @@ FAULTS = (
     ("Late", "steps", "fail", "state.late appeared after `configure`"),
     ("ReturnsNothing", "steps", "fail", "train_step returned a NoneType without `metrics`"),
     ("NanLoss", "metrics", "fail", "train/loss is nan after each of 4 steps"),
-    ("RebuildsItsOptimizer", "resume", "fail", "Training replaced what `configure` built"),
+    ("RebuildsItsOptimizer", "resume", "fail", "Training replaced objects that `configure` built"),
 )
 
 

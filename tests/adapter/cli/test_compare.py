@@ -117,7 +117,7 @@ def test_a_shorter_job_is_reported(compare):
     [
         ("Nowhere", [], "has no 'Nowhere'"),
         ("Plain", TWO_RANKS, "has 2 ranks, but both loops must run in one process: --set lightning.devices=1"),
-        ("CollectsNothing", ROLLOUTS, "the rollout after step 0 gave no batches"),
+        ("CollectsNothing", ROLLOUTS, "the rollout after step 0 returned no batches"),
         ("WrongSignature", [], "load_state_dict(self, state, payload) cannot be called as"),
         ("LOCKED", [], "is an instance of HasALock and cannot be copied"),
         ("Plain", ["--set", "mock_batches=[]"], "0 mock batches"),

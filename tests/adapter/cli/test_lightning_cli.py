@@ -171,7 +171,7 @@ def _event_logger():
     [
         (
             {"plugin": "refused_trainer:Trianer"},
-            "has no 'Trianer'; trainers found there: Collects, Counts, Fails, FailsAtTwo, Files, ",
+            "has no 'Trianer'; trainers in it: Collects, Counts, Fails, FailsAtTwo, Files, ",
         ),
         ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
         ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
@@ -190,7 +190,7 @@ def _event_logger():
         ),
         (
             {"callbacks": [_stock("LearningRateFinder")]},
-            "LearningRateFinder: it exchanges the optimizers, which the tr",
+            "LearningRateFinder: it replaces the optimizers, but the traine",
         ),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         (

@@ -93,7 +93,7 @@ def test_an_unwritten_checkpoint_names_the_way_out():
         (exceptions.TrainingCanceled(), "canceled"),
     ],
 )
-def test_an_exception_says_its_facts(error, text):
+def test_the_text_of_an_exception_has_its_facts(error, text):
     assert str(error) == text
 
 

@@ -1,4 +1,4 @@
-"""Tensors without a module move, and are saved, as the objects that they are."""
+"""Tensors without a module are moved and saved, and stay the same objects."""
 
 from __future__ import annotations
 

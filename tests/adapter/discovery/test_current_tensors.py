@@ -1,4 +1,4 @@
-"""Tensors that a trainer puts in the place of others."""
+"""Tensors with which a trainer replaces others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from genlight.adapter.discovery.discover import discover
 
 
-def test_a_tensor_in_the_place_of_another_is_found_wherever_it_is():
+def test_a_tensor_that_replaced_another_is_found_wherever_it_is():
     trainer = SimpleNamespace(scale=torch.ones(1))
     state = {"params": {"w.a": torch.zeros(2), "b": torch.zeros(3)}, "list": [torch.zeros(4)], "gone": torch.zeros(5)}
     discovered = discover(state, trainer)
-    state["params"] = {key: value + 1 for key, value in state["params"].items()}  # the dict is another one, too
+    state["params"] = {key: value + 1 for key, value in state["params"].items()}  # the dict is replaced, too
     state["list"][0] = torch.ones(6)
     trainer.scale = trainer.scale * 2
     state["gone"] = None

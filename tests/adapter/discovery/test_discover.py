@@ -1,4 +1,4 @@
-"""What a trainer built is found wherever it put it, once, and in the same order on every rank."""
+"""Discovery finds each object of a trainer once, wherever it is, and in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_paths_read_as_the_author_would_write_them():
     assert names(found.modules) == ["nets_0", "model"]
 
 
-def test_a_compiled_module_is_given_as_its_original():
+def test_a_compiled_module_is_represented_by_its_original():
     model = nn.Linear(1, 1)
 
     found = discover({"compiled": torch.compile(model, backend="eager"), "model": model})
@@ -180,7 +180,7 @@ def test_a_compiled_module_is_given_as_its_original():
     assert [(f.path, f.value) for f in found.modules] == [('state["compiled"]', model)]
 
 
-def test_an_optimizer_inside_of_a_module_or_known_to_a_scheduler_alone_is_found():
+def test_an_optimizer_inside_a_module_or_only_in_a_scheduler_is_found():
     class Agent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -215,7 +215,7 @@ def test_tensors_that_an_optimizer_holds_and_no_module_does_are_named():
     assert paths(found.tensors) == ['state["constant"]']
 
 
-def test_parameters_that_a_trainer_keeps_beside_their_module_are_named():
+def test_references_to_parameters_outside_of_their_module_are_named():
     model = nn.Linear(1, 1)
 
     assert paths(discover({"params": list(model.parameters()), "model": model}).aliases) == [
@@ -241,7 +241,7 @@ def test_modules_and_optimizers_that_only_functions_close_over_are_found():
     assert found.modules[0].name == "step_closure_model"
 
 
-def test_what_a_class_keeps_for_all_its_instances_is_found():
+def test_attributes_of_a_class_are_found():
     class Trainer:
         net = nn.Linear(1, 1)
         heads = (nn.Linear(1, 1),)
@@ -253,7 +253,7 @@ def test_what_a_class_keeps_for_all_its_instances_is_found():
 
 
 @pytest.mark.parametrize("kept", ["Trainer", "callback of its own", "module"])
-def test_whatever_leads_to_the_run_that_hosts_a_trainer_is_none_of_what_it_built(kept):
+def test_objects_of_the_run_that_hosts_a_trainer_are_skipped(kept):
     import lightning.pytorch as pl
 
     class Mine(pl.Callback):
@@ -270,7 +270,7 @@ def test_whatever_leads_to_the_run_that_hosts_a_trainer_is_none_of_what_it_built
     assert paths(found.modules) == ['state["model"]']
 
 
-def test_without_optimizers_all_that_wants_a_gradient_is_updated():
+def test_without_optimizers_everything_that_requires_a_gradient_is_updated():
     model, loose = nn.Linear(1, 1), torch.ones(1, requires_grad=True)
     model.bias.requires_grad_(False)
     state = {"model": model, "loose": loose, "derived": loose * 2, "constant": torch.ones(1)}
@@ -313,7 +313,7 @@ def test_a_module_or_optimizer_that_appears_later_is_an_error_that_says_configur
         check_unchanged(before, state, trainer)
 
 
-def test_a_part_of_a_known_module_that_is_kept_later_is_nothing_new():
+def test_a_later_reference_to_a_part_of_a_known_module_is_allowed():
     state = SimpleNamespace(model=nn.Sequential(nn.Linear(1, 1)))
     before = discover(state)
     state.part = state.model[0]
@@ -322,7 +322,7 @@ def test_a_part_of_a_known_module_that_is_kept_later_is_nothing_new():
 
 
 class ElsewhereTensor(torch.Tensor):
-    """A tensor that says it lives on a GPU, on a machine that has none."""
+    """A tensor that claims to be on a GPU, on a machine that has none."""
 
     device = torch.device("cuda:1")
 
@@ -343,7 +343,7 @@ def test_a_tensor_on_the_device_of_another_rank_is_named_by_its_path():
     check_devices(discover(state), "cuda")
 
 
-def test_a_view_of_what_moves_to_a_device_is_refused_by_both_names():
+def test_a_view_of_a_parameter_that_moves_to_a_device_is_refused_by_both_names():
     model, elsewhere = nn.Linear(2, 2), nn.Linear(2, 2)
     model.weight.grad = torch.zeros(2, 2)
     state = {"model": model, "other": elsewhere, "gradients": model.weight.grad.view(-1)}
@@ -364,7 +364,7 @@ def test_a_module_in_memory_shared_with_another_process_is_refused_on_several_ra
         check_devices(discover({"model": model}), "cpu", world_size=2)
 
 
-def test_what_feeds_a_run_is_not_found_through_the_context_that_a_trainer_keeps():
+def test_the_dataset_in_a_context_that_a_trainer_keeps_is_skipped():
     handles, encoder = {"base": nn.Linear(1, 1)}, nn.Linear(1, 1)
     job = TrainingJobSpec("r", max_steps=1)
     context = StepContext(job=job, model_handles=handles, dataset=[{"encoder": encoder, "x": torch.ones(1)}])
@@ -376,7 +376,7 @@ def test_what_feeds_a_run_is_not_found_through_the_context_that_a_trainer_keeps(
     assert found.tensors == ()
 
 
-def test_a_module_that_is_all_on_the_meta_device_is_a_skeleton_and_left_out():
+def test_a_module_completely_on_the_meta_device_is_skipped():
     model = nn.Linear(2, 2)
     state = {"model": model, "skeleton": copy.deepcopy(model).to("meta"), "optimizer": adam(model)}
 
@@ -384,7 +384,7 @@ def test_a_module_that_is_all_on_the_meta_device_is_a_skeleton_and_left_out():
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_a_module_of_which_a_part_has_no_values_is_refused_by_name(is_trained):
+def test_a_module_with_a_part_without_values_is_refused_by_name(is_trained):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     state = {"model": model, "optimizer": adam(model) if is_trained else None}
 
@@ -396,7 +396,7 @@ def test_a_module_of_which_a_part_has_no_values_is_refused_by_name(is_trained):
 
 
 def test_a_container_that_counts_in_its_own_way_is_searched():
-    class Irreps(tuple):  # as of e3nn, which refuses to say how many there are
+    class Irreps(tuple):  # like e3nn's class, which refuses `len`
         def __len__(self):
             raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What optimizers that wrap others keep."""
+"""State of optimizers that wrap others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from genlight.adapter.discovery.wrapped_optimizers import kept_by_wrappers
 
 
 class Scaled(torch.optim.Optimizer):
-    """Keeps an entry of its own in the state of the optimizer that it wraps, and saves and loads it (as TRAC does)."""
+    """Keeps its own entry in the state of the wrapped optimizer, and saves and loads it (as TRAC does)."""
 
     def __init__(self, wrapped: torch.optim.Optimizer) -> None:
         super().__init__([p for group in wrapped.param_groups for p in group["params"]], {})
@@ -18,7 +18,7 @@ class Scaled(torch.optim.Optimizer):
         self.state["scale"] = torch.ones(1)
 
 
-def test_an_entry_that_belongs_to_no_parameter_stays_as_its_own_load_state_dict_left_it():
+def test_an_entry_of_no_parameter_keeps_the_value_of_the_wrappers_load_state_dict():
     def build() -> Scaled:
         return Scaled(torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1, momentum=0.9))
 
@@ -27,7 +27,7 @@ def test_an_entry_that_belongs_to_no_parameter_stays_as_its_own_load_state_dict_
     parameter.grad = torch.ones(2)
     ran.wrapped.step()
     saved = [kept.state_dict() for kept in kept_by_wrappers(discover(ran).optimizers)]
-    fresh.state["scale"].fill_(3)  # by a load_state_dict of the wrapper, which comes first
+    fresh.state["scale"].fill_(3)  # as load_state_dict of the wrapper does, which is called first
     for kept, state in zip(kept_by_wrappers(discover(fresh).optimizers), saved, strict=True):
         kept.load_state_dict(state)
 

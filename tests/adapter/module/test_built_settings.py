@@ -1,4 +1,4 @@
-"""A resume says which settings of the checkpoint win over those that `configure` has just built, or leaves the new."""
+"""A resume logs each setting of the checkpoint that overrides one of `configure`, or keeps the new one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Builds(Trains):
 
 @pytest.fixture
 def train(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
-    """Train to a step, from the newest checkpoint if there is one; gives the group and what was said."""
+    """Train to a step, from the newest checkpoint if there is one; return the group and the log."""
 
     def run(steps: int, *keep: str, **hyperparams: Any) -> tuple[dict[str, Any], str]:
         caplog.clear()
@@ -59,7 +59,7 @@ def train(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
     return run
 
 
-def test_a_rate_that_the_checkpoint_overrides_is_said_with_both_values_until_it_is_put_in_force(train):
+def test_a_rate_that_the_checkpoint_overrides_is_logged_with_both_values_until_it_is_kept(train):
     train(2, lr=0.1, weight_decay=0.0)
     for steps in (3, 4):
         group, said = train(steps, lr=0.01, weight_decay=0.0)
@@ -89,7 +89,7 @@ def test_a_rate_that_the_class_itself_changes_is_no_difference(train):
     assert said == ""
 
 
-def test_a_new_rate_goes_on_in_the_middle_of_a_schedule(train):
+def test_a_new_rate_applies_in_the_middle_of_a_schedule(train):
     train(2, lr=0.1, gamma=0.5)
     group, _ = train(4, "lr", lr=0.2, gamma=0.5)
     assert group["lr"] == pytest.approx(0.2 / 16)
@@ -102,7 +102,7 @@ def test_a_new_rate_goes_on_in_the_middle_of_a_schedule(train):
     assert group["lr"] == pytest.approx(0.2 / 32 * 0.1)
 
 
-def test_schedules_after_each_other_take_the_new_rate_and_length(train):
+def test_schedules_in_sequence_take_the_new_rate_and_length(train):
     train(3, lr=0.1, total=3)
     group, said = train(6, "lr", "schedule", lr=1.0, total=100)
     assert "_schedulers.1.T_max 100 (3 in the checkpoint)" in said

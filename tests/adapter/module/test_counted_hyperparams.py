@@ -1,4 +1,4 @@
-"""A run names hyperparameters that nobody has read, and hands the class what is a dictionary in every use."""
+"""A run warns of hyperparameters that are never read; for the class they behave like a dictionary."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_a_run_names_them_once_and_a_class_may_store_them(tmp_path, caplog):
     (tmp_path / "job.json").write_text(json.dumps(job))
 
     assert main(["run", str(tmp_path / "job.json")]) == 0
-    told = [message for message in caplog.messages if "nobody has read" in message]
-    assert len(told) == 1
-    assert "`hyperparams.lrr`, `hyperparams.layers`" in told[0]
+    warnings = [message for message in caplog.messages if "has not been used" in message]
+    assert len(warnings) == 1
+    assert "`hyperparams.lrr`, `hyperparams.layers`" in warnings[0]
     record = json.loads((tmp_path / "runs/r/checkpoints/final.json").read_text())
     assert record["state"]["all"] == job["hyperparams"]
 
@@ -71,7 +71,7 @@ def test_a_copy_is_a_plain_dictionary_and_reads_all(use):
     assert given.unread == []
 
 
-def test_only_what_is_asked_for_counts():
+def test_only_requested_keys_count():
     given = CountedDict({"lr": 1, "name": "x", "deep": {"a": 1}, "last": 2})
     assert (given["lr"], given.get("absent"), "deep" in given, given.pop("last")) == (1, None, True, 2)
     assert given.unread == ["name"]

@@ -1,4 +1,4 @@
-"""Trainers that change what torch gives new tensors: their device, as `torch.set_default_device`, and their type."""
+"""Trainers that change the default device (`torch.set_default_device`) or the default type of new tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plain(Trains):
 
 
 class OnAnotherDevice(Plain):
-    """The meta device shows each tensor that is made without a device, as a GPU would."""
+    """The meta device reveals each tensor that is made without a device, as a GPU would."""
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         state = super().configure(ctx)
@@ -42,7 +42,7 @@ class InDouble(Plain):
 
 
 def no_default_device() -> None:
-    """As before the first call: torch 2.9 takes what None leaves behind for a device."""
+    """Restore the state before the first call: in torch 2.9, None itself would count as a default device."""
     torch.set_default_device(None)
     if hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
         del torch._GLOBAL_DEVICE_CONTEXT.device_context

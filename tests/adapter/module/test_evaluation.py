@@ -21,7 +21,7 @@ from support.messages import refusal
 
 @pytest.fixture
 def evaluated(counting_trainer):
-    """A trainer whose score is the number of its steps; notes under which conditions it was evaluated."""
+    """A trainer whose score is the number of its steps; records the conditions of each evaluation."""
 
     class Evaluated(counting_trainer):
         def configure(self, ctx):
@@ -33,7 +33,7 @@ def evaluated(counting_trainer):
 
         def evaluate(self, state, ctx):
             self.calls.append("evaluate")
-            torch.rand(1)  # must not change what training draws
+            torch.rand(1)  # must not change the random numbers of training
             self.saw = {
                 "gradients": torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
                 "autocast": torch.is_autocast_enabled("cpu"),
@@ -70,7 +70,7 @@ def test_without_a_checkpoint_the_trainer_is_evaluated_as_it_is(fit, evaluated):
     assert evaluated.calls.count("configure") == 1
 
 
-def test_an_evaluation_sees_what_it_would_see_in_training(quiet, evaluated):
+def test_an_evaluation_runs_under_the_conditions_of_training(quiet, evaluated):
     before = torch.get_rng_state()
     pl.Trainer(**quiet, precision="bf16-mixed").validate(ContractModule(evaluated))
 
@@ -88,7 +88,7 @@ def test_a_training_after_an_evaluation_has_no_validation_in_it(fit, quiet, eval
     assert evaluated.calls.count("train_step") == 3
 
 
-def test_data_that_comes_with_the_call_is_not_asked_for(quiet, evaluated):
+def test_a_data_module_passed_to_the_call_is_not_used(quiet, evaluated):
     class NoValidationData(pl.LightningDataModule):
         def train_dataloader(self):
             raise AssertionError("no training data is needed")
@@ -103,13 +103,15 @@ def test_a_trainer_without_evaluate_is_refused_in_one_line(quiet, counting_train
 
 
 @pytest.mark.parametrize("critical", [True, False])
-def test_one_without_evaluate_is_refused_at_the_start_of_a_training_that_evaluates(fit, counting_trainer, critical):
-    """Also where an evaluation that fails would be forgiven."""
+def test_a_trainer_without_evaluate_is_refused_at_the_start_of_a_training_that_evaluates(
+    fit, counting_trainer, critical
+):
+    """Also if a failed evaluation would not end the run."""
     with refusal(ContractError):
         fit(counting_trainer(), [Evaluate(2, critical=critical)])
 
 
-def test_an_evaluation_at_a_cadence_leaves_random_numbers_alone_and_its_scores_in_the_run_state(fit, evaluated):
+def test_an_evaluation_at_a_cadence_keeps_random_numbers_and_puts_its_scores_in_the_run_state(fit, evaluated):
     before = torch.get_rng_state()
     trainer, _ = fit(evaluated, [Evaluate(2)], steps=5)
 
@@ -160,13 +162,13 @@ def test_scores_of_a_validation_are_events_of_their_step_once(fit, evaluated, tm
     assert validate_events(tmp_path / "events.jsonl") == []
 
 
-def test_a_training_that_asks_for_validation_by_a_trainer_without_evaluate_says_so(fit, counting_trainer, caplog):
+def test_a_validation_schedule_without_evaluate_is_warned_of(fit, counting_trainer, caplog):
     fit(counting_trainer(), steps=4, val_check_interval=2, check_val_every_n_epoch=None)
 
     assert "val_check_interval=2 and check_val_every_n_epoch=None have no effect: CountingTrainer has no" in caplog.text
 
 
-def test_a_validation_loader_of_the_callers_own_is_left_alone(quiet, evaluated):
+def test_a_validation_loader_of_the_caller_is_used(quiet, evaluated):
     class Validated(ContractModule):
         def validation_step(self, batch, batch_idx):
             self.seen = batch
@@ -179,7 +181,7 @@ def test_a_validation_loader_of_the_callers_own_is_left_alone(quiet, evaluated):
     assert "evaluate" not in evaluated.calls
 
 
-def test_a_validation_leaves_the_gradients_of_an_unfinished_window_alone(fit, evaluated):
+def test_a_validation_keeps_the_gradients_of_an_unfinished_window(fit, evaluated):
     class Accumulates(type(evaluated)):
         def configure(self, ctx):
             state = super().configure(ctx)
@@ -194,7 +196,7 @@ def test_a_validation_leaves_the_gradients_of_an_unfinished_window_alone(fit, ev
     assert module.contract_state["gradients"] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_what_is_due_at_a_checkpoint_is_evaluated_once_by_the_run_that_resumes(fit, quiet, evaluated, tmp_path):
+def test_an_evaluation_due_at_a_checkpoint_runs_once_in_the_resumed_run(fit, quiet, evaluated, tmp_path):
     settings = {"val_check_interval": 2, "check_val_every_n_epoch": None, "enable_checkpointing": True}
     fit(evaluated, [Checkpoint(tmp_path, every_n_steps=2, keep_last=None)], steps=4, **settings)
     resumed, scores = type(evaluated)(), []
@@ -261,14 +263,14 @@ def test_a_plain_trainer_evaluates_after_each_epoch_as_is_lightnings_default(qui
     assert at == steps
 
 
-def test_a_trainer_without_evaluate_is_not_validated_in_silence(quiet, counting_trainer, caplog):
+def test_a_trainer_without_evaluate_is_silently_not_validated(quiet, counting_trainer, caplog):
     trainer = pl.Trainer(**quiet, max_epochs=2)
     trainer.fit(ContractModule(counting_trainer()), torch.utils.data.DataLoader([0, 1]))
     assert "validat" not in caplog.text
     assert trainer.global_step == 4
 
 
-def test_a_stop_of_early_stopping_goes_by_the_scores_of_the_default(quiet, evaluated):
+def test_early_stopping_uses_the_scores_of_the_default_validation(quiet, evaluated):
     stops = EarlyStopping("steps", mode="min", patience=1)
     trainer = pl.Trainer(**quiet, max_epochs=9, callbacks=[stops])
     trainer.fit(ContractModule(evaluated), torch.utils.data.DataLoader([0, 1]))

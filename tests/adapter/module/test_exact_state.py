@@ -1,4 +1,4 @@
-"""What a resume brings back of things that no state dict of torch or Lightning has."""
+"""A resume restores state that no state dict of torch or Lightning contains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS, INTERRUPTED_AT = 5, 3
 
 
 class Rows:
-    """Five batches; it knows where it is."""
+    """Five batches, with a position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -74,7 +74,7 @@ class Plain:
 
 
 class Wrapper(Optimizer):
-    """Forgets in its state dict what the optimizer in it keeps, as SAM was published."""
+    """Its state dict lacks the state of the wrapped optimizer, as in published versions of SAM."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -91,7 +91,7 @@ class Wrapped(Plain):
 
 
 class WrapperOfAll(Optimizer):
-    """Shares groups and state with the optimizer in it, which replaces its own when it loads, as LARC does."""
+    """Shares groups and state with the wrapped optimizer, which replaces them when it loads, as LARC does."""
 
     def __init__(self, params: Any) -> None:
         self.base = SGD(params, lr=0.05, momentum=0.9)
@@ -111,7 +111,7 @@ class WrapperOfAll(Optimizer):
 
 
 class WrapperOfGroups(Optimizer):
-    """Has a list of its own with the groups of the optimizer in it."""
+    """Has a separate list with the groups of the wrapped optimizer."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -122,7 +122,7 @@ class WrapperOfGroups(Optimizer):
 
 
 class WrapperOfOther(Optimizer):
-    """Forgets the rate of the optimizer in it, which has groups of its own."""
+    """Does not save the rate of the wrapped optimizer, which has separate groups."""
 
     def __init__(self, params: Any) -> None:
         params = list(params)
@@ -159,7 +159,7 @@ class WrapsOther(WrapsAll):
 
 
 class OwnSchedule(torch.optim.lr_scheduler.LRScheduler):
-    """Keeps a function, as its own ``state_dict`` says."""
+    """Keeps a function in its ``state_dict``."""
 
     def __init__(self, optimizer: Optimizer, rate: Any) -> None:
         self.rate = rate
@@ -170,7 +170,7 @@ class OwnSchedule(torch.optim.lr_scheduler.LRScheduler):
 
 
 class Scheduled(Plain):
-    """Two schedules of one optimizer, of which Lightning saves the first."""
+    """Two schedules of one optimizer; Lightning saves the first."""
 
     def configure(self, ctx: Any) -> Any:
         state = super().configure(ctx)
@@ -185,7 +185,7 @@ class Scheduled(Plain):
 
 
 class Momentum(Optimizer):
-    """Keeps its moment in a type of its own, in a list, and a count and a text beside it."""
+    """Keeps its moment in another type, in a list, and also a count and a text."""
 
     def __init__(self, params: Any, kept_as: torch.dtype) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -227,7 +227,7 @@ class MastersInFp32(InBfloat16):
 
 
 class MomentsInBfloat16(Plain):
-    """The weights are fp32. Loads its optimizer by itself, as the template of a class does."""
+    """The weights are fp32. It loads its optimizer itself, as the template of a class does."""
 
     def optimizer(self, parameters: Any) -> Optimizer:
         return Momentum(parameters, torch.bfloat16)
@@ -259,7 +259,7 @@ def fit(folder: Path, plugin: Any, resume_from: Path | None = None) -> Any:
     [Wrapped, WrapsAll, WrapsGroups, WrapsOther, Scheduled, InBfloat16, Averaged, MastersInFp32, MomentsInBfloat16],
 )
 def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> None:
-    """From the third of five steps. Open windows and optimizers keyed by address are resumed in the zoo."""
+    """Resume at the third of five steps. The zoo covers open windows and optimizers keyed by address."""
     whole = fit(tmp_path, kind())
 
     resumed = fit(tmp_path, kind(), tmp_path / "step-00000003.json")
@@ -314,8 +314,8 @@ def test_a_wrapper_and_the_optimizer_in_it_share_their_groups_after_a_resume(tmp
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")  # torch 2.15
-def test_a_resume_of_a_scripted_module_says_that_it_rounds_otherwise(tmp_path: Path, caplog: Any) -> None:
-    """TorchScript optimises after its first calls, and no checkpoint has how far it was."""
+def test_a_resume_of_a_scripted_module_warns_of_different_rounding(tmp_path: Path, caplog: Any) -> None:
+    """TorchScript optimizes after its first calls, and no checkpoint holds its progress."""
     fit(tmp_path, Scripted())
     assert "TorchScript" not in caplog.text
 
@@ -325,7 +325,7 @@ def test_a_resume_of_a_scripted_module_says_that_it_rounds_otherwise(tmp_path: P
 
 
 class Within(torch.optim.lr_scheduler.LRScheduler):
-    """A schedule that keeps another one, as many a published warm-up does."""
+    """A schedule that contains another one, as many published warm-ups do."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -355,7 +355,9 @@ class KeepsAnIterator(ScheduledWithin):
     ("kind", "path"),
     [(ScheduledWithin, 'state["schedule"]["after"]'), (KeepsAnIterator, '["param_groups"][0]["rows"]')],
 )
-def test_what_no_checkpoint_can_hold_fails_before_the_first_step(tmp_path: Path, kind: type[Plain], path: str) -> None:
+def test_state_that_no_checkpoint_can_hold_fails_before_the_first_step(
+    tmp_path: Path, kind: type[Plain], path: str
+) -> None:
     with pytest.raises(UnstorableStateError) as refused:
         fit(tmp_path, kind())
 

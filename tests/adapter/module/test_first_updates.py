@@ -1,4 +1,4 @@
-"""Faults of a class that its first updates show."""
+"""Faults of a class that show in its first updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from genlight.adapter import StepResult, TrainingJobSpec
 
 from .test_exact_state import Plain
 
-STALE, BLIND, UNREAD = "are still in the next one", "found no gradient", "nobody has read"
+STALE, BLIND, UNREAD = "was not cleared", "None of the parameters of", "has not been used"
 
 
 class Trains(Plain):
@@ -104,7 +104,9 @@ class HoldsACopy(Trains):
         (HoldsACopy, (BLIND,)),
     ],
 )
-def test_the_first_updates_tell_what_no_error_does(fit: Any, caplog: Any, kind: type[Trains], said: tuple[str]) -> None:
+def test_the_first_updates_warn_of_faults_without_an_error(
+    fit: Any, caplog: Any, kind: type[Trains], said: tuple[str]
+) -> None:
     _, module = fit(kind(), steps=8, job=TrainingJobSpec("r", 8, hyperparams={"lr": 1}))
 
     assert [text for text in (STALE, BLIND) if text in caplog.text] == list(said)

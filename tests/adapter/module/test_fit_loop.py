@@ -55,7 +55,7 @@ class Counting:
 
 
 def numbers(count: int = 5) -> DataLoader[Any]:
-    """One number a batch."""
+    """One number per batch."""
     return DataLoader([torch.tensor(i) for i in range(count)], batch_size=None)
 
 
@@ -64,16 +64,16 @@ def trainer_of(tmp_path: Path, *callbacks: pl.Callback, **settings: Any) -> pl.T
     return quiet_trainer(*callbacks, default_root_dir=tmp_path, **settings)
 
 
-def test_the_jobs_step_limit_holds_where_the_trainer_has_none(tmp_path: Path) -> None:
-    """A Trainer that limits epochs alone stops at the job's steps, and the trainer class is told of them."""
+def test_the_jobs_step_limit_applies_if_the_trainer_has_none(tmp_path: Path) -> None:
+    """A Trainer that limits only epochs stops at the job's steps, and the trainer class sees this limit."""
     module = ContractModule(Counting(), TrainingJobSpec("limit", 7))
     trainer = trainer_of(tmp_path, max_epochs=9)
     trainer.fit(module, numbers())
     assert (trainer.global_step, module.ctx.job.max_steps) == (7, 7)
 
 
-def test_a_second_fit_has_a_context_of_its_own(tmp_path: Path) -> None:
-    """Limits and run state are those of the trainer at hand; the trainer class is set up once."""
+def test_a_second_fit_has_a_new_context(tmp_path: Path) -> None:
+    """Limits and run state come from the current trainer; the trainer class is set up once."""
     module = ContractModule(Counting())
     trainer_of(tmp_path, max_steps=3).fit(module, numbers())
     first = module.ctx
@@ -85,7 +85,7 @@ def test_a_second_fit_has_a_context_of_its_own(tmp_path: Path) -> None:
 
 
 class Counted:
-    """An iterable without length that says how many batches were taken."""
+    """An iterable without length that counts the batches taken from it."""
 
     def __init__(self, count: int) -> None:
         self.count, self.taken = count, 0
@@ -97,22 +97,22 @@ class Counted:
 
 
 def test_no_batch_is_fetched_after_the_last_step(tmp_path: Path) -> None:
-    """A source without length is asked for exactly the batches that are trained."""
+    """The loop takes exactly the trained batches from a source without length."""
     source = Counted(10)
     trainer_of(tmp_path, max_steps=4).fit(ContractModule(Counting()), source)
     assert source.taken == 4
 
 
 def test_a_source_that_ends_early_completes_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The reason is named, with a warning."""
+    """A warning gives the reason."""
     module = ContractModule(Counting(), TrainingJobSpec("early", 10))
     trainer_of(tmp_path, max_steps=10, max_epochs=1).fit(module, Counted(3))
     assert (module.completed_steps, module.stopped) == (3, "data_exhausted")
     assert "ended at step 3 of 10" in caplog.text
 
 
-def test_a_one_pass_source_is_not_asked_for_ever(tmp_path: Path) -> None:
-    """A generator that is used up ends the run, though epochs are not limited."""
+def test_a_one_pass_source_ends_the_run(tmp_path: Path) -> None:
+    """An exhausted generator ends the run, although epochs are not limited."""
     module = ContractModule(Counting(), TrainingJobSpec("once", 10))
     batches = iter(range(3))
 
@@ -133,7 +133,7 @@ def test_an_empty_source_is_an_input_error(tmp_path: Path, source: Any) -> None:
 
 
 def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
-    """An hour of back-off is no hour when the run is cancelled."""
+    """A stop request ends a back-off of an hour at once."""
     module = ContractModule(Counting(StepControlHints(backoff_seconds=3600.0)))
     asked: list[int] = []
 
@@ -149,7 +149,7 @@ def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
 
 
 def a_table() -> ArrowFeed:
-    """Five numbers as an Arrow feed, one pass an iteration."""
+    """Five numbers as an Arrow feed, one pass per iteration."""
     return ArrowFeed(pa.table({"x": list(range(5))}), batch_size=1, shuffle=True)
 
 
@@ -162,7 +162,7 @@ def a_table() -> ArrowFeed:
 def test_a_run_resumed_after_any_step_is_the_run_that_was_not_interrupted(
     tmp_path: Path, saved_at: int, source: Callable[[], Any]
 ) -> None:
-    """Batches and counters continue exactly, within and at the ends of epochs, whatever kind the loader is."""
+    """Batches and counters continue exactly, within and at the ends of epochs, for every kind of loader."""
     whole = Counting()
     trainer_of(tmp_path / "whole", max_steps=12).fit(ContractModule(whole), source())
 
@@ -213,13 +213,13 @@ class SizedResumable(Resumable):
     ],
 )
 def test_a_list_of_batches_that_lightning_would_take_for_loaders_is_refused(batches):
-    """Each step got a list of columns, or of rows of all batches, which a class may even train on."""
+    """Lightning would pass a list of columns, or of rows of all batches, and a class could train on it unnoticed."""
     trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     with refusal(InputError):
         trainer.fit(ContractModule(Counting(), TrainingJobSpec("r", 1)), batches)
 
 
-def test_the_way_out_for_a_list_of_batches_is_one():
+def test_the_suggested_loader_for_a_list_of_batches_works():
     batches = pa.table({"x": [1.0, 2.0, 3.0]}).to_batches(max_chunksize=1)
     trainer = pl.Trainer(max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False)
     counting = Counting()

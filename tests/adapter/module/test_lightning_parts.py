@@ -92,7 +92,7 @@ def rows(root: Path) -> list[dict[str, str]]:
 
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization:UserWarning")
 def test_model_checkpoint_monitors_the_loss_of_any_step(tmp_path: Path) -> None:
-    """A monitor sees the metrics of the very step at which it looks, off the metric cadence too."""
+    """A monitor sees the metrics of the current step, also between metric cadences."""
     checkpoint = ModelCheckpoint(tmp_path, monitor="train/loss", every_n_train_steps=3, save_top_k=-1)
     fit(tmp_path, checkpoint)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=3.ckpt", "epoch=0-step=6.ckpt"]
@@ -101,7 +101,7 @@ def test_model_checkpoint_monitors_the_loss_of_any_step(tmp_path: Path) -> None:
 
 
 def test_early_stopping_ends_the_run_as_completed(tmp_path: Path) -> None:
-    """A loss that never falls stops the run at the end of the second epoch, with the reason named."""
+    """A loss that never falls stops the run at the end of the second epoch, with its reason."""
     stopping = EarlyStopping("train/loss", patience=1, check_on_train_epoch_end=True)
     trainer, module = fit(tmp_path, stopping, steps=100, plugin=Regression(loss=1.0))
     assert trainer.global_step == 20
@@ -109,7 +109,7 @@ def test_early_stopping_ends_the_run_as_completed(tmp_path: Path) -> None:
 
 
 def test_learning_rate_monitor_logs_the_trainers_own_scheduler(tmp_path: Path) -> None:
-    """The rate halves at every step, as the trainer's scheduler says."""
+    """The trainer's scheduler halves the rate at every step."""
     fit(tmp_path, LearningRateMonitor("step"), logger=CSVLogger(tmp_path))
     rates = [float(row["lr-AdamW"]) for row in rows(tmp_path) if row.get("lr-AdamW")]
     assert rates == pytest.approx([0.1 * 0.5**k for k in range(6)])
@@ -167,7 +167,7 @@ def test_tensorboard_logger_writes_scalars(tmp_path: Path) -> None:
 
 
 def test_torchs_profiler_traces_steps_and_the_run_ends_well(tmp_path: Path) -> None:
-    """It begins with Lightning's name for a training step, and cannot be summed up where that never came."""
+    """It starts at Lightning's name for a training step, and fails at the end if that name never came."""
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace", emit_nvtx=False)
     trainer, _ = fit(tmp_path, profiler=profiler)
     assert trainer.state.finished
@@ -175,7 +175,7 @@ def test_torchs_profiler_traces_steps_and_the_run_ends_well(tmp_path: Path) -> N
 
 
 def test_simple_profiler_measures_the_steps(tmp_path: Path) -> None:
-    """With a profiler every hook goes through it, and training is the same."""
+    """Every hook goes through the profiler, and training is the same."""
     trainer, profiled = fit(tmp_path, profiler="simple")
     durations = trainer.profiler.recorded_durations  # type: ignore[attr-defined]
     assert len(durations["run_training_batch"]) == 6
@@ -191,13 +191,13 @@ def test_fast_dev_run_trains_so_many_batches(tmp_path: Path) -> None:
 
 
 def test_limit_train_batches_cuts_every_epoch(tmp_path: Path) -> None:
-    """Three batches an epoch, over and over."""
+    """Every epoch has three batches."""
     _, module = fit(tmp_path, steps=7, limit_train_batches=3)
     assert module.plugin.seen == [0, 1, 2, 0, 1, 2, 0]  # type: ignore[attr-defined]
 
 
 def test_overfit_batches_repeats_the_first_ones(tmp_path: Path) -> None:
-    """The same two batches all along."""
+    """All epochs have the same two batches."""
     _, module = fit(tmp_path, steps=5, overfit_batches=2)
     assert module.plugin.seen == [0, 1, 0, 1, 0]  # type: ignore[attr-defined]
 
@@ -226,7 +226,7 @@ def test_a_module_hook_that_returns_minus_one_ends_the_epoch(tmp_path: Path) -> 
 
 
 def test_hyperparameters_of_a_job_reach_every_logger(tmp_path: Path) -> None:
-    """As those that a LightningModule saves; a checkpoint does not hold them, since a job names them."""
+    """The hyperparameters arrive like a LightningModule's; a checkpoint does not hold them, since a job names them."""
     told: list[Any] = []
 
     class Told(CSVLogger):
@@ -245,7 +245,7 @@ def test_hyperparameters_of_a_job_reach_every_logger(tmp_path: Path) -> None:
     assert dict(module.hparams) == {}
 
 
-def test_hyperparameters_that_a_subclass_saves_are_told_beside_those_of_the_job(tmp_path: Path) -> None:
+def test_hyperparameters_of_a_subclass_are_logged_with_those_of_the_job(tmp_path: Path) -> None:
     """`save_hyperparameters` of a subclass keeps its meaning."""
 
     class Saves(ContractModule):

@@ -1,4 +1,4 @@
-"""``ContractModule.load_from_checkpoint``: a trainer class as a checkpoint has it, without a Lightning trainer."""
+"""``ContractModule.load_from_checkpoint``: a trainer class from a checkpoint, without a Lightning trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB = TrainingJobSpec(run_id="r", max_steps=3, hyperparams={"width": 2})
 
 
 class Remembers:
-    """A model beside a number that only the trainer's own payload tells, and files of its own."""
+    """A model, a number that is only in the trainer's own payload, and files of the trainer."""
 
     def setup(self, ctx: Any) -> None: ...
 
@@ -76,7 +76,7 @@ def test_weights_payload_and_files_are_those_of_the_checkpoint(
     assert (loaded.ctx.device, loaded.ctx.dtype) == ("cpu", "fp32")
 
 
-def test_of_an_exported_checkpoint_it_is_the_weights(trained: ContractModule, tmp_path: Path) -> None:
+def test_an_exported_checkpoint_loads_only_weights(trained: ContractModule, tmp_path: Path) -> None:
     exported = export_lightning(tmp_path / "checkpoints" / "final", tmp_path / "x.ckpt")
 
     loaded = ContractModule.load_from_checkpoint(exported, plugin=Remembers(), job=JOB)
@@ -110,7 +110,7 @@ def test_a_trainer_finds_its_files_however_the_checkpoint_was_named(trained: Con
         ({"plugin": Remembers(), "hparams_file": "h.yaml"}, "takes no `hparams_file`; pass `job`"),
     ],
 )
-def test_what_is_missing_or_cannot_be_used_is_told(
+def test_missing_or_unusable_arguments_are_refused(
     trained: ContractModule, tmp_path: Path, arguments: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(TypeError, match=said):

@@ -1,4 +1,4 @@
-"""The ends of epochs: validation where it is due, and a resume from there as from any other step."""
+"""The ends of epochs: due validations, and a resume from there as from any other step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from genlight.callbacks.hook.events import run_state_of
 from support.messages import refusal
 
 BATCHES = 2
-"""In an epoch."""
+"""Number of batches in an epoch."""
 
 
 class Drawing:
@@ -43,7 +43,7 @@ class Drawing:
 
 
 class Validated(ContractModule):
-    """A module with a validation, which draws random numbers too."""
+    """A module with a validation that draws random numbers, too."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/score", torch.rand(()))
@@ -57,9 +57,9 @@ class Unsized:
 
 
 class Positioned:
-    """A loader with a length and a position, which begins anew once it was asked for more than it has.
+    """A loader with a length and a position that starts again after it raised StopIteration.
 
-    That is how torchdata's StatefulDataLoader does it; an epoch's loop stops asking when it has all batches.
+    torchdata's StatefulDataLoader does the same; the loop of an epoch stops when it has all batches.
     """
 
     def __init__(self, count: int = BATCHES) -> None:
@@ -87,7 +87,7 @@ class Positioned:
 
 
 class Lazy(Positioned):
-    """One that reads its position when it is asked for the first batch."""
+    """A loader that reads its position when the first batch is fetched."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         super().__iter__()
@@ -107,12 +107,12 @@ class LazyUnsized(Lazy):
 
 
 def numbers(count: int = BATCHES) -> DataLoader[Any]:
-    """Torch's own loader, which knows no position and stands at the beginning after a resume."""
+    """Torch's own loader; it has no position and is at the beginning after a resume."""
     return DataLoader(list(torch.arange(float(count))), batch_size=None)  # type: ignore[arg-type]
 
 
 class Story(pl.Callback):
-    """What happened, step by step, and a checkpoint at one point of it."""
+    """A record of each event, and a checkpoint at one of them."""
 
     def __init__(self, save_at: tuple[str, int] | None = None, path: Path | None = None) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -127,7 +127,7 @@ class Story(pl.Callback):
             self.saved_behind = len(self.events)
 
     def hooks(self) -> list[tuple[str, int, int]]:
-        """The events without the numbers that were drawn in them: name, epoch, completed steps."""
+        """The events without random numbers: name, epoch, completed steps."""
         return [(name, epoch, step) for name, *_, epoch, step in self.events]
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -168,12 +168,12 @@ def fit(
 
 
 def saving(folder: Path) -> Checkpoint:
-    """Durable checkpoints that only others ask for."""
+    """Durable checkpoints without a cadence."""
     return Checkpoint(folder / "c", save_final=False)
 
 
 def test_a_loader_without_length_is_validated_at_the_end_of_each_epoch(tmp_path: Path) -> None:
-    """Lightning would know by a batch that it fetches ahead; this loop knows when there is none left."""
+    """Lightning fetches one batch ahead to know the end; this loop learns it when no batch is left."""
     unsized, sized = Story(), Story()
     fit(tmp_path, Unsized(), saving(tmp_path), unsized)
     fit(tmp_path, numbers(), saving(tmp_path), sized)
@@ -184,16 +184,16 @@ def test_a_loader_without_length_is_validated_at_the_end_of_each_epoch(tmp_path:
 @pytest.mark.parametrize("settings", [{"max_epochs": 3}, {"max_steps": 3 * BATCHES}], ids=["epochs", "steps"])
 @pytest.mark.parametrize("point", ["step", "validation", "epoch end", "epoch"])
 @pytest.mark.parametrize("loader", [Positioned, Lazy, LazyUnsized, numbers])
-def test_a_run_resumed_from_the_end_of_an_epoch_goes_on_with_what_was_to_come(
+def test_a_run_resumed_from_the_end_of_an_epoch_continues_exactly(
     tmp_path: Path, loader: Callable[[], Any], point: str, settings: dict[str, Any]
 ) -> None:
-    """No batch too many or too few, and a validation that the checkpoint preceded is made up for."""
+    """No batch is repeated or skipped, and a validation that was due after the checkpoint runs first."""
     whole = Story((point, BATCHES), tmp_path / "saved.json")
     fit(tmp_path, loader(), saving(tmp_path), whole, **settings)
     rest = Story()
     fit(tmp_path, loader(), saving(tmp_path), rest, ckpt=tmp_path / "saved.json", **settings)
     assert whole.saved_behind
-    # The beginning of an epoch comes again, where no batch of it was trained.
+    # The beginning of an epoch is repeated if none of its batches was trained.
     assert rest.events == whole.events[whole.saved_behind - (point == "epoch") :]
 
 
@@ -213,7 +213,7 @@ def test_a_run_resumed_from_the_end_of_an_epoch_goes_on_with_what_was_to_come(
 def test_a_resume_from_the_end_of_an_epoch_that_was_cut_leaves_the_rest_of_the_loader(
     tmp_path: Path, loader: Callable[[], Any], limits: dict[str, Any], point: str
 ) -> None:
-    """The loop begins each epoch with a new pass, and a resumed one does as well."""
+    """The loop begins each epoch with a new pass, also after a resume."""
     whole, rest = Story((point, BATCHES), tmp_path / "saved.json"), Story()
     fit(tmp_path, loader(), saving(tmp_path), whole, **limits)
     fit(tmp_path, loader(), saving(tmp_path), rest, ckpt=tmp_path / "saved.json", **limits)
@@ -221,7 +221,7 @@ def test_a_resume_from_the_end_of_an_epoch_that_was_cut_leaves_the_rest_of_the_l
 
 
 def test_a_run_may_be_resumed_twice_at_the_end_of_an_epoch(tmp_path: Path) -> None:
-    """From its validation, and from its end, which the second attempt reached without a step."""
+    """The first resume is at its validation; the second at its end, which the second attempt reached without a step."""
     whole, first, second = (
         Story(),
         Story(("validation", BATCHES), tmp_path / "1.json"),
@@ -236,7 +236,7 @@ def test_a_run_may_be_resumed_twice_at_the_end_of_an_epoch(tmp_path: Path) -> No
 
 
 def test_the_first_validation_after_a_resume_within_an_epoch_sees_the_whole_set(tmp_path: Path) -> None:
-    """The counters of the validation before the checkpoint are not those of the next one."""
+    """The counters of the validation before the checkpoint do not affect the next validation."""
     seen: list[int] = []
 
     class Counted(ContractModule):
@@ -253,7 +253,7 @@ def test_the_first_validation_after_a_resume_within_an_epoch_sees_the_whole_set(
 
 
 class Stopping(Hook):
-    """Asks for a stop after the last step of the first epoch."""
+    """Requests a stop after the last step of the first epoch."""
 
     ranks = "all"
     writes = ("stop_reason",)
@@ -272,7 +272,7 @@ class Trainers(pl.Callback):
         self.trainer = trainer
 
 
-def test_a_stop_does_not_wait_for_a_validation_which_the_next_attempt_makes_up_for(tmp_path: Path) -> None:
+def test_a_stop_does_not_wait_for_a_validation_and_the_next_attempt_runs_it(tmp_path: Path) -> None:
     """A preempted machine has seconds; a validation may take an hour."""
     whole, first, second = Story(), Story(), Story()
     fit(tmp_path, Positioned(), saving(tmp_path), whole)
@@ -293,7 +293,7 @@ def test_a_stop_does_not_wait_for_a_validation_which_the_next_attempt_makes_up_f
 def test_a_monitor_at_the_end_of_an_epoch_finds_the_metrics_of_the_last_step_after_a_resume_from_it(
     tmp_path: Path, module: type[ContractModule], monitor: pl.Callback
 ) -> None:
-    """The run had been killed behind the checkpoint of that step, and no step comes before the monitor looks."""
+    """The run was killed after the checkpoint of that step, and the monitor reads its value before any step."""
     every_epoch = Checkpoint(tmp_path / "c", every_n_steps=BATCHES, save_final=False)
     fit(tmp_path, Positioned(), every_epoch, module=module(Drawing()), max_epochs=1)
     saved = tmp_path / "c" / f"step-{BATCHES:08d}.json"
@@ -302,8 +302,8 @@ def test_a_monitor_at_the_end_of_an_epoch_finds_the_metrics_of_the_last_step_aft
 
 
 @pytest.mark.parametrize("event", ["on_train_batch_start", "on_train_batch_end"])
-def test_stop_iteration_of_a_hook_is_an_error(tmp_path: Path, event: str) -> None:
-    """Else the run would end there, as if it were complete."""
+def test_a_stop_iteration_from_a_hook_is_an_error(tmp_path: Path, event: str) -> None:
+    """Otherwise the run would end there as if it were complete."""
 
     class Stops(pl.Callback):
         pass
@@ -317,7 +317,7 @@ def test_stop_iteration_of_a_hook_is_an_error(tmp_path: Path, event: str) -> Non
 
 
 def test_a_second_fit_trains_with_its_own_loader_after_the_first_ones_had_ended(tmp_path: Path) -> None:
-    """That a source of one pass is used up holds for that source."""
+    """An exhausted source of one pass does not affect another source."""
     module = ContractModule(Drawing(), TrainingJobSpec("twice", 6))
     batches = iter([0.0, 1.0])
 
@@ -331,8 +331,8 @@ def test_a_second_fit_trains_with_its_own_loader_after_the_first_ones_had_ended(
     assert (trainer.global_step, module.stopped) == (6, None)
 
 
-def test_a_second_fit_of_a_trainer_that_was_stopped_trains_on(tmp_path: Path) -> None:
-    """The stop was of the first."""
+def test_a_second_fit_of_a_stopped_trainer_continues_training(tmp_path: Path) -> None:
+    """The stop belongs to the first fit."""
     module = Validated(Drawing())
     stopped = Trainers()
     with pytest.raises(TrainingCanceled):

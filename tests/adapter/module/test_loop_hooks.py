@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from genlight.adapter import ContractModule, StepResult
 
 CALLS = "calls"
-"""Where a module keeps what was recorded."""
+"""Attribute in which a module keeps its records."""
 
 OF_CALLBACKS = [name for name, _ in inspect.getmembers(pl.Callback, inspect.isfunction) if name.startswith("on_")]
 OF_MODULES = [name for name, _ in inspect.getmembers(ModelHooks, inspect.isfunction) if name.startswith("on_")]
-"""Beside these a module has hooks that transfer batches, which genlight's loop leaves to the trainer class."""
+"""A module also has hooks that transfer batches; in genlight's loop the trainer class does that."""
 
 
 class Updating:
@@ -78,7 +78,7 @@ def _record(calls: list[Any], trainer: pl.Trainer | None, who: str, name: str, a
 
 
 class Recorder(pl.Callback):
-    """Writes down every hook into a list."""
+    """Records every hook in a list."""
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -96,7 +96,7 @@ for _name in OF_CALLBACKS:
 
 
 def recorded(base: type[pl.LightningModule], *, validates: bool) -> type[pl.LightningModule]:
-    """A subclass that writes down every hook into the list ``calls`` of the instance."""
+    """A subclass that records every hook in the list ``calls`` of the instance."""
 
     def module_hook(name: str) -> Callable[..., Any]:
         def hook(self: Any, *args: Any) -> Any:
@@ -127,7 +127,7 @@ class Unsized:
 def calls_of(
     folder: Path, module: pl.LightningModule, loader: Any, *callbacks: pl.Callback, validates: bool, **settings: Any
 ) -> list[Any]:
-    """What was called in a fit."""
+    """The calls of a fit."""
     calls: list[Any] = vars(module).setdefault(CALLS, [])
     trainer = pl.Trainer(
         **settings, accelerator="cpu", logger=False, callbacks=[Recorder(calls), *callbacks], default_root_dir=folder,
@@ -138,7 +138,7 @@ def calls_of(
 
 
 def compare(folder: Path, loader: Any, make: Callable[[], Any] = list, *, validates: bool, **settings: Any) -> None:
-    """Fail where the calls of both loops differ; `make` makes further callbacks."""
+    """Fail if the calls of both loops differ; `make` makes further callbacks."""
     stock = recorded(Stock, validates=validates)()
     ours = recorded(ContractModule, validates=validates)(Updating())
     expected = calls_of(folder, stock, loader, *make(), validates=validates, **settings)
@@ -171,7 +171,7 @@ def compare(folder: Path, loader: Any, make: Callable[[], Any] = list, *, valida
 def test_every_hook_comes_when_and_as_it_does_in_lightning(
     tmp_path: Path, settings: dict[str, Any], validates: bool
 ) -> None:
-    """Those of callbacks and of the module between each other, in one list."""
+    """The hooks of callbacks and of the module are in one list, in their order."""
     compare(tmp_path, lambda: numbers(5), validates=validates, **settings)
 
 
@@ -189,7 +189,7 @@ def test_every_hook_comes_as_in_lightning_with_several_loaders(tmp_path: Path, l
     compare(tmp_path, loader, validates=True, max_epochs=2)
 
 
-def test_every_hook_comes_as_in_lightning_where_a_loader_without_length_is_limited(tmp_path: Path) -> None:
+def test_every_hook_comes_as_in_lightning_if_a_loader_without_length_is_limited(tmp_path: Path) -> None:
     compare(tmp_path, Unsized, validates=True, max_epochs=2, limit_train_batches=3)
 
 
@@ -209,7 +209,7 @@ class Stops(pl.Callback):
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_validation_end"]
 )
-def test_every_hook_comes_as_in_lightning_where_a_callback_stops_the_run(
+def test_every_hook_comes_as_in_lightning_if_a_callback_stops_the_run(
     tmp_path: Path, hook: str, least: dict[str, int]
 ) -> None:
     compare(tmp_path, lambda: numbers(5), lambda: [Stops(hook)], validates=True, max_epochs=3, **least)

@@ -1,4 +1,4 @@
-"""ContractModule: what it registers, saves and restores beyond Lightning's own, and refuses."""
+"""ContractModule registers, saves and restores more than Lightning does, and refuses what it cannot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.trainers import quiet_trainer
 
 
 class TwoSchedulers:
-    """One optimizer with two schedulers, a scaler of the trainer's own, a loose parameter and a frozen teacher."""
+    """One optimizer with two schedulers, the trainer's own scaler, a loose parameter and a frozen teacher."""
 
     def setup(self, ctx: Any) -> None: ...
 
@@ -72,7 +72,7 @@ def fit(tmp_path: Path, plugin: Any, steps: int, *, precision: Any = None, **opt
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_whatever_the_trainer_keeps_is_saved_and_restored(tmp_path: Path) -> None:
-    """Both schedulers, the scaler and the loose parameter go on where they were."""
+    """Both schedulers, the scaler and the loose parameter continue exactly."""
     whole = fit(tmp_path / "whole", TwoSchedulers(), 3).contract_state
     resumed = fit(
         tmp_path / "again", TwoSchedulers(), 3, ckpt_path=str(tmp_path / "whole" / "c" / "step-00000003.json")
@@ -86,7 +86,7 @@ def test_whatever_the_trainer_keeps_is_saved_and_restored(tmp_path: Path) -> Non
 
 
 class InDouble(TwoSchedulers):
-    """Builds its weights in fp32, as all do; Lightning makes them fp64."""
+    """Builds its weights in fp32, as usual; Lightning makes them fp64."""
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         net = torch.nn.Linear(2, 1)
@@ -109,13 +109,13 @@ def test_weights_in_double_precision_keep_all_their_digits_over_a_resume(tmp_pat
     assert torch.equal(whole.weight, resumed.weight)
 
 
-def test_modules_of_state_and_trainer_are_registered_by_where_they_are(tmp_path: Path) -> None:
-    """State dicts, summaries and device moves see them; a frozen teacher makes no noise."""
+def test_modules_of_state_and_trainer_are_registered_under_their_paths(tmp_path: Path) -> None:
+    """State dicts, summaries and device moves include them; a frozen teacher causes no warning."""
     module = fit(tmp_path, TwoSchedulers(), 1)
     assert {name.split(".")[0] for name in module.state_dict()} == {"net", "teacher", "loose"}
 
 
-def test_a_trainer_may_keep_its_context_and_what_hangs_on_it(fit, counting_trainer):
+def test_a_trainer_may_keep_its_context(fit, counting_trainer):
     class Keeps(counting_trainer):
         def setup(self, ctx):
             self.ctx, self.is_canceled = ctx, ctx.is_canceled
@@ -132,7 +132,7 @@ def test_a_trainer_may_keep_its_context_and_what_hangs_on_it(fit, counting_train
     assert module.state_payload() == {"stopped": False}
 
 
-def test_what_steps_build_is_looked_for_once_in_many_steps_and_not_in_each_epoch(tmp_path: Path, monkeypatch) -> None:
+def test_the_search_for_new_modules_runs_once_in_many_steps_and_not_in_each_epoch(tmp_path: Path, monkeypatch) -> None:
     """A rollout is an epoch of a few steps, and a search takes as long as some of them."""
     from genlight.adapter.module import loop as epoch_loop
 
@@ -143,7 +143,7 @@ def test_what_steps_build_is_looked_for_once_in_many_steps_and_not_in_each_epoch
     monkeypatch.setattr(
         ContractModule, "check_unchanged", lambda self: (searches.append(self.completed_steps), find(self))
     )
-    fit_actor(tmp_path, Actor(), steps=40)  # of seven phases
+    fit_actor(tmp_path, Actor(), steps=40)  # in seven phases
     assert searches == [1]
 
     monkeypatch.setattr(epoch_loop, "CHECK_EVERY_N_STEPS", 10)

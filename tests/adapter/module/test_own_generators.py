@@ -1,4 +1,4 @@
-"""Generators of random numbers that a trainer class keeps go on over a resume, without being in its ``state_dict``."""
+"""Random number generators of a trainer class continue after a resume without being in its ``state_dict``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.resumed_fit import STEPS, Trains, fit
 
 
 class Noisy:
-    """Draws from a generator of its own."""
+    """Draws from its own generator."""
 
     def __init__(self) -> None:
         self.rng = np.random.Generator(np.random.MT19937(5))
@@ -44,7 +44,7 @@ class Draws(Trains):
 
 
 class RestoresOneItself(Draws):
-    """As a class does that ran before genlight found generators."""
+    """A class may restore a generator itself, because genlight once did not find generators."""
 
     def state_dict(self, state: Any) -> dict[str, object]:
         return {"noise": state["noise"].get_state()}
@@ -54,7 +54,7 @@ class RestoresOneItself(Draws):
 
 
 class PutsAnotherInItsPlace(Draws):
-    """A generator of its own for each step, by its number."""
+    """Makes a separate generator for each step, seeded by its number."""
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         return {**super().configure(ctx), "step": 0}

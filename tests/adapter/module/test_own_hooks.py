@@ -1,4 +1,4 @@
-"""Hooks that a trainer class brings along: the events they hear of, their place among others, and exact resume."""
+"""Hooks that a trainer class defines: the events they receive, their order among others, and exact resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_phases import Placed, fit
 
 
 class Loss:
-    """A part of the objective whose weight changes with every event, each in another way; nothing of genlight."""
+    """A part of the objective whose weight changes in another way with each kind of event; it does not use genlight."""
 
     def __init__(self) -> None:
         self.weight = 1.0
@@ -71,7 +71,7 @@ class WithLoss(Placed):
 
 
 class Notes(TrainerHook):
-    """Notes what a trainer hook of the job hears of."""
+    """Records the events that a trainer hook of the job receives."""
 
     def __init__(self, heard: list[Any]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ for _event in TRAINER_HOOK_EVENTS:
     setattr(Notes, _event, lambda self, state, event=_event: self.heard.append((f"{event} of the job",)))
 
 
-def test_they_hear_of_every_event_before_the_hooks_of_the_job(tmp_path: Path) -> None:
+def test_they_get_every_event_before_the_hooks_of_the_job(tmp_path: Path) -> None:
     """Six minibatches of a phase in two passes, with true counters."""
     plugin = WithLoss()
     configured = plugin.configure
@@ -104,8 +104,8 @@ def test_they_hear_of_every_event_before_the_hooks_of_the_job(tmp_path: Path) ->
     assert [entry for entry in heard if entry[0] == "on_epoch_end"] == [("on_epoch_end", 1, 1, 2)]
 
 
-def test_what_they_change_in_an_event_is_in_the_checkpoint_of_the_step(tmp_path: Path) -> None:
-    """A run resumed after any step goes on with the same bits, the last minibatch of a phase included."""
+def test_their_changes_in_an_event_are_in_the_checkpoint_of_the_step(tmp_path: Path) -> None:
+    """A run resumed after any step, also after the last minibatch of a phase, continues with the same bits."""
     whole = fit(tmp_path, WithLoss(), Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=None), steps=14)
     losses, weight = whole.contract_state["losses"], whole.contract_state["loss"].weight
     for step in range(1, 14):
@@ -115,8 +115,8 @@ def test_what_they_change_in_an_event_is_in_the_checkpoint_of_the_step(tmp_path:
         assert resumed.contract_state["loss"].weight == weight, step
 
 
-def test_a_plain_loop_tells_them_of_the_same_events() -> None:
-    """So that a comparison with one compares the same training."""
+def test_a_plain_loop_sends_them_the_same_events() -> None:
+    """A comparison with a plain loop then compares the same training."""
     job = TrainingJobSpec("plain", 8)
     plugin = WithLoss()
     state: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def test_a_plain_loop_tells_them_of_the_same_events() -> None:
 
 
 def test_a_loss_may_end_an_update_and_so_may_a_trainer_hook(tmp_path: Path) -> None:
-    """By the trainer state, as by the run state."""
+    """The trainer state has the same flag as the run state."""
 
     class Limit(TrainerHook):
         def on_mb_end(self, state: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_loss_may_end_an_update_and_so_may_a_trainer_hook(tmp_path: Path) -> N
 
 
 def test_their_failures_end_the_run(tmp_path: Path) -> None:
-    """They are part of the training, whatever their class says of itself."""
+    """They are part of the training, whatever their class declares."""
 
     class Fails(TrainerHook):
         critical = False
@@ -161,8 +161,8 @@ def test_their_failures_end_the_run(tmp_path: Path) -> None:
         fit(tmp_path, plugin, steps=2)
 
 
-def test_another_fit_does_not_tell_them_twice(tmp_path: Path) -> None:
-    """Of the same Lightning trainer and module."""
+def test_another_fit_does_not_send_events_twice(tmp_path: Path) -> None:
+    """The second fit uses the same Lightning trainer and module."""
     plugin = WithLoss()
     module = fit(tmp_path, plugin, steps=2)
     trainer = module.trainer
@@ -181,16 +181,16 @@ def test_another_fit_does_not_tell_them_twice(tmp_path: Path) -> None:
         ([Loss], "Loss'>. Expected an object with one of the events on_new"),
     ],
 )
-def test_what_is_no_list_of_hooks_is_refused(tmp_path: Path, returned: Any, message: str) -> None:
-    """At the start, by name."""
+def test_a_result_other_than_a_list_of_hooks_is_refused(tmp_path: Path, returned: Any, message: str) -> None:
+    """The error comes at the start and names it."""
     plugin = WithLoss()
     plugin.trainer_hooks = lambda state, ctx: returned  # type: ignore[method-assign]
     with pytest.raises(ContractError, match=message):
         fit(tmp_path, plugin, steps=2)
 
 
-def test_events_reach_losses_that_hold_modules_of_their_own(tmp_path: Path) -> None:
-    """Whose weights are then found, saved and trained like others."""
+def test_events_reach_losses_that_contain_modules(tmp_path: Path) -> None:
+    """The weights of these modules are found, saved and trained like others."""
 
     class Learned(Loss):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Phases of a trainer with a rollout: counters, passes over a rollout, early ends, and going on within a phase."""
+"""Phases of a trainer with a rollout: counters, passes over a rollout, early ends, and a resume within a phase."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 12
 
 
 class Actor:
-    """A linear policy on a made-up environment whose position is part of what it gives of its environments."""
+    """A linear policy on a toy environment; the position is part of the environment's state."""
 
     update_epochs = 2
 
@@ -73,7 +73,7 @@ class Actor:
 
 
 class Placed(Actor):
-    """The same, with a place to go on from."""
+    """The same, with a saved position of its environment."""
 
     def rollout_state(self, state: Any) -> dict[str, Any]:
         return {"position": self.position}
@@ -83,7 +83,7 @@ class Placed(Actor):
 
 
 class Counters(Hook):
-    """Writes down where the run is, after each event."""
+    """Records the counters of the run after each event."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []
@@ -103,7 +103,7 @@ class Counters(Hook):
 
 
 def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int, **options: Any) -> ContractModule:
-    """Train without any data but the trainer's own."""
+    """Train with only the data that the trainer collects."""
     trainer = quiet_trainer(
         *callbacks,
         max_steps=steps,
@@ -131,7 +131,7 @@ def test_counters_are_true_in_every_event_of_two_phases(tmp_path: Path) -> None:
 
 
 class WithoutEnvironments(Actor):
-    """Says that there is nothing to save."""
+    """Returns an empty state: there is nothing to save."""
 
     def rollout_state(self, state: Any) -> dict[str, Any]:
         return {}
@@ -145,7 +145,7 @@ class SavesAlone(Actor):
 
 
 @pytest.mark.parametrize(("kind", "times"), [(Actor, 1), (SavesAlone, 1), (Placed, 0), (WithoutEnvironments, 0)])
-def test_environments_that_no_checkpoint_holds_are_named_at_the_first(
+def test_the_first_checkpoint_warns_of_environments_that_it_does_not_hold(
     tmp_path: Path, caplog: Any, kind: type[Actor], times: int
 ) -> None:
     fit(tmp_path, kind(), Checkpoint(tmp_path, every_n_steps=3), steps=9)
@@ -154,7 +154,7 @@ def test_environments_that_no_checkpoint_holds_are_named_at_the_first(
 
 
 def test_a_trainer_may_count_its_environment_steps_itself(tmp_path: Path) -> None:
-    """By adding to the run state, in the rollout or while a generator collects."""
+    """It adds to the run state, in the rollout or while a generator collects."""
     actor = Actor()
 
     def collect(state: Any, ctx: Any) -> Iterator[Any]:
@@ -169,7 +169,7 @@ def test_a_trainer_may_count_its_environment_steps_itself(tmp_path: Path) -> Non
 
 
 def test_times_and_environment_steps_are_metrics(tmp_path: Path) -> None:
-    """Of the last rollout, and of the last update that has ended."""
+    """The metrics describe the last rollout and the last finished update."""
     metrics = fit(tmp_path, Actor(), steps=7).metrics()
     assert metrics["trainer/agent_step"] == 24
     assert metrics["trainer/rollout_seconds"] > 0
@@ -178,7 +178,7 @@ def test_times_and_environment_steps_are_metrics(tmp_path: Path) -> None:
 
 
 def test_a_trainer_ends_an_update_early(tmp_path: Path) -> None:
-    """After its second minibatch, of six that there are."""
+    """The update ends after two of six minibatches."""
     actor, counters = Actor(), Counters()
 
     def at_step(ctx: Any) -> None:
@@ -191,8 +191,8 @@ def test_a_trainer_ends_an_update_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cls", [Actor, Placed])
-def test_a_rollout_is_ended_early_and_later_passes_have_what_it_gave(tmp_path: Path, cls: type[Actor]) -> None:
-    """Of a generator that would go on for ever, collected in the steps or before them."""
+def test_a_rollout_may_end_early_and_later_passes_use_its_batches(tmp_path: Path, cls: type[Actor]) -> None:
+    """The generator would never end; it is collected in the steps or before them."""
     actor, seen = cls(), []
 
     def collect(state: Any, ctx: Any) -> Iterator[Any]:
@@ -211,11 +211,11 @@ FORMS = [("minibatches", Actor), ("list", Actor), ("generator", Placed), ("minib
 
 
 @pytest.mark.parametrize(("form", "cls"), FORMS)
-def test_a_run_resumed_between_any_two_minibatches_goes_on_with_the_same_bits(
+def test_a_run_resumed_between_any_two_minibatches_is_exact(
     tmp_path: Path, form: str, cls: type[Actor], caplog: Any
 ) -> None:
-    """From the checkpoint of each step of one phase and of the first step of the next."""
-    steps = 8 if cls is Placed else 6  # without a place in its environment only the phase itself goes on
+    """Resume from the checkpoint of each step of one phase, and of the first step of the next."""
+    steps = 8 if cls is Placed else 6  # without a saved environment only the phase itself continues
     whole = fit(tmp_path, cls(form), Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=None), steps=steps)
     losses, weights = whole.contract_state["losses"], whole.plugin.model.state_dict()
     for step in range(1, 8 if cls is Placed else 6):
@@ -227,12 +227,12 @@ def test_a_run_resumed_between_any_two_minibatches_goes_on_with_the_same_bits(
         for name, value in resumed.model.state_dict().items():
             assert torch.equal(value, weights[name])
         assert run_state_of(module.trainer).agent_step == run_state_of(whole.trainer).agent_step
-    assert "begins anew" not in caplog.text
-    assert "keeps no position" not in caplog.text, "that is said of loaders"
+    assert "starts with a new rollout" not in caplog.text
+    assert "keeps no position" not in caplog.text, "that warning is for loaders"
 
 
-def test_a_run_resumed_between_phases_says_nothing_of_rollouts(tmp_path: Path, caplog: Any) -> None:
-    """Nothing of a phase is lost there."""
+def test_a_run_resumed_between_phases_does_not_warn_of_rollouts(tmp_path: Path, caplog: Any) -> None:
+    """There is no unfinished phase to lose."""
     fit(tmp_path, Actor(), Checkpoint(tmp_path, every_n_epochs=1, save_final=False), steps=7)
     caplog.clear()
     fit(tmp_path, Actor(), Checkpoint(tmp_path), steps=8, ckpt_path=tmp_path / "step-00000006.json")
@@ -240,7 +240,7 @@ def test_a_run_resumed_between_phases_says_nothing_of_rollouts(tmp_path: Path, c
 
 
 def test_a_rollout_may_return_two_batches_without_statistics(tmp_path: Path) -> None:
-    """They are told from a batch and its statistics, which are a pair too."""
+    """They are not mistaken for a batch and its statistics, although both are pairs."""
     actor = Actor()
     batch = {"x": torch.ones(1, 2), "noise": torch.zeros(1, 1)}
     actor.rollout = lambda state, ctx: (batch, batch)  # type: ignore[method-assign]
@@ -264,7 +264,7 @@ def test_an_update_that_was_ended_in_the_step_of_the_checkpoint_stays_ended(tmp_
 
 
 class Opaque:
-    """What no checkpoint can hold."""
+    """A value that no checkpoint can hold."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -278,10 +278,10 @@ class Opaque:
         ({"form": "opaque"}, "adapter.module.test_phases.Opaque cannot be stored"),
     ],
 )
-def test_a_phase_that_a_checkpoint_cannot_hold_begins_anew_and_says_so(
+def test_a_phase_that_a_checkpoint_cannot_hold_starts_again_with_a_warning(
     tmp_path: Path, caplog: Any, change: dict[str, Any], why: str
 ) -> None:
-    """Instead of a save that fails, or of a run that goes on with other batches in silence."""
+    """The save does not fail, and the run does not silently continue with other batches."""
 
     def actor() -> Actor:
         made = Actor()
@@ -296,13 +296,13 @@ def test_a_phase_that_a_checkpoint_cannot_hold_begins_anew_and_says_so(
     resumed = actor()
     fit(tmp_path, resumed, Checkpoint(tmp_path / "d"), steps=4, ckpt_path=tmp_path / "c" / "final.json")
     assert resumed.rollouts == 1
-    (told,) = [record.message for record in caplog.records if "begins anew" in record.message]
-    assert why in told
+    (warning,) = [record.message for record in caplog.records if "starts with a new rollout" in record.message]
+    assert why in warning
 
 
 @pytest.mark.parametrize("returned", [[], iter([]), ([], {"agent_steps": 3})])
 def test_a_rollout_that_gives_nothing_is_an_error(tmp_path: Path, returned: Any) -> None:
-    """In a later phase, too, where it once ended the run as if it were complete."""
+    """Also in a later phase; a run once ended there as if it were complete."""
     actor = Actor("list")
     collect = actor.rollout
     actor.rollout = lambda state, ctx: returned if actor.rollouts else collect(state, ctx)  # type: ignore[method-assign]
@@ -311,7 +311,7 @@ def test_a_rollout_that_gives_nothing_is_an_error(tmp_path: Path, returned: Any)
 
 
 @pytest.mark.parametrize("cls", [Actor, Placed])
-def test_what_a_generator_raises_in_the_middle_is_the_error_of_the_run(tmp_path: Path, cls: type[Actor]) -> None:
+def test_an_exception_of_a_generator_is_the_error_of_the_run(tmp_path: Path, cls: type[Actor]) -> None:
     """Whether it is collected in the steps or before them."""
     actor = cls()
 
@@ -327,7 +327,7 @@ def test_what_a_generator_raises_in_the_middle_is_the_error_of_the_run(tmp_path:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("update_epochs", 0, "`update_epochs` of Actor is 0; it must be a whole number >= 1"),
+        ("update_epochs", 0, "`update_epochs` of Actor is 0; it must be an integer >= 1"),
         ("update_epochs", 1.5, "`update_epochs` of Actor is 1.5"),
         ("rollout_checkpoint_bytes", -1, "`rollout_checkpoint_bytes` of Actor is -1"),
         ("agent_steps", -3, "`agent_steps` in the statistics of a rollout is -3"),
@@ -335,7 +335,7 @@ def test_what_a_generator_raises_in_the_middle_is_the_error_of_the_run(tmp_path:
     ],
 )
 def test_settings_of_phases_are_checked(tmp_path: Path, name: str, value: Any, message: str) -> None:
-    """By name and with the value."""
+    """The message has the name and the value."""
     actor = Actor()
     if name == "agent_steps":
         actor.rollout = lambda state, ctx: ([1], {name: value})  # type: ignore[method-assign]
@@ -346,7 +346,7 @@ def test_settings_of_phases_are_checked(tmp_path: Path, name: str, value: Any, m
 
 
 def test_a_state_of_environments_must_be_a_dict(tmp_path: Path) -> None:
-    """As that of the trainer."""
+    """The same rule holds for the state of the trainer."""
     actor = Placed()
     actor.rollout_state = lambda state: [1.0]  # type: ignore[method-assign,return-value,assignment]
     with refusal(ContractError):
@@ -354,7 +354,7 @@ def test_a_state_of_environments_must_be_a_dict(tmp_path: Path) -> None:
 
 
 def test_minibatches_that_cannot_be_made_are_refused() -> None:
-    """With what was received."""
+    """The message has the received value."""
     for columns in ({"a": torch.ones(3), "b": torch.ones(2)}, {}, {"a": torch.tensor(1.0)}, {"a": torch.ones(0)}):
         with refusal(ValueError):
             Minibatches(columns, 1)
@@ -368,7 +368,7 @@ def test_minibatches_that_cannot_be_made_are_refused() -> None:
 
 
 def train_on_ranks(folder: Path, directory: Path, what: str) -> tuple[list[dict[str, Any]], list[Any], str]:
-    """What each of two ranks has at its end, its weights, and what both said."""
+    """The end state of each of two ranks, its weights, and the output of both."""
     folder.mkdir()
     said = run_ranks("phase_ranks.py", folder, directory, what)
     ends = [json.loads((folder / f"end{rank}.json").read_text()) for rank in range(2)]
@@ -377,24 +377,24 @@ def train_on_ranks(folder: Path, directory: Path, what: str) -> tuple[list[dict[
 
 
 @pytest.mark.slow
-def test_each_rank_collects_for_itself_and_all_end_their_passes_together(tmp_path: Path) -> None:
-    """Counts are summed, an early end of one rank is that of all, and a resume within a phase is exact on each.
+def test_each_rank_collects_its_own_batches_and_all_end_their_passes_together(tmp_path: Path) -> None:
+    """Counts are summed, one rank's early end ends the phase on all ranks, and a resume within a phase is exact.
 
-    So is the early end of a rollout whose batches one rank takes from a generator.
+    One rank's early end of a rollout from a generator ends it on all ranks, too.
     """
     whole, weights, said = train_on_ranks(tmp_path / "whole", tmp_path / "c", "train")
     in_full = [[14 * phase, epoch, index] for phase in (1, 3) for epoch in (0, 1) for index in (0, 1, 2)]
     for end in whole:
         assert end["seen"] == [*in_full[:6], [28, 0, 0], *in_full[6:10]]
         assert end["agent_step"] == 42
-        assert end["minibatches"] == 11, "a hook of the class hears of them on each rank"
+        assert end["minibatches"] == 11, "a hook of the class gets these events on each rank"
         assert end.pop("stream") == [[0, 0], [0, 1], [1, 0], [1, 1]] * 2, "a rollout that one rank ends is over on all"
         assert {"trainer/rollout_seconds", "trainer/update_seconds", "trainer/agent_step"} <= set(end["metrics"])
     assert said.count("Rank 1 has more than the 3 minibatches") == 1
 
     train_on_ranks(tmp_path / "interrupted", tmp_path / "d", "interrupt")
     resumed, resumed_weights, said = train_on_ranks(tmp_path / "resumed", tmp_path / "d", "resume")
-    assert "begins anew" not in said
+    assert "starts with a new rollout" not in said
     for rank in range(2):
         assert resumed[rank] == {**whole[rank], "seen": whole[rank]["seen"][5:]}
         assert all(torch.equal(resumed_weights[rank][name], value) for name, value in weights[rank].items())

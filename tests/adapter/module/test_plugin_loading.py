@@ -1,4 +1,4 @@
-"""From an import path to a trainer: what each form means, and one clear error for each way it can be wrong."""
+"""Loading a trainer from an import path: each form of path, and one clear error for each fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOOKS = "\n".join(f"    def {name}(self, *args): return '{name}'" for name in RE
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Write a module, on whose path a trainer is then loaded; ``{hooks}`` in it stands for the six hooks."""
+    """Write a module from which a trainer is then loaded; ``{hooks}`` in it stands for the six hooks."""
     before = set(sys.modules)
 
     def write(source, name="user_trainer"):
@@ -97,7 +97,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize(("source", "path", "name"), FOUND.values(), ids=FOUND)
-def test_a_trainer_is_found_by_class_instance_or_module_alone(module, source, path, name):
+def test_a_trainer_is_found_by_class_instance_or_module(module, source, path, name):
     module(cls("Imported"), "user_base")
     module("", "user_package/__init__")
     module(source, "user_package/part" if "package" in path else "user_trainer")
@@ -113,7 +113,7 @@ REFUSED = {
     "a class with a dot": (
         cls("Mine"),
         "user_trainer.Mine",
-        r"has no submodule 'Mine'; write a class of it as 'user_trainer:Mine'",
+        r"has no submodule 'Mine'; if Mine is a class, write 'user_trainer:Mine'",
     ),
     "a default name that is a function": (
         "def Trainer(): ...\n" + cls("Mine"),
@@ -125,7 +125,7 @@ REFUSED = {
         "user_trainer",
         r"several trainers; name one of user_trainer:First, user_trainer:Second$",
     ),
-    "none": ("x = 1", "user_trainer", "contains no trainer: no TRAINER, Trainer, trainer, and no public object"),
+    "none": ("x = 1", "user_trainer", "contains no trainer: it has no TRAINER, Trainer, trainer, and no public object"),
     "a function": (
         "def make(): ...",
         "user_trainer:make",
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("source", "path", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_trainer_is_refused_with_the_way_out(module, source, path, said):
+def test_a_path_without_a_trainer_is_refused_with_the_way_out(module, source, path, said):
     module(source)
 
     with pytest.raises(ContractError, match=said):
@@ -179,29 +179,29 @@ def test_a_hook_counts_only_if_it_can_be_called(counting_trainer):
     assert missing_hooks(type("Broken", (counting_trainer,), {"configure": 3, "setup": None})) == ["setup", "configure"]
 
 
-def test_the_places_where_a_module_was_looked_for_are_folders_each_named_once(tmp_path, monkeypatch):
-    """A console script has the working directory, an archive of the standard library and the like there."""
+def test_the_folders_of_the_search_are_named_once_each(tmp_path, monkeypatch):
+    """``sys.path`` of a console script begins with the working directory, an archive of the standard library, etc."""
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), str(tmp_path / "python311.zip"), *sys.path])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ContractError) as caught:
         load_trainer_plugin("user_absent:Trainer")
-    assert str(caught.value).endswith(f"looked in {str(tmp_path)!r} and the installed packages")
+    assert str(caught.value).endswith(f"searched {str(tmp_path)!r} and the installed packages")
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("user_absent:Trainer", "there is no module 'user_absent'; looked in "),
+        ("user_absent:Trainer", "there is no module 'user_absent'; searched "),
         ("user_package.absent:Trainer", "there is no module 'user_package.absent'"),
         ("user_absent.part:Trainer", "there is no module 'user_absent'"),
         (":Trainer", "names no module; write it as 'module:Class'"),
         ("", "names no module"),
         (".user_trainer:Trainer", "names no module"),
-        ("user_trainer:Absent", "has no 'Absent'; trainers found there: Mine"),
-        ("user_package:Absent", "has no 'Absent'; trainers found there: none"),
+        ("user_trainer:Absent", "has no 'Absent'; trainers in it: Mine"),
+        ("user_package:Absent", "has no 'Absent'; trainers in it: none"),
     ],
 )
-def test_a_path_that_names_nothing_is_an_error_that_says_what_there_is(module, path, message):
+def test_a_path_that_names_nothing_is_an_error_with_the_candidates(module, path, message):
     module(cls("Mine"))
     module("", "user_package/__init__")
 
@@ -221,7 +221,7 @@ def test_an_import_that_fails_inside_the_module_is_reported_as_it_is(module):
 
 
 @pytest.mark.parametrize("error", ["ValueError('bad')", "TypeError('missing 1 required positional argument')"])
-def test_an_exception_of_the_constructor_is_that_exception_never_a_wrong_signature(module, error):
+def test_an_exception_of_the_constructor_is_not_reported_as_a_wrong_signature(module, error):
     module(f"class Mine:\n    def __init__(self): raise {error}\n{{hooks}}")
 
     with pytest.raises((ValueError, TypeError)) as caught:
@@ -263,7 +263,7 @@ class Whole:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (Whole, r"a trainer is an instance; give Whole\(\) instead of Whole"),
+        (Whole, r"a trainer must be an instance; pass Whole\(\) instead of Whole"),
         (object(), "object object lacks the hooks setup, configure"),
         (print, "is a function"),
     ],

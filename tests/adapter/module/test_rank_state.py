@@ -1,4 +1,4 @@
-"""What ranks have for themselves comes back to each of them, and what cannot is named."""
+"""Each rank gets its own values back on a resume; values that cannot come back are named."""
 
 import shutil
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from support.rank_processes import run_ranks
 
 
 def run(folder, directory, what, *, kind="ddp", world_size=2):
-    """What each rank has at the end, and what the ranks said."""
+    """The state of each rank at the end, and the output of the ranks."""
     folder.mkdir()
     output = run_ranks("rank_state_ranks.py", folder, directory, what, kind, world_size=world_size)
     ends = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
@@ -58,7 +58,7 @@ def test_each_rank_gets_its_own_generator_buffer_hidden_state_and_statistics_bac
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_is_told_by_name_what_is_not_kept(tmp_path):
+def test_values_that_another_number_of_ranks_cannot_keep_are_named(tmp_path):
     run(tmp_path / "interrupted", tmp_path / "c", "interrupt")
     shutil.copytree(tmp_path / "c", tmp_path / "copy")
 
@@ -70,13 +70,13 @@ def test_another_number_of_ranks_is_told_by_name_what_is_not_kept(tmp_path):
     assert not [path for path in paths[1] if "cell" in path or "optimizer" in path]
 
     _, fewer = run(tmp_path / "alone", tmp_path / "c", "resume", world_size=1)
-    said = next(line for line in fewer.splitlines() if "is lost" in line)
-    assert "saved by 2 ranks and is resumed by 1: what was stored for rank 1 is lost: " in said
+    said = next(line for line in fewer.splitlines() if "are lost" in line)
+    assert "saved by 2 ranks and is resumed by 1: the values stored for rank 1 are lost: " in said
     assert 'state["noise"]' in said
     assert 'state["nested"]["hidden"]' in said
 
     _, more = run(tmp_path / "three", tmp_path / "copy", "resume", world_size=3)
-    assert more.count("rank 2 can only be given what rank 0 had: ") == 1
+    assert more.count("rank 2 can only get those of rank 0") == 1
 
 
 class Declares:
@@ -97,7 +97,7 @@ class Declares:
         (("state_dict", "first"), 0.5, False),
     ],
 )
-def test_numbers_that_training_may_depend_on_are_named_once_with_what_to_do(caplog, path, value, names):
+def test_numbers_that_training_may_depend_on_are_named_once_with_a_remedy(caplog, path, value, names):
     state = TrainerState(nn.Module(), Declares(), {}, discover({}))
     checkpoint = {CONTRACT_KEY: {"of_ranks": [[], [{"path": list(path), "value": value}]]}}
 
@@ -108,17 +108,17 @@ def test_numbers_that_training_may_depend_on_are_named_once_with_what_to_do(capl
     assert len(caplog.messages) == names
     if names:
         assert 'The 2 ranks differ in state["first"]' in caplog.text
-        assert "average it over all ranks, broadcast that of rank 0, or name it in `rank_local`" in caplog.text
+        assert "average it over all ranks, broadcast the value of rank 0, or name it in `rank_local`" in caplog.text
 
 
-def test_a_checkpoint_without_parts_of_ranks_is_taken_as_it_is():
+def test_a_checkpoint_without_parts_of_ranks_stays_unchanged():
     checkpoint = {"state_dict": {"a": 1}, "genlight": {"state": {"n": 1}}}
 
     assert take_own_part(checkpoint, rank=1, world_size=2) == {}
     assert checkpoint == {"state_dict": {"a": 1}, "genlight": {"state": {"n": 1}}}
 
 
-def test_what_cannot_be_stored_is_refused_with_its_path_on_several_ranks_too():
+def test_an_unstorable_value_is_refused_with_its_path_also_on_several_ranks():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
     with refusal(UnstorableStateError):

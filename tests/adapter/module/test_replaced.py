@@ -1,4 +1,4 @@
-"""What training puts in the place of what `configure` built is restored as it was, or refused by name."""
+"""Objects with which training replaces those of `configure` are restored exactly, or refused by name."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class OfAnotherOptimizer(Changing):
 
 
 class Swapped(Changing):
-    """As double Q-learning swaps its networks."""
+    """Swaps two networks, as double Q-learning does."""
 
     def configure(self, ctx: Any) -> Any:
         return {**super().configure(ctx), "other": nn.Linear(3, 1)}
@@ -122,7 +122,7 @@ class Removed(Changing):
 
 
 def resumed(folder: Path, kind: type[Changing], *, restores: bool) -> tuple[Any, Any]:
-    """The states of an unbroken and of a resumed run."""
+    """The states of an uninterrupted and of a resumed run."""
     whole = fit(folder, kind(restores=restores))
     return whole, fit(folder, kind(restores=restores), folder / "step-00000003.json")
 
@@ -143,7 +143,7 @@ def test_a_schedule_made_again_is_restored_as_it_was_at_the_save(tmp_path: Path,
 @pytest.mark.parametrize(
     "kind", [MadeAgain, OfParts, OfAFunction, Added, OfAnotherOptimizer, Swapped, OfTwoOptimizers, Removed]
 )
-def test_a_class_may_put_back_what_it_replaced(tmp_path: Path, kind: type[Changing]) -> None:
+def test_a_class_may_restore_replaced_objects_itself(tmp_path: Path, kind: type[Changing]) -> None:
     assert are_equal(*resumed(tmp_path, kind, restores=True))
 
 
@@ -158,7 +158,7 @@ def test_a_class_may_put_back_what_it_replaced(tmp_path: Path, kind: type[Changi
         (OfTwoOptimizers, 'state["last"]', 'the SGD that was built as state["optimizer"]'),
     ],
 )
-def test_what_a_resume_cannot_put_in_place_is_named_at_the_save_and_refused(
+def test_an_object_that_a_resume_cannot_restore_is_named_at_the_save_and_refused(
     tmp_path: Path, caplog: Any, kind: type[Changing], path: str, was: str
 ) -> None:
     with pytest.raises(CheckpointError) as refused:
@@ -169,18 +169,18 @@ def test_what_a_resume_cannot_put_in_place_is_named_at_the_save_and_refused(
         assert was in text
 
 
-def test_a_schedule_that_is_gone_is_named_when_it_comes_back(tmp_path: Path, caplog: Any) -> None:
+def test_a_removed_schedule_that_a_resume_builds_again_is_named(tmp_path: Path, caplog: Any) -> None:
     fit(tmp_path, Removed())
     assert 'state["schedule"] is gone' in caplog.text
     caplog.clear()
 
     fit(tmp_path, Removed(), tmp_path / "step-00000003.json")
 
-    assert 'state["schedule"] was gone' in caplog.text
+    assert 'state["schedule"] did not exist any more' in caplog.text
 
 
 class OwnNumbers(Changing):
-    """Makes its generator when it needs it first."""
+    """Makes its generator when it first needs it."""
 
     def change(self, state: Any) -> None:
         state["generator"] = torch.Generator().manual_seed(0)
@@ -192,4 +192,4 @@ def test_a_generator_that_a_resume_does_not_find_is_named(tmp_path: Path, caplog
 
     resumed(tmp_path, OwnNumbers, restores=False)
 
-    assert 'the state of state["generator"], which is not there' in caplog.text
+    assert 'the state of state["generator"], which does not exist' in caplog.text

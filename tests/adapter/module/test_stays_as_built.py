@@ -1,4 +1,4 @@
-"""What `configure` built stays: layers and groups that change while training are refused, buffers may be resized."""
+"""Layers and groups of `configure` must not change while training; buffers may be resized."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.resumed_fit import STEPS, ChangesAtStepThree, Trains, fit
 
 
 class Unfreezes(ChangesAtStepThree):
-    """The first layer joins at the third step, in a group of its own."""
+    """The first layer joins at the third step, in a separate group."""
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -29,7 +29,7 @@ class Unfreezes(ChangesAtStepThree):
 
 
 class UnfreezesWhatTheOptimizerHas(Unfreezes):
-    """The way out: the group is there from the beginning."""
+    """The way out: the group exists from the beginning."""
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         state = super().configure(ctx)
@@ -66,7 +66,7 @@ class Widens(Unfreezes):
             Unfreezes,
             r'state\["optimizer"\]\.param_groups was \(2,\) after `configure` and is \(2, 2\).*all groups',
         ),
-        (Grows, r'state\["net"\]\.3\.weight was not there after `configure` and is \(1, 1\).*final size'),
+        (Grows, r'state\["net"\]\.3\.weight was absent after `configure` and is \(1, 1\).*final size'),
         (Shrinks, r'state\["net"\]\.2\.weight was \(1, 4\) after `configure` and is gone'),
         (Widens, r'state\["net"\]\.2\.weight was \(1, 4\) after `configure` and is \(2, 4\)'),
     ],
@@ -96,7 +96,7 @@ class WithSGD(Unfreezes):
 
 
 @pytest.mark.parametrize(("before", "now"), [(Unfreezes, WithSGD), (WithSGD, Unfreezes)])
-def test_another_kind_of_optimizer_is_told_before_a_step_fails_of_it(
+def test_another_kind_of_optimizer_is_refused_before_a_step_fails(
     tmp_path: Path, before: type[Unfreezes], now: type[Unfreezes]
 ) -> None:
     fit(tmp_path, before(), 2)
@@ -105,7 +105,7 @@ def test_another_kind_of_optimizer_is_told_before_a_step_fails_of_it(
         fit(tmp_path, now(), STEPS, ckpt_path=str(tmp_path / "final.json"))
 
 
-def test_other_groups_than_the_checkpoint_has_are_told_with_the_path_of_their_optimizer(tmp_path: Path) -> None:
+def test_other_groups_than_in_the_checkpoint_are_refused_with_the_path_of_their_optimizer(tmp_path: Path) -> None:
     fit(tmp_path, UnfreezesWhatTheOptimizerHas(), 2)
     said = r'state\["optimizer"\] had groups of \[2, 2\] parameters .* has groups of \[2\]'
     with pytest.raises(CheckpointError, match=said):
@@ -123,7 +123,7 @@ class WithOlderAdam(Unfreezes):
         return state
 
 
-def test_a_setting_that_a_later_torch_added_makes_no_other_kind(tmp_path: Path) -> None:
+def test_a_setting_that_a_later_torch_added_is_accepted(tmp_path: Path) -> None:
     fit(tmp_path, WithOlderAdam(), 2)
     fit(tmp_path, Unfreezes(), 2, ckpt_path=str(tmp_path / "final.json"))
 

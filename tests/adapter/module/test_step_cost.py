@@ -1,4 +1,4 @@
-"""What a step costs, in counts that no machine changes: calls, memory, looks at files."""
+"""The cost of a step, in counts that do not depend on the machine: calls, memory, checks of files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from support.trainers import quiet_trainer
 
 FAR = 10**9
 BARE = 3
-"""Calls that are no hosting: the two hooks of the trainer, and what counts."""
+"""Calls that hosting does not add: the two hooks of the trainer, and the counting itself."""
 
 
 class Idle:
-    """A trainer whose steps do nothing, beside what a test wants to happen in one of them."""
+    """A trainer whose steps do nothing, except for an action that a test chooses for one of them."""
 
     def __init__(self, at_step: Callable[[int], None] | None = None) -> None:
         self.at_step = at_step
@@ -57,7 +57,7 @@ class Idle:
 
 
 class Numbers:
-    """As many raw batches as a test has steps."""
+    """One raw batch for each step of a test."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -67,7 +67,7 @@ class Numbers:
 
 
 def standard_set(folder: Path, *, metric_every: int = 10) -> list[pl.Callback]:
-    """What a job gets, with stops, metrics and two cadences that are far away."""
+    """The callbacks of a job, with stops, metrics and two cadences that are never reached."""
     return [
         StopRequests(cancel_file=folder / "cancel", max_runtime_s=100_000),
         LogMetrics(metric_every),
@@ -77,7 +77,7 @@ def standard_set(folder: Path, *, metric_every: int = 10) -> list[pl.Callback]:
 
 
 class Updating(Idle):
-    """A trainer whose steps are an update of one layer."""
+    """A trainer whose step is an update of one layer."""
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         state["optimizer"].zero_grad()
@@ -95,7 +95,7 @@ def fit(
     events: bool = False,
     precision: Literal["32-true", "bf16-mixed"] = "32-true",
 ) -> None:
-    """Train on one CPU with nothing beside `callbacks`."""
+    """Train on one CPU with only `callbacks`."""
     trainer = quiet_trainer(
         *callbacks,
         precision=precision,
@@ -109,7 +109,7 @@ def fit(
 def counted(
     folder: Path, callbacks: list[pl.Callback], what: Callable[[str, Any], bool], *, steps: int = 100, **settings: Any
 ) -> int:
-    """How many profiler events of the training thread are `what`, in `steps` steps after the first 100."""
+    """Number of profiler events `what` of the training thread, in `steps` steps after the first 100."""
     first, last = 101, 101 + steps
     seen = 0
 
@@ -132,7 +132,7 @@ def counted(
 
     before = sys.getprofile()
     gc.collect()
-    gc.disable()  # finalizers of what others have left are calls, too
+    gc.disable()  # finalizers of objects from earlier tests are calls, too
     try:
         fit(folder, trainer_class(switch), last, callbacks, **settings)
     finally:
@@ -142,35 +142,35 @@ def counted(
 
 
 def _await_checkpoint_thread() -> None:
-    """After a first step it makes memory ready for snapshots, and each step looks whether it has ended."""
+    """After the first step it prepares memory for snapshots, and each step checks whether that has finished."""
     for thread in threading.enumerate():
         if thread.name == "genlight-checkpoint":
             thread.join()
 
 
 def calls_per_step(folder: Path, callbacks: list[pl.Callback], **settings: Any) -> float:
-    """Python functions that are called in a step, `BARE` of them not by genlight."""
+    """Number of calls of Python functions in a step; `BARE` of them are not made by genlight."""
     return counted(folder, callbacks, lambda event, _: event == "call", **settings) / 100
 
 
 def calls_of_standard_set(folder: Path, **settings: Any) -> float:
-    """The least of three fits: on a busy machine the clock wakes hooks more often than in these few steps."""
+    """The smallest number of three fits: on a busy machine the clock triggers hooks more often in these few steps."""
     folders = [folder / str(fit) for fit in range(3)]
     return min(calls_per_step(each, standard_set(each, **settings), events=True) for each in folders)
 
 
 def test_a_step_without_callbacks_makes_few_calls(tmp_path: Path) -> None:
-    """Hosting a trainer class takes two calls beside its own two; Lightning's own loop takes some 300."""
+    """Hosting a trainer class takes two calls in addition to its own two; Lightning's own loop takes some 300."""
     assert calls_per_step(tmp_path, [LogMetrics(0)]) <= BARE + 2
 
 
 def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) -> None:
-    """Stop checks, metrics and events every 10 steps; what waits for its cadence is not called."""
+    """Stop checks, metrics and events every 10 steps; a callback that waits for its cadence is not called."""
     assert calls_of_standard_set(tmp_path) <= BARE + 9
 
 
 def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
-    """Autocast is entered once, by an object that is there; backward and update are led around it."""
+    """Autocast is entered once, by an existing object; backward and update run outside of it."""
     plain = calls_per_step(tmp_path / "plain", [LogMetrics(0)], trainer_class=Updating)
     mixed = calls_per_step(tmp_path / "mixed", [LogMetrics(0)], trainer_class=Updating, precision="bf16-mixed")
     assert mixed - plain <= 30
@@ -178,7 +178,7 @@ def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metric_every", [0, 10])
 def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> None:
-    """Nothing is kept of a step, also where metrics and events are written."""
+    """Nothing of a step stays in memory, also if metrics and events are written."""
     sizes: dict[int, int] = {}
 
     def measure(step: int) -> None:
@@ -196,7 +196,7 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> N
 
 @pytest.mark.parametrize("metric_every", [0, 10])
 def test_no_container_grows_with_steps(tmp_path: Path, metric_every: int) -> None:
-    """Lists, dicts and the like of the whole process hold as much at step 20,000 as at step 2,000."""
+    """Lists, dicts and other containers of the process hold as many items at step 20,000 as at step 2,000."""
     held: dict[int, int] = {}
 
     def count(step: int) -> None:
@@ -205,7 +205,7 @@ def test_no_container_grows_with_steps(tmp_path: Path, metric_every: int) -> Non
             held[step] = sum(1 + _length(item) for item in gc.get_objects())
 
     fit(tmp_path, Idle(count), 20_000, standard_set(tmp_path, metric_every=metric_every), events=True)
-    # No absolute difference: what threads of earlier tests held may go meanwhile.
+    # No absolute difference: threads of earlier tests may release objects meanwhile.
     assert held[20_000] - held[2_000] < 180 + 3 * 256, "something is kept in every twentieth step or more often"
 
 
@@ -213,8 +213,8 @@ def _length(item: Any) -> int:
     return len(item) if type(item) in (list, dict, set, deque, OrderedDict) else 0
 
 
-def test_files_are_looked_at_no_more_often_than_every_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cancel file is looked for by the clock, not by the step: 1,000 steps that take a second look 20 times."""
+def test_files_are_checked_at_most_every_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock, not the step, triggers the check of the cancel file: 1,000 steps in one second make 20 checks."""
     now = 1000.0
 
     callbacks = standard_set(tmp_path, metric_every=0)
@@ -224,7 +224,7 @@ def test_files_are_looked_at_no_more_often_than_every_50_ms(tmp_path: Path, monk
         now += 0.001
         vars(callbacks[0])["next_due_step"] = 0  # called after each step
 
-    # The name in that module alone: other threads of the process look at the clock, too.
+    # Replace the name only in that module: other threads of the process read the clock, too.
     monkeypatch.setattr("genlight.callbacks.stop.stop_requests.time", SimpleNamespace(monotonic=lambda: now))
     touching = (open, os.open, os.stat, os.lstat, os.access, os.listdir, os.scandir)
     looks = counted(
@@ -237,8 +237,8 @@ def test_files_are_looked_at_no_more_often_than_every_50_ms(tmp_path: Path, monk
     assert 18 <= looks <= 21
 
 
-def test_metrics_are_read_at_the_cadence_alone(tmp_path: Path) -> None:
-    """A tensor of the trainer becomes a number, which waits for its device, in every tenth step."""
+def test_metrics_are_read_only_at_the_cadence(tmp_path: Path) -> None:
+    """A tensor of the trainer becomes a number (and waits for its device) only in every tenth step."""
     reads = 0
 
     class Loss:
@@ -253,8 +253,8 @@ def test_metrics_are_read_at_the_cadence_alone(tmp_path: Path) -> None:
     assert reads == 10
 
 
-def test_whoever_looks_at_the_metrics_in_a_step_sees_those_of_that_step(tmp_path: Path) -> None:
-    """They are made at the look, of the step that ran last, and stay when the fit is over."""
+def test_metrics_read_in_a_step_are_those_of_that_step(tmp_path: Path) -> None:
+    """They are made on access, from the last step, and stay after the fit."""
     plugin = Idle()
     seen: list[float] = []
 

@@ -1,4 +1,4 @@
-"""From what a step returned to named numbers: aliases, the learning rate, and errors that name the metric."""
+"""Turning the result of a step into named numbers: aliases, the learning rate, and errors that name the metric."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepContext, StepResult, TrainingJobSpec
-from genlight.adapter.module.step_metrics import metric_name, named_scalars, validated_result
+from genlight.adapter.module.step_metrics import metric_name, named_scalars, validate_result
 from genlight.adapter.training_loop import BatchStream
 from support.messages import refusal
 from support.trainers import quiet_trainer
@@ -75,14 +75,14 @@ def test_more_names_than_are_kept_are_reported_as_well():
 )
 def test_a_result_without_a_mapping_of_metrics_is_refused(result, message):
     with pytest.raises(ContractError, match=message) as error:
-        validated_result(result)
+        validate_result(result)
     assert isinstance(error.value, TypeError)
 
 
 def test_any_object_with_metrics_is_a_result():
     result = SimpleNamespace(metrics={"loss": 2})
 
-    assert validated_result(result) is result
+    assert validate_result(result) is result
     assert named_scalars(result, None, CTX) == {"train/loss": 2}
 
 
@@ -96,12 +96,12 @@ RATES = [
     {"state": {"optimizer": optimizer(7.0)}},
     {"found": [optimizer(8.0), optimizer(9.0)]},
 ]
-"""Places of a learning rate, the first one that counts first."""
+"""Places of a learning rate, in order of priority."""
 
 
 @pytest.mark.parametrize(("first", "rate"), [*enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, None])])
 def test_the_learning_rate_comes_from_the_first_place_that_has_one(first, rate):
-    """Each case has a rate there, and in all places that come after it."""
+    """Each case has a rate in this place and in all later ones."""
     given, state = {}, {}
     for place in RATES[first:]:
         state.update(place.get("state", {}))
@@ -120,14 +120,14 @@ def test_the_state_may_be_an_object_with_attributes():
 
 
 @pytest.mark.parametrize("value", [None, "cosine", [0.1, 0.2], lambda: 0.1, torch.zeros(3), {"lr": 1}])
-def test_what_cannot_be_a_learning_rate_is_passed_over(value):
+def test_a_value_that_cannot_be_a_learning_rate_is_skipped(value):
     result = StepResult(debug={"lr": value})
     state = {"lr": value, "optimizer": optimizer(0.5)}
 
     assert named_scalars(result, state, CTX) == {"train/lr": 0.5}
 
 
-def test_a_group_without_a_rate_leaves_the_metric_out():
+def test_a_group_without_a_rate_gives_no_metric():
     assert named_scalars(StepResult(), {"optimizer": SimpleNamespace(param_groups=[{}])}, CTX) == {}
 
 
@@ -163,7 +163,7 @@ def test_numbers_and_tensors_of_one_element_become_floats(value):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_value_that_is_not_finite_stays_what_it_is(value):
+def test_a_value_that_is_not_finite_is_unchanged(value):
     assert repr(scalars_of({"x": torch.tensor(value)})["x"]) == repr(value)
 
 
@@ -180,10 +180,10 @@ def test_a_value_that_is_not_finite_stays_what_it_is(value):
     ],
 )
 @pytest.mark.parametrize("when", ["at_a_cadence", "at_the_first_step"])
-def test_a_metric_that_is_no_scalar_is_named_with_what_it_is(value, what, when):
+def test_a_metric_that_is_no_scalar_is_named_with_its_value(value, what, when):
     metrics = {"fine": 1, "grad": value}
     with pytest.raises(ContractError, match=f"metric 'grad' is {what}; a metric is one number or a 0-d tensor"):
-        scalars_of(metrics) if when == "at_a_cadence" else validated_result(StepResult(metrics), reads_values=True)
+        scalars_of(metrics) if when == "at_a_cadence" else validate_result(StepResult(metrics), reads_values=True)
 
 
 class Returns:
@@ -219,7 +219,7 @@ class Returns:
         (StepResult({}, debug=[1]), 3),
     ],
 )
-def test_a_wrong_result_is_refused_in_its_step_though_no_cadence_reads_it(result, at):
+def test_a_wrong_result_is_refused_in_its_step_although_no_cadence_reads_it(result, at):
     plugin = Returns(result, at)
     module = ContractModule(plugin, TrainingJobSpec("r", 5, metric_every=0))
     with pytest.raises(ContractError):

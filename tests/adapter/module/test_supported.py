@@ -1,4 +1,4 @@
-"""A strategy that cannot host a trainer class is refused by name, with the reason and a way out."""
+"""Strategies that do not work with a trainer class are refused by name, with the reason and a way out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from genlight.adapter.module.supported import check_strategy, check_trainer_argu
 
 
 def blank(cls: type) -> object:
-    """A strategy without its constructor, which wants packages or devices that a test does not have."""
+    """A strategy without a call of its constructor, because that requires packages or devices that a test lacks."""
     return object.__new__(cls)
 
 
@@ -88,7 +88,7 @@ def test_strategies_that_can_host_a_trainer_pass(strategy):
     check_strategy(strategy)
 
 
-def test_ddp_leaves_the_module_unwrapped_and_other_strategies_are_left_alone():
+def test_ddp_does_not_wrap_the_module_and_other_strategies_stay_unchanged():
     strategy, other = DDPStrategy(), SingleDeviceStrategy("cpu")
     strategy.model = model = object()
 
@@ -116,9 +116,9 @@ def test_whole_weights_may_be_saved_to_a_url():
             StochasticWeightAveraging(0.1),
             "StochasticWeightAveraging: it replaces.*use lightning.pytorch.callbacks.Weigh",
         ),
-        (LearningRateFinder(), "LearningRateFinder: it exchanges the optimizers.*--set hyperparams.lr"),
+        (LearningRateFinder(), "LearningRateFinder: it replaces the optimizers.*--set hyperparams.lr"),
         (BatchSizeFinder(), "BatchSizeFinder: it trains with the weights.*--set dataset.batch_size"),
-        (ModelPruning("l1_unstructured"), "ModelPruning: it exchanges weights.*torch.nn.utils.prune in `configure`"),
+        (ModelPruning("l1_unstructured"), "ModelPruning: it replaces weights.*torch.nn.utils.prune in `configure`"),
         (BackboneFinetuning(), "BackboneFinetuning: it adds groups.*all groups in `configure`"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What callbacks and modules log in the hooks of a step arrives as under Lightning's own loop."""
+"""Values that callbacks and modules log in the hooks of a step arrive as under Lightning's own loop."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stock(pl.LightningModule):
 
 
 class Lines(Logger):
-    """What a logger gets, by step."""
+    """The metrics that a logger gets, by step."""
 
     name, version = "lines", 0
 
@@ -103,8 +103,10 @@ def logging_in(base: type, hook: str) -> type:
 
 
 @pytest.mark.parametrize("hook", IN_A_STEP)
-def test_what_a_callback_logs_in_any_hook_of_a_step_reaches_loggers_as_in_lightning(tmp_path: Path, hook: str) -> None:
-    """The norm of gradients, say, in ``on_before_optimizer_step``; no other hook needs to be there."""
+def test_values_logged_by_a_callback_in_any_hook_of_a_step_reach_loggers_as_in_lightning(
+    tmp_path: Path, hook: str
+) -> None:
+    """For example, the norm of gradients in ``on_before_optimizer_step``; no other hook is needed."""
     stock = fit(tmp_path, Stock(), logging_in(pl.Callback, hook)())
     ours = fit(tmp_path, ContractModule(Updating()), logging_in(pl.Callback, hook)(), limit_val_batches=0)
     assert ours.lines == stock.lines
@@ -112,7 +114,9 @@ def test_what_a_callback_logs_in_any_hook_of_a_step_reaches_loggers_as_in_lightn
 
 
 @pytest.mark.parametrize("hook", IN_A_STEP)
-def test_what_a_module_logs_in_any_hook_of_a_step_reaches_loggers_as_in_lightning(tmp_path: Path, hook: str) -> None:
+def test_values_logged_by_a_module_in_any_hook_of_a_step_reach_loggers_as_in_lightning(
+    tmp_path: Path, hook: str
+) -> None:
     stock = fit(tmp_path, logging_in(Stock, hook)())
     ours = fit(tmp_path, logging_in(ContractModule, hook)(Updating()), limit_val_batches=0)
     assert ours.lines == stock.lines
@@ -121,7 +125,7 @@ def test_what_a_module_logs_in_any_hook_of_a_step_reaches_loggers_as_in_lightnin
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_a_hook_that_was_put_on_the_module_itself_is_called(tmp_path: Path, hook: str) -> None:
-    """Lightning looks at the module, not at its class."""
+    """Lightning checks the module, not its class."""
     called: list[int] = []
     module = ContractModule(Updating())
     setattr(module, hook, lambda *args: called.append(args[-1]))
@@ -130,7 +134,7 @@ def test_a_hook_that_was_put_on_the_module_itself_is_called(tmp_path: Path, hook
 
 
 def test_scores_that_were_sent_before_the_checkpoint_are_not_sent_again_by_a_resumed_run(tmp_path: Path) -> None:
-    """The run state of the checkpoint holds those of the last evaluation."""
+    """The run state of the checkpoint holds the scores of the last evaluation."""
     checkpoint = Checkpoint(tmp_path, every_n_steps=2, save_final=False)
     first = fit(tmp_path, ContractModule(Updating()), Evaluate(1), checkpoint, max_steps=2)
     assert [line for line in first.lines if "score" in line[1]] == [(1, {"score": 0.5}), (2, {"score": 0.5})]
@@ -141,8 +145,8 @@ def test_scores_that_were_sent_before_the_checkpoint_are_not_sent_again_by_a_res
     assert resumed.lines == []
 
 
-def test_a_checkpoint_holds_what_the_module_changed_in_its_own_hook_of_the_step(tmp_path: Path) -> None:
-    """A moving average, say; callbacks are called before the module."""
+def test_a_checkpoint_holds_the_changes_of_the_modules_own_hook_of_the_step(tmp_path: Path) -> None:
+    """For example, a moving average; callbacks are called before the module."""
 
     class Averaging(ContractModule):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -167,7 +171,7 @@ def test_a_checkpoint_holds_what_the_module_changed_in_its_own_hook_of_the_step(
 @pytest.mark.parametrize("profiler", [None, "simple"])
 @pytest.mark.parametrize("base", [ContractModule, Stock])
 def test_an_event_follows_the_modules_own_hook_of_the_step(tmp_path: Path, base: Any, profiler: str | None) -> None:
-    """Whoever saves then has what the module changed; the hook of the module stays the module's own."""
+    """A save at this event includes the changes of the module; the module's hook is not replaced."""
     seen: list[str] = []
 
     class Own(base):  # type: ignore[misc]
@@ -182,6 +186,6 @@ def test_an_event_follows_the_modules_own_hook_of_the_step(tmp_path: Path, base:
     module = Own(Updating()) if base is ContractModule else Own()
     saves = [Checkpoint(tmp_path / name, every_n_steps=3, save_final=False) for name in ("a", "b")]
     fit(tmp_path, module, *saves, Hears(), max_epochs=1, profiler=profiler)
-    # Lightning's own loop has no such event: there it comes, once, in the steps in which a hook waits for it.
+    # Lightning's own loop has no such event: there it comes once, in the steps in which a hook waits for it.
     assert seen == (["module", "event"] * 3 if base is ContractModule else ["module", "module", "module", "event"])
     assert [len(list((tmp_path / name).glob("*.json"))) for name in ("a", "b")] == [1, 1]

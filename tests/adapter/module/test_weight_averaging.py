@@ -1,4 +1,4 @@
-"""Lightning's `WeightAveraging`, which copies the weights in ``setup``: a trainer class builds them later."""
+"""Lightning's `WeightAveraging` copies the weights in ``setup``, but a trainer class builds them later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMAWeightAveraging, WeightAveraging = stock.EMAWeightAveraging, stock.WeightAver
 
 
 class TwoParts:
-    """A backbone and a head under one optimizer; notes the weights after each step."""
+    """A backbone and a head under one optimizer; records the weights after each step."""
 
     def __init__(self) -> None:
         self.history: list[torch.Tensor] = []
@@ -58,14 +58,14 @@ class TwoParts:
 
 
 def batches() -> DataLoader[Any]:
-    """Two batches an epoch."""
+    """Two batches per epoch."""
     return DataLoader([torch.full((2, 4), 0.1 * i) for i in (1, 2)], batch_size=None)
 
 
 def fit(
     folder: Path, *callbacks: pl.Callback, epochs: int = 4, ckpt_path: str | None = None, **settings: Any
 ) -> tuple[pl.Trainer, ContractModule]:
-    """Train with stock callbacks beside a checkpoint after each epoch."""
+    """Train with stock callbacks and a checkpoint after each epoch."""
     trainer = quiet_trainer(
         *callbacks,
         Checkpoint(folder / "made", every_n_epochs=1, keep_last=None),
@@ -96,23 +96,23 @@ def test_averaged_weights_take_the_place_of_the_last_ones_when_training_ends(tmp
 
 
 def test_a_validation_within_the_training_evaluates_the_averaged_weights(tmp_path: Path) -> None:
-    """What ``evaluate`` sees is the average, and training goes on with the weights that it had."""
+    """``evaluate`` sees the average, and training continues with its own weights."""
     trainer, module = fit(tmp_path, WeightAveraging(), val_check_interval=2, check_val_every_n_epoch=4)
     history = module.plugin.history  # type: ignore[attr-defined]
     assert float(trainer.callback_metrics["norm"]) == pytest.approx(float(torch.stack(history).mean(0).norm()))
 
 
 @pytest.mark.parametrize("make", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.5)])
-def test_averaging_goes_on_after_a_resume_to_the_same_bits(tmp_path: Path, make: Any) -> None:
-    """A checkpoint holds the average and the current weights, and a resume takes up both."""
+def test_averaging_is_exact_after_a_resume(tmp_path: Path, make: Any) -> None:
+    """A checkpoint holds the average and the current weights, and a resume restores both."""
     _, straight = fit(tmp_path / "straight", make())
     fit(tmp_path, make(), epochs=2)
     _, resumed = fit(tmp_path, make(), ckpt_path=str(tmp_path / "made" / "step-00000004.json"))
     assert_same(weights(resumed), weights(straight))
 
 
-def test_a_setup_that_waited_is_the_callbacks_own_again(tmp_path: Path) -> None:
-    """Also where ``configure`` failed meanwhile; other callbacks are set up before the module, as ever."""
+def test_a_postponed_setup_is_restored(tmp_path: Path) -> None:
+    """Also if ``configure`` failed meanwhile; other callbacks are set up before the module, as always."""
     order: list[str] = []
 
     class Early(pl.Callback):
