@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .rank_check import users_line
+from .call_site import users_line
 from .step_part import BackwardCall, StepPart
 from .torch_hooks import read_gradient
 from .torch_internals import without_torch_function_of_subclasses

@@ -21,6 +21,7 @@ from ..contract.exceptions import ContractError
 __all__ = [
     "REFUSED",
     "REFUSED_ON_RANKS",
+    "SKIP_HINT",
     "explain",
     "explain_sharded_update_error",
     "needs",
@@ -30,6 +31,13 @@ __all__ = [
 
 WITH_ONE_DEVICE = "or use one device"
 WITH_DDP = "or use `strategy: ddp`"
+SKIP_HINT = (
+    "`train_step` must update on all ranks or on none. If it skips a step for a reason that only one rank has (its "
+    "own loss is nan, for example), decide by a value that is equal on all ranks: the norm of the gradients after "
+    "backward, which are averaged over the ranks, or a flag that goes through torch.distributed.all_reduce. Or remove "
+    "the test and set on_nonfinite to skip, which skips such an update on all ranks."
+)
+"""The way out if a rank ends its step without the update that other ranks make."""
 
 REFUSED_ON_RANKS = MappingProxyType(
     {

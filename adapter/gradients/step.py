@@ -51,8 +51,8 @@ from .ddp.buckets import wire_type
 from .ddp.buffers import BufferSync, broadcast_from_zero
 from .fp16 import Fp16
 from .fsdp.step import ShardedStep, fsdp_modules
+from .inventory import check_same_on_all_ranks
 from .precision import StepPrecision, cast_inputs, explain_dtype_error, step_precision
-from .rank_check import check_same_on_all_ranks
 from .refused import explain_sharded_update_error, refused_on_ranks
 from .step_part import BackwardCall, StepPart
 from .torch_internals import outside_of_graphs, warn_of_untested_torch

@@ -63,7 +63,8 @@ __all__ = [
 _WITHOUT_GRAPHS = tuple(
     f"{__package__}.{name}"
     for name in (
-        *("torch_hooks", "step", "step_part", "changed_gradients", "fp16", "rank_check", "update_guard"),
+        *("torch_hooks", "step", "step_part", "changed_gradients", "fp16", "update_guard"),
+        *("call_site", "lost_ranks", "rank_agreement", "rank_check"),
         *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers", "parameters")),
     )
 )

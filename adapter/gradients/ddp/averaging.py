@@ -52,7 +52,8 @@ from typing_extensions import override
 from ....callbacks.optimizer_state import parameters_of
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from ..rank_check import AFTER_STEP, FIRST_STEPS, MARKS, ExchangePoint, RankCheck, Trigger, users_line
+from ..call_site import users_line
+from ..rank_check import AFTER_STEP, FIRST_STEPS, MARKS, ExchangePoint, RankCheck, Trigger
 from ..refused import refused_on_ranks
 from ..step_part import BackwardCall, StepPart
 from ..torch_hooks import GradientGuard, read_gradient, write_gradient

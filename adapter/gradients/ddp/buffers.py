@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from ..rank_check import lost_in_buffers
+from ..lost_ranks import lost_in_buffers
 from ..step_part import StepPart
 from .buckets import BUCKET_BYTES
 

@@ -31,7 +31,7 @@ from ....callbacks.checkpoint.sharded.slices import Box, slice_of, within
 from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
-from ..rank_check import BACKWARD, END_OF_STEP, UPDATE, USED, RankAgreement
+from ..rank_agreement import BACKWARD, END_OF_STEP, UPDATE, USED, RankAgreement
 from ..refused import explain, refusal
 from ..step_part import BackwardCall, StepPart
 from ..torch_internals import (

@@ -1,0 +1,78 @@
+"""Finds ranks that were lost, through the store of the process group.
+
+The store works after a rank is gone, and while another rank has not noticed it yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..contract.exceptions import RankFailedError
+from .torch_internals import default_store
+
+__all__ = ["announce", "describe_lost", "find_lost", "find_silent", "lost_in_buffers"]
+
+ANSWERED_WITHIN_S = 2.0
+"""Seconds that a running rank may take to notice a failure and to announce that it is alive."""
+
+
+def lost_in_buffers(error: RuntimeError, step: int, group: dist.ProcessGroup | None) -> RankFailedError:
+    """Return the error for buffers that did not arrive; waits some seconds for answers of the other ranks.
+
+    Args:
+        error: The error of the process group.
+        step: The step at whose end the buffers were sent.
+        group: The ranks that get buffers from the first of them; None means all.
+    """
+    # Other ranks may have received theirs; the connection then breaks in their exchange of the next step.
+    lost = find_lost(step + 1, group)
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    return RankFailedError(
+        f"the buffers that rank {source} sends at the end of step {step} did not arrive; {lost} ({error})"
+    )
+
+
+def find_lost(step: int, group: dist.ProcessGroup | None) -> str:
+    """Describe the ranks of `group` that do not announce that an exchange of `step` broke off for them too."""
+    here, key = dist.get_rank(group), f"genlight/exchange that broke off in step {step}"
+    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    if announce(f"{key}/{here}"):
+        silent = find_silent(key, here, len(ranks))
+    else:  # the rank that hosts the store is gone: under torchrun and Lightning that is the first one
+        silent = [0] if here != 0 else list(range(1, len(ranks)))
+    return describe_lost([ranks[rank] for rank in silent], ANSWERED_WITHIN_S)
+
+
+def describe_lost(lost: Sequence[int], seconds: float) -> str:
+    """Return a description of the ranks that did not answer within `seconds`; there may be none."""
+    if not lost:
+        return "all ranks still run, so the connection between them broke"
+    names = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+    return f"{names} did not answer within {seconds:.0f} s: lost, or waiting for a lost rank"
+
+
+def find_silent(key: str, here: int, world_size: int) -> list[int]:
+    """Return the other ranks that have not announced themselves under `key`."""
+    deadline = time.monotonic() + ANSWERED_WITHIN_S
+    return [rank for rank in range(world_size) if rank != here and not _answers(f"{key}/{rank}", deadline)]
+
+
+def _answers(key: str, deadline: float) -> bool:
+    try:
+        default_store().wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+    except RuntimeError:
+        return False
+    return True
+
+
+def announce(key: str) -> bool:
+    """Announce in the store that this rank is alive; return False if the store is gone with the rank that hosts it."""
+    try:
+        default_store().set(key, "here")
+    except RuntimeError:
+        return False
+    return True
