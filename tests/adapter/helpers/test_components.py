@@ -75,7 +75,7 @@ def test_a_broken_index_is_an_input_error(tmp_path, save, content):
         load_components(tmp_path, "cpu", "fp32")
 
 
-def test_a_variant_beside_the_plain_file_is_left_out(tmp_path, save):
+def test_variant_next_to_the_plain_file_is_skipped(tmp_path, save):
     save("model.safetensors", w=torch.ones(1))
     save("model.fp16.safetensors", w=torch.zeros(1))
     assert load_components(tmp_path, "cpu", "fp32")["model"]["w"].item() == 1.0
