@@ -37,6 +37,7 @@ from ..lightning_internals import (
     DataFetcher,
     FitLoop,
     PrefetchDataFetcher,
+    ProcessedTracker,
     TrainingEpochLoop,
     batches_of_loaders,
     load_loader_states,
@@ -70,6 +71,8 @@ WORKERS = "genlight_workers"
 """The member of a loader's state that ranks do not have alike: states of its workers and of its dataset."""
 _FETCHED = "fetched_batches"
 """The member of a checkpoint, and of a loop, that has the batches which Lightning has fetched ahead, of each rank."""
+_ENDED = "ended_loaders"
+"""The member of a checkpoint, and of a loop, that says which of several loaders had already ended in the epoch."""
 
 require_names("torch", _MultiProcessingDataLoaderIter, "_try_put_index", "_prefetch_factor")
 
@@ -144,6 +147,7 @@ def keep_positions(
                 _derived(loader, _GivesBack, given_back=list(batches))
                 for loader, batches in zip(found, zip(*parts, strict=True), strict=True)
             ]
+        _restore_epoch(loop)
         before_iterators(trainer)
 
     def on_run_start(fetcher: DataFetcher) -> None:
@@ -153,6 +157,22 @@ def keep_positions(
     vars(loop)["_load_combined_loader_states"] = load_states
     vars(loop)["setup_data"] = functools.partial(set_up_data, loop, functools.partial(FitLoop.setup_data, loop))
     loop.epoch_loop.on_run_start = on_run_start  # type: ignore[assignment, method-assign]
+
+
+def _restore_epoch(loop: FitLoop) -> None:
+    """Correct what Lightning's loop makes of a checkpoint that was saved after its last epoch had ended, as `final` is.
+
+    If the data ended, the next epoch has all its batches. If the step limit ended the epoch, the same epoch continues.
+    """
+    epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+    if not loop.restarting or not 0 < epochs.current.ready == epochs.current.completed or not batches.current.ready:
+        return
+    if batches.is_last_batch:  # under `max_steps`, the setter of the fit loop makes True of False
+        loop._restarting = loop.epoch_loop.restarting = False
+    else:
+        for counters in (epochs.current, epochs.total):
+            assert isinstance(counters, ProcessedTracker)
+            counters.processed = counters.completed = counters.ready - 1
 
 
 def set_up_data(loop: FitLoop, set_up: Callable[[], None]) -> None:
@@ -171,11 +191,14 @@ def set_up_data(loop: FitLoop, set_up: Callable[[], None]) -> None:
         loop._load_combined_loader_states()
         if loop._data_fetcher is not None:
             iter(loop._data_fetcher)
+    ended = loop.__dict__.pop(_ENDED, None) if is_restored else None
+    if ended and loop._combined_loader is not None and not loop.epoch_loop.batch_progress.is_last_batch:
+        vars(loop._combined_loader._iterator)["_consumed"] = list(ended)
 
 
 def forget_positions(trainer: pl.Trainer) -> None:
     """End what `keep_positions` began."""
-    for name in ("_load_combined_loader_states", "setup_data", _IS_EARLY, _FETCHED):
+    for name in ("_load_combined_loader_states", "setup_data", _IS_EARLY, _FETCHED, _ENDED):
         vars(trainer.fit_loop).pop(name, None)
     trainer.fit_loop.epoch_loop.__dict__.pop("on_run_start", None)
 
@@ -200,6 +223,9 @@ def set_positions_aside(
     if any(workers):
         parts[WORKERS] = channel.gather(workers)
     parts[_POSITIONS] = []
+    ended = getattr(getattr(trainer.fit_loop._combined_loader, "_iterator", None), "_consumed", ())
+    if any(ended) and not all(ended):
+        parts[_ENDED] = list(ended)
     if type(trainer.fit_loop) is FitLoop:
         fetched = channel.gather(_fetched_ahead(trainer.fit_loop))
         if any(batches is None or batches for batches in fetched):
@@ -216,6 +242,7 @@ def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts
     if type(trainer.fit_loop) is FitLoop:
         fetched = parts.pop(_FETCHED, [[]])
         trainer.fit_loop.__dict__[_FETCHED] = fetched[rank] if rank < len(fetched) else None
+    trainer.fit_loop.__dict__[_ENDED] = parts.pop(_ENDED, None)
     of_ranks = parts.pop(WORKERS, [])
     for state, workers in zip(states, of_ranks[rank] if rank < len(of_ranks) else (), strict=False):
         if workers is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
@@ -17,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import InputError
+from genlight.adapter.feed.arrow_feed import ArrowFeed
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.checkpoint.loader_position import PositionedLoader, with_position
@@ -73,6 +75,8 @@ def loader(kind: str, batch_size: int = 3) -> DataLoader[Any]:
         return DataLoader(rows, batch_size, shuffle=True, generator=torch.Generator().manual_seed(3))
     if kind == "weighted":
         return DataLoader(rows, batch_size, sampler=WeightedRandomSampler([1.0] * 10, 10))
+    if kind == "one rank":
+        return DataLoader(rows, batch_size, sampler=DistributedSampler(rows, num_replicas=1, rank=0, seed=4))
     if kind == "distributed":
         return DataLoader(rows, batch_size, sampler=DistributedSampler(rows, num_replicas=2, rank=1, seed=4))
     return DataLoader(rows, batch_size, shuffle=kind == "shuffled")
@@ -87,9 +91,18 @@ def fit(folder: Path, steps: int, given: Any, **options: Any) -> list[list[float
     return seen
 
 
-@pytest.mark.parametrize("cut", range(1, 9))
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "weighted", "in order", "distributed"])
-def test_a_resume_from_each_step_sees_what_a_run_without_one_sees(kind, cut, tmp_path, caplog):
+KINDS = ["shuffled", "own generator", "weighted", "in order", "distributed"]
+CUTS = [("shuffled", 3), ("own generator", 4), ("weighted", 1), ("distributed", 6)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        *CUTS,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(KINDS, range(1, 9)) if case not in CUTS),
+    ],
+)
+def test_a_resume_from_each_step_sees_what_an_unbroken_run_sees(kind, cut, tmp_path, caplog):
     whole = fit(tmp_path / "whole", 9, loader(kind))
     fit(tmp_path / "cut", cut, loader(kind))
 
@@ -106,7 +119,7 @@ class PlainModule(pl.LightningModule):
         self.seen: list[list[float]] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.seen.append([*batch.flatten().tolist(), torch.rand(()).item()])
+        self.seen.append([*batch.flatten().tolist(), torch.rand(()).item(), self.trainer.current_epoch])
         return self.body(batch.flatten()[:2].float()).pow(2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -128,14 +141,35 @@ def fit_plain(folder: Path, steps: int, given: Any) -> list[list[float]]:
     return [*module.seen, [value.item() for value in module.body.weight.flatten()]]
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "in order"])
-def test_a_plain_module_in_lightnings_own_loop_goes_on_too(kind, tmp_path, caplog):
-    whole = fit_plain(tmp_path / "whole", 10, loader(kind))
-    for cut in (1, 2, 3, 5, 6, 7, 9):  # an epoch has 4 batches; where one ended, Lightning's loop goes on otherwise
-        fit_plain(tmp_path / f"cut{cut}", cut, loader(kind))
-        assert fit_plain(tmp_path / f"cut{cut}", 10, loader(kind)) == whole, cut
-    for steps in (2, 3, 6, 7, 10):
-        seen = fit_plain(tmp_path / "often", steps, loader(kind))
+def arrow_feed() -> ArrowFeed:
+    """A feed whose order depends on the epoch."""
+    rows = pa.table({"row": [float(row) for row in range(10)], "zero": [0.0] * 10})
+    return ArrowFeed(
+        rows,
+        batch_size=3,
+        shuffle=True,
+        epochs=None,
+        collate=lambda b: torch.tensor([*map(list, zip(*b.to_pydict().values(), strict=True))]),
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader("shuffled"),
+        lambda: loader("one rank"),
+        arrow_feed,
+        pytest.param(lambda: loader("own generator"), marks=pytest.mark.slow),
+        pytest.param(lambda: loader("in order"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_plain_module_in_lightnings_own_loop_continues_too(make, tmp_path, caplog):
+    whole = fit_plain(tmp_path / "whole", 10, make())
+    for cut in (3, 4, 5, 8):  # an epoch has 4 batches
+        fit_plain(tmp_path / f"cut{cut}", cut, make())
+        assert fit_plain(tmp_path / f"cut{cut}", 10, make()) == whole, cut
+    for steps in (2, 3, 7, 10):
+        seen = fit_plain(tmp_path / "often", steps, make())
     assert seen == whole
     assert "keeps no position" not in caplog.text
 
@@ -230,12 +264,20 @@ def with_workers(kind: str, **options: Any) -> DataLoader[Any]:
     return DataLoader(Noisy(), **chosen)
 
 
-# An epoch has 4, 5 or 10 batches. Where one has ended, Lightning's own loop continues otherwise.
-@pytest.mark.parametrize(("fits", "cuts"), [(fit, (2, 8, 13)), (fit_plain, (2, 7, 13))])
-@pytest.mark.parametrize("kind", WORKERS)
-def test_random_numbers_drawn_in_workers_and_datasets_continue_after_a_resume(kind, fits, cuts, tmp_path):
+FAST = {"fit": ("none", "two", "own functions"), "fit_plain": ("persistent",)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits"),
+    [
+        pytest.param(kind, fits, marks=[] if kind in FAST[fits.__name__] else pytest.mark.slow)
+        for kind in WORKERS
+        for fits in (fit, fit_plain)
+    ],
+)
+def test_random_numbers_drawn_in_workers_and_datasets_continue_after_a_resume(kind, fits, tmp_path):
     whole = fits(tmp_path / "whole", 13, with_workers(kind))
-    for steps in cuts:
+    for steps in (2, 8, 13):  # an epoch has 4, 5 or 10 batches
         seen = fits(tmp_path / "cut", steps, with_workers(kind))
     assert seen == whole
     assert len({number for row in seen for number in row[1:5]}) > 4
@@ -323,15 +365,21 @@ class Stateful:
         self.at, self.drawn = state["at"], state["drawn"]
 
 
-@pytest.mark.parametrize("given", [lambda: with_workers("persistent"), lambda: loader("shuffled"), Stateful])
+MODULES: list[tuple[Any, str | None]] = [
+    (lambda: SchedulesByLength(), None),
+    (lambda: PlainModule(), "setup"),
+    (lambda: PlainModule(), "on_fit_start"),
+    (lambda: ContractModule(Sees(), TrainingJobSpec("r", 12)), "setup"),
+    (lambda: ContractModule(Sees(), TrainingJobSpec("r", 12)), "on_fit_start"),
+]
+
+
 @pytest.mark.parametrize(
-    ("make", "hook"),
+    ("make", "hook", "given"),
     [
-        (lambda: SchedulesByLength(), None),
-        (lambda: PlainModule(), "setup"),
-        (lambda: PlainModule(), "on_fit_start"),
-        (lambda: ContractModule(Sees(), TrainingJobSpec("r", 12)), "setup"),
-        (lambda: ContractModule(Sees(), TrainingJobSpec("r", 12)), "on_fit_start"),
+        *((*module, lambda: loader("shuffled")) for module in MODULES),
+        *(pytest.param(*module, lambda: with_workers("persistent"), marks=pytest.mark.slow) for module in MODULES),
+        *(pytest.param(*module, Stateful, marks=pytest.mark.slow) for module in MODULES),
     ],
 )
 def test_loaders_keep_their_place_if_the_length_is_asked_for_before_it_is_restored(make, hook, given, tmp_path):
@@ -406,6 +454,7 @@ def fit_stream(folder: Path, steps: int, given: Any) -> list[list[float]]:
         Stream,
         lambda: {"a": Stream(), "b": Stream()},
         lambda: {"a": Stream(), "b": with_workers("none", batch_size=2)},
+        lambda: {"a": Stream(2), "b": Stream(4), "c": Stream(3)},
     ],
 )
 def test_a_batch_that_lightning_fetched_ahead_of_the_checkpoint_is_not_lost(given, tmp_path, caplog):
@@ -452,3 +501,27 @@ class Endless(IterableDataset[Any]):
 def test_what_draws_another_order_or_has_no_rows_stays_as_it_is(given, world_size):
     assert with_position(given, world_size) is given
     assert isinstance(with_position(loader("distributed"), world_size), PositionedLoader)
+
+
+@pytest.mark.parametrize("cut", [4, 5, 9])
+def test_a_resume_knows_which_of_several_streams_had_already_ended(cut, tmp_path):
+    def streams() -> dict[str, Any]:
+        return {"a": Stream(3), "b": Stream(5)}
+
+    def run(folder: Path, steps: int) -> Any:
+        trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1)
+        module = ContractModule(TakesDicts(), TrainingJobSpec("r", steps))
+        final = folder / "final.json"
+        trainer.fit(module, streams(), ckpt_path=str(final) if final.exists() else None)
+        return module.contract_state["seen"]
+
+    whole = run(tmp_path / "whole", 12)
+    run(tmp_path / "cut", cut)
+    assert run(tmp_path / "cut", 12) == whole
+
+
+class TakesDicts(Sees):
+    """Its batches come from several loaders."""
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return torch.cat([part.flatten() for part in raw.values()])
