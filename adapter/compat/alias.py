@@ -74,12 +74,12 @@ class _Finder(MetaPathFinder, Loader):
         name = module.__name__
         names, resolve = _names_of(name)
 
-        def attribute(wanted: str) -> Any:
-            if (inner := f"{name}.{wanted}") in _GEN_WORKER or inner in _WORLDFLUX:
+        def attribute(requested: str) -> Any:
+            if (inner := f"{name}.{requested}") in _GEN_WORKER or inner in _WORLDFLUX:
                 return importlib.import_module(inner)
-            if wanted not in names:
-                raise AttributeError(f"module {name!r} has no attribute {wanted!r}")
-            return resolve(wanted)
+            if requested not in names:
+                raise AttributeError(f"module {name!r} has no attribute {requested!r}")
+            return resolve(requested)
 
         module.__doc__ = f"Stands in for {name}; every name comes from genlight."
         module.__getattr__ = attribute  # type: ignore[method-assign]
@@ -99,14 +99,14 @@ def install() -> None:
 
 
 def stand_in(name: str) -> ModuleType:
-    """A module that stands in for `name`."""
+    """Return a module that stands in for `name`."""
     module = importlib.util.module_from_spec(ModuleSpec(name, _FINDER, is_package=True))
     _FINDER.exec_module(module)
     return module
 
 
 def _names_of(module: str) -> tuple[Sequence[str], Callable[[str], Any]]:
-    """The names of a module that stands in for another, and the function that looks one up."""
+    """Return the names of a module that stands in for another, and the function that looks one up."""
     if module in _WORLDFLUX:
         home, names = _WORLDFLUX[module]
         return names, lambda name: getattr(importlib.import_module(home), name)
@@ -118,7 +118,7 @@ def _names_of(module: str) -> tuple[Sequence[str], Callable[[str], Any]]:
 
 
 def _resolve(name: str) -> Any:
-    """A name of ``gen_worker.trainer``; genlight is imported by name, because it imports this module itself."""
+    """Look up a name of ``gen_worker.trainer``; import genlight by name, because it imports this module itself."""
     if name == "run_training_runtime_from_env":  # genlight's function of this name ends differently
         return run_training_runtime_from_env
     old_names = importlib.import_module(_OLD_NAMES)

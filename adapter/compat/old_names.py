@@ -133,14 +133,14 @@ class TrainerSubprocessContractV1:
                 raise ValueError(f"Invalid `{name}`. Expected a non-empty string.")
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name."""
+        """Return all fields by name."""
         return {**asdict(self), "extra_env": dict(self.extra_env)}
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Self:
         """Build from the result of `to_json`; an empty or absent field takes its default."""
-        given = {name: value for name, value in payload.items() if name in cls.__dataclass_fields__ and value}
-        return cls(**given)
+        values = {name: value for name, value in payload.items() if name in cls.__dataclass_fields__ and value}
+        return cls(**values)
 
 
 def write_subprocess_contract(path: str | os.PathLike[str], contract: TrainerSubprocessContractV1) -> None:
@@ -152,7 +152,7 @@ def write_subprocess_contract(path: str | os.PathLike[str], contract: TrainerSub
 
 
 def read_subprocess_contract(path: str | os.PathLike[str]) -> TrainerSubprocessContractV1:
-    """The contract that `write_subprocess_contract` wrote.
+    """Read the contract that `write_subprocess_contract` wrote.
 
     Raises:
         ValueError: The file does not hold a JSON object, or a field cannot be used.

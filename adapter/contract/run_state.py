@@ -53,7 +53,7 @@ class RunState:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """The facts as a plain dictionary."""
+        """Return the facts as a plain dictionary."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

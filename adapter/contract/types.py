@@ -291,7 +291,7 @@ class ResolveClient(Protocol):
     """Resolves ``owner/repo[:tag]`` to a digest."""
 
     def resolve(self, *, ref: str) -> ResolvedRef:
-        """The digest of a reference; raises `InputError` if there is none."""
+        """Return the digest of a reference; raise `InputError` if there is none."""
         ...
 
 

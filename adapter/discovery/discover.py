@@ -80,7 +80,7 @@ class Discovered:
         return tuple(m for m in self.modules if m.name not in trained)
 
     def updated(self) -> Iterator[Tensor]:
-        """Tensors that training changes: the optimizers', or all that require gradients if there is no optimizer."""
+        """Return the tensors that training changes: the optimizers', or without these all that require gradients."""
         if self.optimizers:
             return self.optimized()
         parameters = (p for found in self.modules for p in found.value.parameters())
@@ -88,7 +88,7 @@ class Discovered:
         return (tensor for tensor in (*parameters, *tensors) if tensor.requires_grad)
 
     def optimized(self) -> Iterator[Tensor]:
-        """Every tensor that an optimizer holds at this moment, each once, in the optimizers' order."""
+        """Yield every tensor that an optimizer holds at this moment, each once, in the optimizers' order."""
         held = (parameter for found in self.optimizers for parameter in parameters_of(found.value))
         yield from {id(parameter): parameter for parameter in held}.values()
 

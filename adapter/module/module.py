@@ -232,14 +232,14 @@ class ContractModule(pl.LightningModule):
         return "should_stop" if self.trainer.should_stop else "data_exhausted"
 
     def metrics_on_device(self) -> dict[str, torch.Tensor]:
-        """The metrics last sent to loggers, updated with the last step's; does not synchronize with the device.
+        """Return the metrics last sent to loggers, updated with the last step's; does not wait for the device.
 
         Metrics that are neither tensors nor plain numbers are updated only at a cadence, when `metrics` reads them.
         """
         return values_on_device(self.step_result, self.published)
 
     def feed_callback_metrics(self) -> None:
-        """Put the last metrics where Lightning's monitors and progress bars find them outside of training steps."""
+        """Give the last metrics to Lightning's monitors and progress bars, which read them also between steps."""
         set_callback_metrics(self.trainer, self.metrics_on_device(), self.published)
 
     def is_canceled(self) -> bool:
@@ -296,7 +296,7 @@ class ContractModule(pl.LightningModule):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step under their reported names, with the learning rate; waits for the device."""
+        """Return the last step's metrics by their reported names, with the learning rate; waits for the device."""
         assert self._state is not None
         metrics = named_scalars(self.step_result, self._state.value, self.ctx, self._state.optimizers)
         overflow_steps = None if self._router is None else self._router.overflow_steps
@@ -388,12 +388,12 @@ class ContractModule(pl.LightningModule):
             self._state.is_sharded = shard_for(self.trainer.strategy, self._state.discovered)
 
     def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors that must be equal on all ranks, by path: parameters, trained tensors, buffers, optimizer states."""
+        """Yield, by path, tensors that must be equal on all ranks: of parameters, buffers and optimizer states."""
         if self._state is not None:
             yield from rank_local_of(self.plugin).replicated(self._state.discovered)
 
     def replicated_settings(self) -> Iterator[tuple[str, Any]]:
-        """Values that must be equal on all ranks, by path: settings and counters of optimizers, schedulers' states."""
+        """Yield values that must be equal on all ranks, by path: settings of optimizers, counters, scheduler states."""
         if self._state is not None:
             yield from rank_local_of(self.plugin).settings(self._state.discovered)
 
