@@ -43,7 +43,16 @@ from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRe
 from .format.slice_index import SlicedTensor, part_folder
 from .storage import STATE_MARKER, Staging
 
-__all__ = ["CONTRACT_KEY", "Captured", "Frozen", "HostBuffer", "capture", "described", "frozen_in", "tensor_files"]
+__all__ = [
+    "CONTRACT_KEY",
+    "Captured",
+    "Frozen",
+    "HostBuffer",
+    "capture",
+    "describe_omitted",
+    "frozen_in",
+    "tensor_files",
+]
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +104,7 @@ class Captured:
         """Return a copy with the current values, in `buffer`; frozen tensors, written once, get separate memory."""
         once = [entry for entry in self.entries if entry.file == FROZEN_FILE]
         again = [entry for entry in self.entries if entry.file != FROZEN_FILE]
-        own = [_with(entry, entry.source.detach().to("cpu", copy=True)) for entry in once]
+        own = [_with_source(entry, entry.source.detach().to("cpu", copy=True)) for entry in once]
         return replace(self, entries=own + buffer.copy(again))
 
     def has_finite_weights(self) -> bool | None:
@@ -132,14 +141,14 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -
     if CONTRACT_KEY in checkpoint:
         encoded[CONTRACT_KEY] = encode(contract, table, root=CONTRACT_KEY)
     step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
-    meta = replace(meta, step=step, trainer_checkpoint=_as_stored(meta.trainer_checkpoint, staging))
+    meta = replace(meta, step=step, trainer_checkpoint=_storable_result(meta.trainer_checkpoint, staging))
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
     content = {"format_version": 1, "weights_metadata": metadata, "checkpoint": {"$dict": list(encoded.items())}}
     state_file = STATE_MARKER + b"," + json.dumps(content, separators=(",", ":"), allow_nan=False)[1:].encode()
     return Captured(meta, state, state_file, table.entries, table.sharded_tensors, staging)
 
 
-def _as_stored(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[str, Any] | None:
+def _storable_result(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[str, Any] | None:
     """Return the result of the hook as it goes into the record, for orchestrators to read.
 
     Its ``primary_path`` is changed to stay valid after the folder gets its name, or is moved.
@@ -187,7 +196,7 @@ def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
     return frozen if is_worth_it and are_finite([p.detach() for p in frozen.values()]) else {}
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
+def describe_omitted(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
     """Return the entries of a record for tensors that it omits; none for those that this process holds only in part."""
     return {
         key: LeftOut(key, *Entry(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
@@ -210,7 +219,7 @@ class Frozen:
         self, tensors: Mapping[str, torch.Tensor], *, leaves_out: bool = False, loaded: CheckpointRecord | None = None
     ) -> None:
         self._digests = dict(zip(tensors, content_digests(list(tensors.values())), strict=True))
-        self._left_out = described(tensors) if leaves_out else {}
+        self._left_out = describe_omitted(tensors) if leaves_out else {}
         self._file: FrozenFile | None = None
         if loaded is not None:
             built = set(loaded.left_out)
@@ -315,7 +324,7 @@ class HostBuffer:
             target.copy_(tensor, non_blocking=not tensor.is_cpu)
         for device in devices:
             torch.get_device_module(device).synchronize(device)
-        return list(map(_with, entries, targets))
+        return list(map(_with_source, entries, targets))
 
     @staticmethod
     def room_for(sizes: Iterable[int]) -> int:
@@ -374,6 +383,6 @@ def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def _with(entry: Entry, source: torch.Tensor) -> Entry:
+def _with_source(entry: Entry, source: torch.Tensor) -> Entry:
     """Return `entry` with other values; `dataclasses.replace` would take longer than copying a small tensor."""
     return Entry(entry.file, entry.key, source, entry.box)

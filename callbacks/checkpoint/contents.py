@@ -19,7 +19,7 @@ from .codec.references import Stored
 from .format.headers import ELEMENT_BYTES, RAW, TORCH_TYPES, TypedShape, element_bytes, header_from
 from .format.record import MODEL_FILE, STATE_FILE, CheckpointRecord, FileEntry, parse_json
 from .format.slice_index import SLICES_FILE, SlicedTensor, is_of_tensors, parse_slices
-from .storage import opened, read_proven
+from .storage import open_file_of, read_proven
 
 __all__ = ["read_contents", "read_header", "sliced_tensors"]
 
@@ -30,7 +30,7 @@ def read_header(record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedSh
     Raises:
         BrokenCheckpointError: The file is missing, or its header is malformed.
     """
-    with opened(record, entry) as file:
+    with open_file_of(record, entry) as file:
         return header_from(file.read, entry.size)
 
 

@@ -23,7 +23,7 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
-from .capture import CONTRACT_KEY, described
+from .capture import CONTRACT_KEY, describe_omitted
 from .codec.references import check_tensor
 from .codec.state_tree import decode, dtype_of
 from .codec.tensors import as_uint8, bytes_of, restore_flags
@@ -40,8 +40,8 @@ from .format.record import (
     record_path,
 )
 from .format.slice_index import Box, SlicedTensor, StoredSlice, is_of_tensors, part_folder, rank_of
-from .sharded.slices import WholeTensor, within
-from .storage import check_file, opened, verify_files
+from .sharded.slices import WholeTensor, view_of_part
+from .storage import check_file, open_file_of, verify_files
 
 __all__ = ["Base", "StoredSlices", "load", "load_record", "load_torch_file", "load_weights"]
 
@@ -49,7 +49,7 @@ Base = Mapping[str, Any]
 """The model's tensors by name; a load takes those that its checkpoint omits from here."""
 
 _PIECE = 4 << 20
-_NAMED = 5
+_MOST_NAMES = 5
 
 _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORCH_TYPES.items()}
 
@@ -79,7 +79,7 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
         CheckpointError: It omits a tensor that `base` lacks.
     """
     record = read_record(record_path(path))
-    weights = left_out_tensors(record, base)
+    weights = omitted_tensors(record, base)
     for entry in record.files:
         if record.tensor_file(entry) == MODEL_FILE:
             weights |= _read_tensors(record, entry)[0]
@@ -147,7 +147,7 @@ class _Source:
     def __init__(self, record: CheckpointRecord, base: Base | None, share: slice | None) -> None:
         """Read and prove all files; of those with slices, only this rank's share."""
         self._is_lazy = share is not None
-        self._stored = {(MODEL_FILE, key): tensor for key, tensor in left_out_tensors(record, base).items()}
+        self._stored = {(MODEL_FILE, key): tensor for key, tensor in omitted_tensors(record, base).items()}
         self._made: dict[Any, torch.Tensor] = {}
         self.content, self._facts, in_slices = read_contents(record, self._read_file)
         """`content` is the content of the state file."""
@@ -223,7 +223,7 @@ class StoredSlices:
         for stored in self.tensor.slices:
             common = stored.box.overlap(part)
             if common is not None:
-                within(common, result, of=part).copy_(within(common, self._slice(stored), of=stored.box))
+                view_of_part(common, result, of=part).copy_(view_of_part(common, self._slice(stored), of=stored.box))
         return result
 
     def _slice(self, stored: StoredSlice) -> torch.Tensor:
@@ -242,7 +242,7 @@ def _read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str,
     """Return the tensors of one file, and its header, after the complete file is proven."""
     hasher = xxhash.xxh3_128()
     tensors: dict[str, torch.Tensor] = {}
-    with opened(record, entry) as file:
+    with open_file_of(record, entry) as file:
         header = header_from(lambda size: bytes(_take(file, memoryview(bytearray(size)), hasher)), entry.size)
         for key, stored in header.items():
             tensors[key] = torch.empty(stored.shape, dtype=_TYPE_OF_FORMAT[stored.dtype], device="cpu")
@@ -262,15 +262,15 @@ def _take(file: BinaryIO, memory: memoryview, hasher: Any) -> memoryview:
     return memory
 
 
-def left_out_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, torch.Tensor]:
+def omitted_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, torch.Tensor]:
     """Return the tensors that `record` omits, copied from `base` and proven, in the form that a file would have.
 
     Raises:
         CheckpointError: There is no `base`, or it lacks one, or has another; names the tensor and the way out.
     """
     if record.left_out and base is None:
-        names = ", ".join(entry.key for entry in record.left_out[:_NAMED])
-        more = ", …" if len(record.left_out) > _NAMED else ""
+        names = ", ".join(entry.key for entry in record.left_out[:_MOST_NAMES])
+        more = ", …" if len(record.left_out) > _MOST_NAMES else ""
         raise CheckpointError(
             f"{record.name} omits {len(record.left_out)} tensors ({names}{more}), which training did not change, "
             "because it was saved with weights='trained'. Resume it in a Trainer with the Checkpoint callback, whose "
@@ -281,7 +281,7 @@ def left_out_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, t
     for left in record.left_out:
         built = (base or {}).get(left.key)
         host = None if built is None else built.detach().to("cpu", copy=True).contiguous()
-        now = None if host is None else described({left.key: host}).get(left.key)
+        now = None if host is None else describe_omitted({left.key: host}).get(left.key)
         if host is None or now != left:
             has = "does not have it" if host is None else "has a part of it" if now is None else f"has {_text_of(now)}"
             raise CheckpointError(

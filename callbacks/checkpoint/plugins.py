@@ -249,7 +249,7 @@ class _SavesThroughPlugin(ModelParallelStrategy):
         assert self.lightning_module is not None
         parameters = dict(self.lightning_module.named_parameters(remove_duplicate=False))
         weights = checkpoint["state_dict"]
-        placed = type(weights)((name, _placed(value, parameters.get(name))) for name, value in weights.items())
+        placed = type(weights)((name, _place(value, parameters.get(name))) for name, value in weights.items())
         if hasattr(weights, "_metadata"):
             placed._metadata = weights._metadata
         Strategy.load_model_state_dict(self, {**checkpoint, "state_dict": placed}, strict)
@@ -264,7 +264,7 @@ class _SavesThroughPlugin(ModelParallelStrategy):
         Strategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
 
 
-def _placed(value: Any, parameter: torch.Tensor | None) -> Any:
+def _place(value: Any, parameter: torch.Tensor | None) -> Any:
     """Return a loaded tensor, sharded like its parameter if the shapes are equal."""
     is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if is_whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
@@ -276,10 +276,10 @@ def _by_number(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return `state` with parameters' numbers in place of their addresses, as these differ between processes."""
     numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
 
-    def renamed(value: Any) -> Any:
+    def rename(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {numbers.get(key, key) if type(key) is int else key: renamed(each) for key, each in value.items()}
+        return {numbers.get(key, key) if type(key) is int else key: rename(each) for key, each in value.items()}
 
-    result: dict[str, Any] = renamed(state)
+    result: dict[str, Any] = rename(state)
     return result

@@ -241,7 +241,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             return fault
         loaded = self._store.loaded
         is_of_this_run = loaded is not None and loaded.path.parent == Path(os.path.realpath(self.directory))
-        return _clear_the_way(self.directory, moves_aside=self.replace_existing or is_of_this_run)
+        return _handle_foreign_files(self.directory, moves_aside=self.replace_existing or is_of_this_run)
 
     @skippable
     @override
@@ -439,7 +439,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             undo.pop_all()
         groups = rank_groups_of(trainer.strategy)
         if trainer.is_global_zero or groups is not None:
-            meta = self._meta(trainer, trainer_checkpoint, final=final)
+            meta = self._meta(trainer, trainer_checkpoint, state[CONTRACT_KEY]["elapsed_s"], final=final)
             asynchronous = self.asynchronous and not wait
             future = self._store.save(
                 path, state, meta, staging=staging, asynchronous=asynchronous, groups=groups, owner=self
@@ -450,7 +450,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.wait(trainer)
         return path
 
-    def _meta(self, trainer: pl.Trainer, trainer_checkpoint: Mapping[str, Any] | None, *, final: bool) -> RecordMeta:
+    def _meta(
+        self, trainer: pl.Trainer, trainer_checkpoint: Mapping[str, Any] | None, elapsed_s: float, *, final: bool
+    ) -> RecordMeta:
         """Return the facts for the record of a checkpoint of this moment."""
         return replace(
             self.run,
@@ -458,7 +460,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             run_id=self._run_id,
             final=final,
             trainer_checkpoint=trainer_checkpoint,
-            elapsed_s=self._resume.elapsed_s,
+            elapsed_s=elapsed_s,
             world_size=trainer.world_size,
             metrics=self._metrics(trainer),
             writer=WRITER,
@@ -629,7 +631,7 @@ def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
     )
 
 
-def _clear_the_way(directory: Path, *, moves_aside: bool) -> str | None:
+def _handle_foreign_files(directory: Path, *, moves_aside: bool) -> str | None:
     """Handle files that would make a later save fail: they are not checkpoints, but have the name of one.
 
     Args:

@@ -116,7 +116,7 @@ def _warn_of_lost_rng(lost: Sequence[str], saved_by: int, rank: int, world_size:
         log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", what)
 
 
-def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
+def _trained_tensors(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, and the trained plain tensors that a part of `module` names."""
     yield from module.named_parameters()
     for prefix, holder in module.named_modules():
@@ -124,7 +124,7 @@ def _trained(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{prefix}.{name}", tensor
 
 
-def _gathered(
+def _gather_gradients(
     gradients: dict[str, torch.Tensor | None], channel: Channel
 ) -> list[dict[str, torch.Tensor] | dict[str, torch.Tensor | None]]:
     """Return the gradients of every rank on rank zero; for other ranks only those that differ from its own. Collective.
@@ -135,10 +135,10 @@ def _gathered(
     by_rank: list[dict[str, torch.Tensor | None]] = [{}] * channel.size
     for rank, differing in enumerate(differences_of_ranks(gradients, channel)):
         by_rank[rank] = {name: gradient for one in differing for name, gradient in one.members()}
-    return [_present(gradients), *by_rank[1:]] if channel.rank == 0 else []
+    return [_without_none(gradients), *by_rank[1:]] if channel.rank == 0 else []
 
 
-def _present(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+def _without_none(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
@@ -150,7 +150,7 @@ def gradients_of_rank(
     With another number of ranks, return the mean over the ranks that saved: the gradients of an open window are
     averaged over the ranks in the end, and no rank's share may be lost or count twice.
     """
-    complete = [_present({**parts[0], **part}) for part in parts]
+    complete = [_without_none({**parts[0], **part}) for part in parts]
     if not parts or len(parts) == world_size:
         return complete[rank] if parts else {}
     names = dict.fromkeys(name for gradients in complete for name in gradients)
@@ -171,7 +171,7 @@ def restore_gradients(
     An existing gradient, for example a view that `configure` has made into one tensor of all gradients, stays that
     view and gets the values.
     """
-    parameters = {uncompiled_name(name): parameter for name, parameter in _trained(module)}
+    parameters = {uncompiled_name(name): parameter for name, parameter in _trained_tensors(module)}
     gradients = {uncompiled_name(name): gradient for name, gradient in gradients.items()}
     for name in parameters.keys() - gradients.keys() if clears_others else ():
         parameters[name].grad = None
@@ -198,7 +198,7 @@ def restore_optimizers_as_stored(
             restore_as_stored(optimizer, state, devices[at] if devices else ())
 
 
-def _stands_between_batches(trainer: pl.Trainer) -> bool:
+def _is_between_batches_now(trainer: pl.Trainer) -> bool:
     """Whether no batch is being trained and the epoch is not over; also true before the first batch."""
     # Lightning declares the counters as a base class with fewer fields.
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -222,7 +222,7 @@ def capture_parts(
         channel: Brings each rank's own state to rank zero.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    is_between_batches = has_trained and _stands_between_batches(trainer)
+    is_between_batches = has_trained and _is_between_batches_now(trainer)
     parts |= {"is_between_batches": is_between_batches, "is_last_batch": progress.is_last_batch}
     if "rng" not in parts:
         parts["rng"] = channel.gather(capture_rng(loader_generators(trainer)))
@@ -232,12 +232,12 @@ def capture_parts(
     is_open = progress.current.ready % trainer.accumulate_grad_batches != 0 and not progress.is_last_batch
     held: dict[str, torch.Tensor | None] = {}
     if not pl_module.automatic_optimization or (is_open and is_between_batches):
-        held = {name: tensor.grad for name, tensor in _trained(pl_module)}
+        held = {name: tensor.grad for name, tensor in _trained_tensors(pl_module)}
     # Name each parameter, even without a gradient: otherwise ranks with other gradients would send all of them.
     gradients = {name: gradient for name, gradient in held.items() if not isinstance(gradient, DTensor)}
     has_some = any(gradient is not None for gradient in gradients.values())
     if trainer.strategy.reduce_boolean_decision(has_some, all=False):
-        parts["gradients"] = _gathered(gradients, channel)
+        parts["gradients"] = _gather_gradients(gradients, channel)
     if sharded := {name: gradient for name, gradient in held.items() if isinstance(gradient, DTensor)}:
         parts[SHARDED_GRADIENTS] = sharded  # each rank saves its slice of these
 
@@ -350,9 +350,9 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Di
     if len(set(channel.gather_everywhere(own))) == 1:
         return []
     of_zero: Digests = channel.share(digests)
-    differences = [] if channel.rank == 0 else list(_differing(tree, (), digests, of_zero))
-    packed = [_packed(path, value) for path, value in differences]
-    return [[_unpacked(*one) for one in sent] for sent in channel.gather(packed)]
+    differences = [] if channel.rank == 0 else list(_iterate_differences(tree, (), digests, of_zero))
+    packed = [_pack(path, value) for path, value in differences]
+    return [[_unpack(*one) for one in sent] for sent in channel.gather(packed)]
 
 
 def apply_differences(tree: dict[str, Any], differences: list[Differing]) -> None:
@@ -363,21 +363,21 @@ def apply_differences(tree: dict[str, Any], differences: list[Differing]) -> Non
     """
     for differing in differences:
         try:
-            _with_value(tree, differing.path, differing.value)
+            _set_value(tree, differing.path, differing.value)
         except (LookupError, TypeError) as error:
             raise BrokenCheckpointError("the checkpoint", f"rank 0's state has no {differing}: {error!r}") from error
 
 
-def _with_value(node: Any, path: Path, value: Any) -> Any:
+def _set_value(node: Any, path: Path, value: Any) -> Any:
     """Return `node` with another value at `path`; changed in place if possible."""
     if not path:
         return value
     key, *rest = path
     if isinstance(node, tuple):
         items = list(node)
-        items[key] = _with_value(node[key], tuple(rest), value)
+        items[key] = _set_value(node[key], tuple(rest), value)
         return tuple(items)
-    node[key] = _with_value(node[key], tuple(rest), value)
+    node[key] = _set_value(node[key], tuple(rest), value)
     return node
 
 
@@ -398,7 +398,7 @@ def digests_of(tree: Any) -> Digests:
         path, value = stack.pop()
         members = _members(value)
         if members is None:
-            stored, table = _taken_apart(path, value)
+            stored, table = _take_apart(path, value)
             nodes[path] = stored, [entry.source for entry in table.entries if entry.box is None]
         else:
             nodes[path] = [type(value).__name__, [key for key, _ in members]], []
@@ -410,22 +410,22 @@ def digests_of(tree: Any) -> Digests:
     }
 
 
-def _taken_apart(path: Path, value: Any) -> tuple[Any, TensorTable]:
+def _take_apart(path: Path, value: Any) -> tuple[Any, TensorTable]:
     table = TensorTable()
     return encode(value, table, root=path or ("checkpoint",)), table
 
 
-def _differing(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterator[tuple[Path, Any]]:
+def _iterate_differences(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterator[tuple[Path, Any]]:
     if own[path] != of_zero.get(path):
         yield path, value
         return
     for key, member in _members(value) or ():
-        yield from _differing(member, (*path, key), own, of_zero)
+        yield from _iterate_differences(member, (*path, key), own, of_zero)
 
 
-def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
+def _pack(path: Path, value: Any) -> tuple[Path, Any, Sources]:
     """Encode a value to send it to rank zero, as in a file, so that receiving it looks up no class of the user."""
-    stored, table = _taken_apart(path, value)
+    stored, table = _take_apart(path, value)
     for _, key in table.sharded_tensors:
         raise CheckpointError(
             f"{key} is sharded, and its container differs between ranks: a state_dict must put the same sharded "
@@ -435,6 +435,6 @@ def _packed(path: Path, value: Any) -> tuple[Path, Any, Sources]:
     return path, stored, {(entry.file, entry.key): entry.source.cpu().clone() for entry in table.entries}
 
 
-def _unpacked(path: Path, stored: Any, sources: Sources) -> Differing:
+def _unpack(path: Path, stored: Any, sources: Sources) -> Differing:
     """Decode a value that another rank has packed."""
     return Differing(path, decode(stored, lambda of: restore_flags(sources[of["file"], of["key"]], of)))

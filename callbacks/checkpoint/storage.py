@@ -78,13 +78,13 @@ __all__ = [
     "delete_checkpoint",
     "files_in_the_way",
     "folders_of_checkpoints",
-    "folders_that_are_named",
+    "count_folder_names",
     "hash_file",
     "is_record",
     "missing_file",
     "move_out_of_the_way",
-    "naming_the_checkpoint",
-    "opened",
+    "name_checkpoint_in_errors",
+    "open_file_of",
     "read_proven",
     "record_of_folder",
     "records_in",
@@ -180,7 +180,7 @@ def _hash_descriptor(descriptor: int, most: int | None = None) -> tuple[int, str
 
 
 @contextlib.contextmanager
-def naming_the_checkpoint(record: Path, nbytes: int | None = None) -> Iterator[None]:
+def name_checkpoint_in_errors(record: Path, nbytes: int | None = None) -> Iterator[None]:
     """Turn an `OSError` of the block into one that names the checkpoint of `record`, of about `nbytes` bytes.
 
     Raises:
@@ -215,12 +215,12 @@ def verify_files(record: CheckpointRecord, only: Sequence[FileEntry] | None = No
         BrokenCheckpointError: One is missing or differs from what was saved.
     """
     for entry in record.files if only is None else only:
-        with opened(record, entry) as file:
+        with open_file_of(record, entry) as file:
             check_file(record, entry, *_hash_descriptor(file.fileno(), entry.size))
 
 
 @contextlib.contextmanager
-def opened(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryIO]:
+def open_file_of(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryIO]:
     """Open a file of `record` for reading, after a cheap check of its size.
 
     Raises:
@@ -244,7 +244,7 @@ def missing_file(record: CheckpointRecord) -> str:
     """Return why a file of a checkpoint is missing or has another size; empty if all are there. Reads no content."""
     try:
         for entry in record.files:
-            with opened(record, entry):
+            with open_file_of(record, entry):
                 pass
     except BrokenCheckpointError as error:
         return error.reason
@@ -257,7 +257,7 @@ def read_proven(record: CheckpointRecord, entry: FileEntry, parse: Callable[[byt
     Raises:
         BrokenCheckpointError: It is missing, differs from what was saved, or cannot be parsed.
     """
-    with opened(record, entry) as file:
+    with open_file_of(record, entry) as file:
         data = file.read(entry.size)
         check_file(record, entry, len(data), digest_of(data))
         return parse(data)
@@ -307,7 +307,7 @@ def _listed(path: Path) -> Listed | None:
     has_our_name = is_record_of_callback(path)
     try:
         # Another program's JSON may be large; do not parse it.
-        if not has_our_name and path.suffix != ".ckpt" and not _begins_as_record(path):
+        if not has_our_name and path.suffix != ".ckpt" and not _begins_like_record(path):
             return None
         return Listed(path, read_record(path))
     except BrokenCheckpointError as error:
@@ -319,7 +319,7 @@ def _listed(path: Path) -> Listed | None:
         return Listed(path, None, f"it cannot be read: {error.strerror}", error) if is_ours else None
 
 
-def _begins_as_record(path: Path) -> bool:
+def _begins_like_record(path: Path) -> bool:
     """Whether the file at `path` begins like a record, or is a truncated beginning of one."""
     with os.fdopen(open_regular(path), "rb") as file:
         beginning = file.read(len(RECORD_MARKER))
@@ -337,7 +337,7 @@ def is_checkpoint_file(path: Path) -> bool:
     if is_torch_file(path):
         return path.suffix == ".ckpt"
     try:
-        return _begins_as_record(path) or read_record(path).is_old
+        return _begins_like_record(path) or read_record(path).is_old
     except BrokenCheckpointError:
         return False
 
@@ -357,7 +357,7 @@ def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
     return [each.path for each in found if each.error is not None or is_checkpoint_file(each.path)]
 
 
-def folders_that_are_named(listed: Sequence[Listed]) -> Counter[str]:
+def count_folder_names(listed: Sequence[Listed]) -> Counter[str]:
     """Count how many records of a directory name each folder in it.
 
     A link names nothing beyond its target's folder. For a broken record, every folder of its name may be the data.
@@ -376,7 +376,7 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
     For an older runtime's record, that is the folder of the same name, with its trainer's files.
     """
     listed = [entry for path in files if (entry := _listed(path)) is not None]
-    data = [files[0].parent / name for name in sorted(folders_that_are_named(listed))]
+    data = [files[0].parent / name for name in sorted(count_folder_names(listed))]
     of_old = [entry.record.trainer_folder for entry in listed if entry.record is not None and entry.record.is_old]
     others = [folder for folder in of_old if folder is not None and not folder.is_symlink()]
     return [*filter(_is_data_folder, data), *others]
@@ -451,7 +451,7 @@ def _sole_owner_of_its_folder(record: Path, named: Counter[str] | None = None) -
         return None
     if parsed.data_path is None or not _is_data_folder(parsed.data_path):
         return None
-    named = folders_that_are_named(records_in(record.parent)) if named is None else named
+    named = count_folder_names(records_in(record.parent)) if named is None else named
     return parsed if named[parsed.data_path.name] == 1 else None
 
 
@@ -507,7 +507,7 @@ def stage(path: str | os.PathLike[str]) -> Staging:
     """
     record = record_path(path)
     name = temporary_name(name_of(record))
-    with naming_the_checkpoint(record):
+    with name_checkpoint_in_errors(record):
         make_directory(record.parent, shared=None)
         _live.add(name)
         try:
@@ -618,7 +618,7 @@ def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None =
 
     Args:
         path: The checkpoint.
-        named: The `folders_that_are_named` of its directory; None computes them.
+        named: The `count_folder_names` of its directory; None computes them.
 
     Raises:
         CheckpointError: Something that is not a checkpoint is at `path`.
@@ -687,7 +687,7 @@ def sweep(directory: str | os.PathLike[str], listed: Sequence[Listed] | None = N
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
-    named = folders_that_are_named(records_in(directory) if listed is None else listed)
+    named = count_folder_names(records_in(directory) if listed is None else listed)
     swept = []
     for name in names:
         path = directory / name

@@ -33,7 +33,7 @@ from .format.record import CheckpointRecord, RecordMeta, is_torch_file, name_of,
 from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint, list_checkpoints
 from .sharded.rank_channel import ALONE, Channel, RankGroups
-from .storage import Listed, Staging, delete_checkpoint, folders_that_are_named, require_space, stage
+from .storage import Listed, Staging, count_folder_names, delete_checkpoint, require_space, stage
 from .writing import write_checkpoint
 
 __all__ = ["CheckpointStore", "save", "wait_after_failure"]
@@ -240,7 +240,7 @@ class CheckpointStore:
 
         def remove() -> None:
             listed = list_checkpoints(directory)
-            named = folders_that_are_named(listed)
+            named = count_folder_names(listed)
             for record in choose(listed):
                 _remove(record.path, named)
 

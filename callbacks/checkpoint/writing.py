@@ -41,7 +41,7 @@ from .format.record import (
 )
 from .format.slice_index import SLICES_FILE, SlicedTensor, StoredSlice, part_folder, rank_of, tile_exactly
 from .sharded.rank_channel import Channel
-from .storage import commit, hash_file, naming_the_checkpoint, stage, write_file
+from .storage import commit, hash_file, name_checkpoint_in_errors, stage, write_file
 
 __all__ = ["require_shared_directory", "write_checkpoint"]
 
@@ -96,11 +96,11 @@ def _write_part(rank: int, captured: Captured) -> Part:
     """Write the slices of this rank, and on rank zero everything that is not sharded."""
     folder, slices = captured.staging.path, list[SlicedTensor]()
     _wait_until_seen(folder, rank)
-    with naming_the_checkpoint(captured.staging.record, captured.nbytes):
+    with name_checkpoint_in_errors(captured.staging.record, captured.nbytes):
         files = _hook_files(folder) if rank == 0 else []
         for name, header, entries in tensor_files(captured.entries, rank):
             make_directory((folder / name).parent, shared=None)
-            data = _slices_noted(rank, len(header), entries, captured, slices)
+            data = _add_slices(rank, len(header), entries, captured, slices)
             files.append(FileEntry(name, *write_file(folder / name, chain([header], data))))
         if slices:
             fsync_directory(folder / part_folder(rank))
@@ -111,7 +111,7 @@ def _write_part(rank: int, captured: Captured) -> Part:
     return Part(files, slices, captured.has_finite_weights())
 
 
-def _slices_noted(
+def _add_slices(
     rank: int, begin: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]
 ) -> Iterator[memoryview]:
     """Yield the bytes of `entries`, the first of which begins at `begin`; add the slices among them to `slices`."""
@@ -147,7 +147,7 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
     """
     staging, path = captured.staging, captured.staging.record
     files = [file for part in parts for file in part.files]
-    with naming_the_checkpoint(path, sum(file.size for file in files)):
+    with name_checkpoint_in_errors(path, sum(file.size for file in files)):
         for file in files:
             if (rank := rank_of(file.path)) is not None:
                 _wait_until_seen(staging.path / file.path, 0, size=file.size, made_by=rank)

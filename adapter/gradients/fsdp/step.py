@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from ....callbacks.checkpoint.sharded.slices import Box, slice_of, within
+from ....callbacks.checkpoint.sharded.slices import Box, slice_of, view_of_part
 from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
@@ -202,7 +202,7 @@ def _has_part(gathered: Tensor, shard: DTensor) -> bool:
     """Whether a gathered weight still has the values of a shard; nan equals nan, since training may have diverged."""
     if gathered.untyped_storage().size() == 0:
         return True
-    part = within(slice_of(shard), gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
+    part = view_of_part(slice_of(shard), gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
     own = shard.to_local().to(part.device)
     return bool(((part == own) | ((part != part) & (own != own))).all())
 

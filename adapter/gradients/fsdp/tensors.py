@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ....callbacks.checkpoint.sharded.slices import Box, WholeTensor, sharded_like, slice_of, within
+from ....callbacks.checkpoint.sharded.slices import Box, WholeTensor, sharded_like, slice_of, view_of_part
 from ....callbacks.replicas.digest import digest_of_all
 from ..refused import refusal
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses
@@ -393,7 +393,7 @@ def _placed(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
 
 
 def _slice(whole: Tensor, shard: DTensor) -> Tensor:
-    return within(slice_of(shard), whole, of=Box((0,) * whole.dim(), tuple(whole.shape))).to(shard.device)
+    return view_of_part(slice_of(shard), whole, of=Box((0,) * whole.dim(), tuple(whole.shape))).to(shard.device)
 
 
 def _leaves_a_rank_empty(tensor: DTensor) -> bool:

@@ -228,7 +228,7 @@ def _sparse(parts: list[Any]) -> Any:
     return _torch().sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=True)
 
 
-_OF_TYPES = {
+_KINDS_BY_TYPE = {
     "builtins:tuple": Kind("$tuple", list, tuple),
     "builtins:set": Kind("$set", list, set),
     "builtins:frozenset": Kind("$frozenset", list, frozenset),
@@ -258,11 +258,11 @@ def _kind_of(value: Any) -> Kind | None:
     kind = type(value)
     if is_sparse(value):
         return _SPARSE
-    if (exact := _OF_TYPES.get(_name(kind))) is not None:
+    if (exact := _KINDS_BY_TYPE.get(_name(kind))) is not None:
         return exact
     if kind.__module__.partition(".")[0] == "numpy" and any(_name(base) == "numpy:generic" for base in kind.__mro__):
-        return _OF_TYPES["numpy:generic"]
-    return next((named for named in _NAMED if named.has is not None and named.has(value)), None)
+        return _KINDS_BY_TYPE["numpy:generic"]
+    return next((named for named in _KINDS_BY_NAME if named.has is not None and named.has(value)), None)
 
 
 def _name(kind: type) -> str:
@@ -412,7 +412,7 @@ def wrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from wrapped_tensors(f"{part} of {name}", value)
 
 
-_NAMED = [
+_KINDS_BY_NAME = [
     Kind("$enum", _enum_apart, _enum, has=lambda value: isinstance(value, enum.Enum)),
     Kind("$dataclass", _dataclass_apart, _dataclass, _find_dataclass, _is_dataclass),
     Kind("$namedtuple", list, _named_tuple, _find_named_tuple, lambda value: _is_named_tuple(type(value))),
@@ -420,7 +420,7 @@ _NAMED = [
 ]
 """Kinds whose types are stored by name."""
 
-_BY_TAG = {kind.tag: kind for kind in (*_OF_TYPES.values(), _SPARSE, _INT, _FLOAT, *_NAMED)}
+_BY_TAG = {kind.tag: kind for kind in (*_KINDS_BY_TYPE.values(), _SPARSE, _INT, _FLOAT, *_KINDS_BY_NAME)}
 
 
 class _Encoder:
@@ -524,9 +524,9 @@ class _Decoder:
             return self.tensor_of(content)
         if tag not in _BY_TAG:
             raise CheckpointError(f"the checkpoint holds a value of kind {tag!r}; a newer genlight may have written it")
-        return self._made(_BY_TAG[tag], self.decode(content))
+        return self._make(_BY_TAG[tag], self.decode(content))
 
-    def _made(self, kind: Kind, parts: Any) -> Any:
+    def _make(self, kind: Kind, parts: Any) -> Any:
         return kind.put_together(parts)
 
 
@@ -548,7 +548,7 @@ class _Checker(_Decoder):
         finally:
             self._depth -= 1
 
-    def _made(self, kind: Kind, parts: Any) -> Any:
+    def _make(self, kind: Kind, parts: Any) -> Any:
         try:
             if kind.check is None:
                 return kind.put_together(parts)

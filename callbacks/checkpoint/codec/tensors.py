@@ -212,20 +212,20 @@ def device_digest(tensor: torch.Tensor) -> torch.Tensor:
     for begin in range(0, len(words), _CHUNK):
         part = words[begin : begin + _CHUNK]
         places = torch.arange(begin + 1, begin + 1 + len(part), dtype=torch.int64, device=part.device)
-        mixed = _mixed(part ^ _mixed(places * _ODD[0]))
+        mixed = _mix(part ^ _mix(places * _ODD[0]))
         sums[0] += mixed.sum()
-        sums[1] += _mixed(mixed ^ places).sum()
+        sums[1] += _mix(mixed ^ places).sum()
     return sums
 
 
-def _mixed(words: torch.Tensor) -> torch.Tensor:
+def _mix(words: torch.Tensor) -> torch.Tensor:
     """Apply SplitMix64's finalizer, a bijection of words."""
-    words = (words ^ _shifted(words, 30)) * _ODD[1]
-    words = (words ^ _shifted(words, 27)) * _ODD[2]
-    return words ^ _shifted(words, 31)
+    words = (words ^ _shift_right(words, 30)) * _ODD[1]
+    words = (words ^ _shift_right(words, 27)) * _ODD[2]
+    return words ^ _shift_right(words, 31)
 
 
-def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right without the sign."""
     return (words >> bits) & _LOW_BITS[bits]
 

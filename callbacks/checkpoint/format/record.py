@@ -389,7 +389,7 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     # A link (``last.ckpt``) is read as its target, because its files lie next to the target.
     path = Path(os.path.realpath(path))
     try:
-        return _parsed(path)
+        return _parse_record(path)
     except UnsafeFileError as error:
         reason = f"its record {path.name} cannot be read: {error.strerror}"
     except ValueError as error:
@@ -397,7 +397,7 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     raise BrokenCheckpointError(name_of(path), reason)
 
 
-def _parsed(path: Path) -> CheckpointRecord:
+def _parse_record(path: Path) -> CheckpointRecord:
     """Return the record at `path`.
 
     Raises:

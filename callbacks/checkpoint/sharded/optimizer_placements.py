@@ -89,7 +89,7 @@ def place_state(parameters: Sequence[torch.Tensor], state_dict: Mapping[str, Any
     for key, entry in state_dict["state"].items():
         leaves, structure = tree_flatten(entry)
         parameter = _parameter(parameters, key)
-        placed = [_placed(leaf, parameter, placements.get(f"{key} {index}")) for index, leaf in enumerate(leaves)]
+        placed = [_place(leaf, parameter, placements.get(f"{key} {index}")) for index, leaf in enumerate(leaves)]
         state[key] = tree_unflatten(placed, structure)
     return {**{name: value for name, value in state_dict.items() if name != KEY}, "state": state}
 
@@ -110,7 +110,7 @@ def _follows(leaf: DTensor, parameter: torch.Tensor | None) -> bool:
     return isinstance(parameter, DTensor) and leaf.shape == parameter.shape and leaf.placements == parameter.placements
 
 
-def _placed(value: Any, parameter: torch.Tensor | None, dimensions: Sequence[int | None] | None) -> Any:
+def _place(value: Any, parameter: torch.Tensor | None, dimensions: Sequence[int | None] | None) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if dimensions is None:

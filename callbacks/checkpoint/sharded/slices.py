@@ -35,11 +35,11 @@ __all__ = [
     "slice_of",
     "unsharded",
     "whole",
-    "within",
+    "view_of_part",
 ]
 
 
-def within(part: Box, tensor: torch.Tensor, of: Box) -> torch.Tensor:
+def view_of_part(part: Box, tensor: torch.Tensor, of: Box) -> torch.Tensor:
     """Return the view of `part` in `tensor`; `part` and `of`, the position of `tensor`, are parts of one tensor."""
     for dimension, (begin, size) in enumerate(zip(part.offset, part.shape, strict=True)):
         tensor = tensor.narrow(dimension, begin - of.offset[dimension], size)
@@ -93,7 +93,7 @@ def shard_over(
         local = value.slices.read(part)
     else:
         value = unsharded(value)
-        local = within(part, value, of=Box((0,) * value.dim(), tuple(value.shape))).clone()
+        local = view_of_part(part, value, of=Box((0,) * value.dim(), tuple(value.shape))).clone()
     return DTensor.from_local(
         local.to(device),
         mesh,

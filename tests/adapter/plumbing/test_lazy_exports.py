@@ -48,7 +48,7 @@ def zipped(folder):
 
 
 @pytest.mark.parametrize("form", [None, without_source, optimized_without_source, zipped])
-def test_names_are_known_with_and_without_source_files(tmp_path, form):
+def test_names_resolve_with_and_without_source_files(tmp_path, form):
     package = tmp_path / "site" / "package"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text(PACKAGE)

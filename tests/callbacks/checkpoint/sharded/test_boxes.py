@@ -18,7 +18,7 @@ from genlight.callbacks.checkpoint.format.record import CheckpointRecord, Record
 from genlight.callbacks.checkpoint.format.slice_index import Box, SlicedTensor, StoredSlice, tile_exactly
 from genlight.callbacks.checkpoint.loading import StoredSlices, load_record
 from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
-from genlight.callbacks.checkpoint.sharded.slices import WholeTensor, keep_sharded, whole, within
+from genlight.callbacks.checkpoint.sharded.slices import WholeTensor, keep_sharded, view_of_part, whole
 from genlight.callbacks.checkpoint.storage import Staging, stage
 from genlight.callbacks.checkpoint.writing import require_shared_directory, write_checkpoint
 from support.messages import refusal
@@ -93,7 +93,7 @@ def test_any_part_is_read_from_the_slices_that_hold_it_and_no_others(stored, mon
 
     monkeypatch.setattr(StoredSlices, "_slice", counted)
 
-    assert torch.equal(slices.read(part), within(part, values, of=Box((0, 0), tuple(values.shape))))
+    assert torch.equal(slices.read(part), view_of_part(part, values, of=Box((0, 0), tuple(values.shape))))
     assert len(read) == count
 
 
