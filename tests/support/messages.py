@@ -99,6 +99,7 @@ _PLACES = (
     (re.compile(re.escape(sys.prefix)), "PREFIX"),
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:PORT"),
     (re.compile(r"\b(process|pid) \d+"), r"\1 N"),
+    (re.compile(r'", line \d+, in '), '", line N, in '),
     (re.compile(r"[\d,.]+ MB free"), "N MB free"),
     (re.compile(r"(\.tmp-[\w.-]+?)-\d+-[0-9a-f]{8}\b"), r"\1-N"),
     (re.compile(rf"\b{re.escape(socket.gethostname())}\b"), "HOST"),

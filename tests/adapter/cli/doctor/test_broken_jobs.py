@@ -214,9 +214,9 @@ def test_a_stop_request_before_the_start_is_a_warning(folder, capsys, monkeypatc
     (folder / "cancel").mkdir()
     monkeypatch.setenv("TRAINER_CANCELLED", "1")
     assert diagnose(write(folder, {"cancel_file_path": "cancel"})) == 0
-    told = capsys.readouterr().out
-    assert f"the cancel file {folder / 'cancel'} is there" in told
-    assert told.count("before its first step, since it is canceled by `TRAINER_CANCELLED`") == 1
+    output = capsys.readouterr().out
+    assert f"the cancel file {folder / 'cancel'} exists" in output
+    assert output.count("before its first step, since it is canceled by `TRAINER_CANCELLED`") == 1
 
 
 def test_a_job_that_doctor_finds_sound_is_run(folder, capsys):

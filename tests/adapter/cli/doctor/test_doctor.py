@@ -234,7 +234,7 @@ def test_a_token_that_would_travel_without_encryption_is_a_warning(job, diagnose
 def test_a_token_that_nobody_gets_and_a_destination_without_one_are_warnings(job, diagnose):
     assert "is sent to no origin" in diagnose(job(capability_token="t"))[1]
     assert (
-        "is not set, and would be sent to http://127.0.0.1:1"
+        "is not set, and would be sent only to http://127.0.0.1:1"
         in diagnose(job(uploads={"metrics_url": "http://127.0.0.1:1/m"}))[1]
     )
 
