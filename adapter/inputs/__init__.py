@@ -1,4 +1,4 @@
-"""Inputs of a run: what references mean, and how they get to this machine.
+"""Inputs of a run: parse references and bring the files to this machine.
 
 Importing this package imports neither torch nor an HTTP client.
 """

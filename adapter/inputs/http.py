@@ -1,8 +1,8 @@
-"""Files from web servers: streamed, checked, cached, resumed after a break.
+"""Files from web servers: streamed, checked, cached, and resumed after an interruption.
 
-While a file is incomplete it is called ``*.part``. A note next to it has the version (the ETag) that it is a part of,
-so that a later attempt, also of another process, can continue where this one broke. Only a complete and checked file
-gets its name, and the note is then of that file.
+An incomplete file has the name ``*.part``. A note next to it has the version (the ETag), so that a later attempt, even
+by another process, can continue where this one ended. Only a complete and checked file gets its final name. The note
+then has the version of that file.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ CONTENT_RANGE = re.compile(r"bytes (?P<first>\d{1,18})-\d{1,18}/(?P<total>\d{1,1
 
 
 class Note(msgspec.Struct, frozen=True):
-    """The version of the part of a file; where there is no part, that of the whole file."""
+    """Version of the partial file; if there is none, version of the complete file."""
 
     etag: str | None = None
     boot_id: str = ""
-    """Of the system that wrote the part: what a process wrote outlives it, but maybe not the system."""
+    """Boot id of the system that wrote the part: data survives the process that wrote it, but maybe not a reboot."""
     size: int | None = None
-    """Bytes of the whole file, where the server said."""
+    """Size of the complete file in bytes, if the server reported it."""
 
     @property
     def joins_parts(self) -> bool:
-        """Whether two answers with this ETag are parts of the same bytes; with a weak one they need not be."""
+        """Whether two answers with this ETag have the same bytes; a weak ETag does not guarantee that."""
         return self.etag is not None and not self.etag.startswith("W/")
 
 
-# Made here, in one thread: msgspec crashes where several ask at once for a type that it has not yet looked into.
+# Created here, in one thread: msgspec crashes if several threads create the decoder of a new type at once.
 _NOTE = msgspec.json.Decoder(Note)
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What every transfer of a run uses."""
+    """The client and limits that all transfers of a run share."""
 
     client: httpx2.Client
-    """Shows the token to the origins that may have it."""
+    """Sends the token only to permitted origins."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     ended: threading.Event = field(default_factory=threading.Event)
-    """Makes every transfer end at its next piece, and every wait at once."""
+    """Ends every transfer after the current chunk, and every wait immediately."""
 
     def wait(self, seconds: float) -> None:
-        """Wait, or only look whether the transfers go on.
+        """Wait; with 0 seconds, only check that the transfers may continue.
 
         Raises:
-            CancelledError: They were ended.
+            CancelledError: All transfers were ended.
         """
         if self.ended.wait(seconds):
             raise CancelledError
@@ -85,15 +85,15 @@ class Transport:
 
 @dataclass(frozen=True)
 class Download:
-    """A file to fetch, and how to know that it arrived whole."""
+    """A file to fetch, and how to verify it."""
 
     url: str = field(repr=False)  # its query may be a credential
     target: Path
     digest: str | None = None
-    """``sha256:`` or ``xxh3_128:`` and hexadecimal digits, where the content is known beforehand."""
+    """``sha256:`` or ``xxh3_128:`` and hexadecimal digits, if the content is known in advance."""
     size_bytes: int | None = None
     most_bytes: int | None = None
-    """The most bytes that the file may have, where its size is not known."""
+    """Maximum size of the file, if `size_bytes` is not known."""
 
     @property
     def label(self) -> str:
@@ -101,7 +101,7 @@ class Download:
         return safe_url(self.url)
 
     def fault_of(self, path: Path) -> str | None:
-        """In which way the file at `path`, which is read, is not what was asked for; None where it is."""
+        """Read the file at `path`; return how it differs from the request, or None if it does not."""
         with os.fdopen(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if self.size_bytes not in (None, size):
@@ -110,15 +110,15 @@ class Download:
                 return None
             algorithm, _, expected = self.digest.partition(":")
             made: Any = xxhash.xxh3_128 if algorithm == "xxh3_128" else hashlib.sha256
-            found = hashlib.file_digest(file, made).hexdigest()
-        return None if found == expected else f"has {algorithm} {found}, but {expected} was expected"
+            actual = hashlib.file_digest(file, made).hexdigest()
+        return None if actual == expected else f"has {algorithm} {actual}, but {expected} was expected"
 
 
 def download(request: Download, transport: Transport) -> Path:
-    """Bring a file to ``request.target`` and return that.
+    """Fetch a file to ``request.target`` and return that path.
 
-    A copy in place is kept without asking the server if the request has a digest, which is proven, and if the server
-    confirms its ETag otherwise. Several processes may ask for one target: one transfers, the others wait and take it.
+    An existing copy is used if it has the digest of the request. Without a digest, the server must confirm its ETag.
+    If several processes request one target, one transfers it and the others wait.
 
     Raises:
         AuthError: The server refused the credentials (401, 403).
@@ -139,7 +139,7 @@ def download(request: Download, transport: Transport) -> Path:
 
 
 def log_arrival(name: str, size: int) -> None:
-    """Log that an input is there."""
+    """Log that an input has arrived."""
     log.info("%s is here (%s)", name, size_text(size))
 
 
@@ -151,27 +151,27 @@ def _locked(target: Path, transport: Transport) -> FileLock:
 
 
 class _Transfer:
-    """One file on its way, by whoever holds its lock."""
+    """The transfer of one file, by the holder of its lock."""
 
     def __init__(self, request: Download, transport: Transport) -> None:
         self.request, self.transport, self.target = request, transport, request.target
         self.part = self.target.with_name(f"{self.target.name}.part")
         self.note_path = self.target.with_name(f".{self.target.name}.json")
         self.before = 0
-        """Bytes of the part before the last attempt."""
+        """Size of the part before the last attempt."""
         self.logged_s = time.monotonic()
 
     def is_done_since(self, asked_at: float) -> bool:
-        """Whether the target has what was asked for: by its digest, or because another process has just fetched it.
+        """Return whether the target is complete: by its digest, or because another process has just fetched it.
 
-        A digest is proven by the bytes themselves: who can write a file into the cache can write a note about it.
+        Only the bytes prove a digest: anybody who can write a file into the cache can also write its note.
         """
         with contextlib.suppress(OSError):
-            return self._is_whole() and (self.request.digest is not None or self.target.stat().st_mtime >= asked_at)
+            return self._is_complete() and (self.request.digest is not None or self.target.stat().st_mtime >= asked_at)
         return False
 
     def run(self) -> None:
-        """Attempt until the file is in place; attempts that brought bytes don't count as failures."""
+        """Try until the file is in place; an attempt that received bytes does not count as a failure."""
         retry = self.transport.retry
         try:
             with_retries(self._attempt, retry, self.transport.wait, progressed=lambda: self._part_bytes() > self.before)
@@ -183,7 +183,7 @@ class _Transfer:
     def _part_bytes(self) -> int:
         return self.part.stat().st_size if self.part.exists() else 0
 
-    def _is_whole(self) -> bool:
+    def _is_complete(self) -> bool:
         return self.target.exists() and self.request.fault_of(self.target) is None
 
     def _note(self) -> Note:
@@ -193,19 +193,19 @@ class _Transfer:
             return Note()
 
     def _attempt(self) -> None:
-        """One request: for a confirmation, for the rest, or for the whole file."""
+        """Send one request: for a confirmation, for the rest, or for the complete file."""
         request, note, start, headers = self.request, self._note(), 0, {"Accept-Encoding": "identity"}
         self.before = self._part_bytes()
         if self.part.exists():
-            # Only a digest shows that two answers without a strong ETag were of two versions, or that bytes were lost.
+            # Without a strong ETag, only a digest reveals that two answers had two versions, or that bytes were lost.
             if request.digest is not None or (note.joins_parts and note.boot_id == _boot_id()):
-                # No server sends what follows the last byte: a part that may be complete asks for its last byte again.
+                # No server sends an empty range, so for a part that may be complete its last byte is requested again.
                 may_be_complete = self.before in (note.size or request.size_bytes or self.before, request.size_bytes)
                 start = max(self.before - may_be_complete, 0)
             if start:
                 headers["Range"] = f"bytes={start}-"
                 headers |= {"If-Range": note.etag} if note.etag is not None and note.joins_parts else {}
-        elif note.etag is not None and self._is_whole() and note.size in (None, self.target.stat().st_size):
+        elif note.etag is not None and self._is_complete() and note.size in (None, self.target.stat().st_size):
             headers["If-None-Match"] = note.etag
         try:
             with self.transport.client.stream("GET", request.url, headers=headers) as response:
@@ -222,14 +222,14 @@ class _Transfer:
         fault = request.fault_of(self.part)
         if fault is not None:
             self._drop_part()
-            if start:  # the first part may have been of another version, or damaged since
-                raise TransientError(f"what was put together {fault}")
+            if start:  # the first part may have another version, or may have been damaged since
+                raise TransientError(f"the combined file {fault}")
             raise InputError(f"{request.label} {fault}. It was changed or damaged on the way.")
         os.replace(self.part, self.target)
         fsync_directory(self.target.parent)
 
     def _place(self, response: httpx2.Response, start: int, note: Note) -> tuple[int, int | None]:
-        """Where the answer begins, at 0 or exactly where the partial file ends, and the size of the whole file."""
+        """Return the offset of the answer (0, or the size of the partial file) and the size of the complete file."""
         if response.status_code != 206:
             length = response.headers.get("content-length", "")
             return 0, int(length) if length.isdecimal() and len(length) < 19 else None
@@ -239,13 +239,13 @@ class _Transfer:
         if start and note.etag is not None and response.headers.get("etag", note.etag) != note.etag:
             self._drop_part()
             raise TransientError("the server sent the rest of a different version")
-        # A server may send less of it at once than was asked for.
+        # A server may send less than was requested.
         return start, None if content_range["total"] == "*" else int(content_range["total"])
 
     def _receive(self, response: httpx2.Response, size: int, total: int | None) -> None:
         """Write the body after the first `size` bytes of the part."""
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise InputError(f"{self.request.label} is sent with a content encoding, although none was accepted.")
+            raise InputError(f"{self.request.label} has a content encoding, although the request accepted none.")
         self._refuse_excess(total or size)
         with os.fdopen(open_own(self.part, os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.truncate(size)
@@ -270,7 +270,7 @@ class _Transfer:
             log.info("%s: %s%s", self.request.label, size_text(size), f" of {size_text(total)}" if total else "")
 
     def _refuse_excess(self, size: int) -> None:
-        """End a transfer that brings more than there is, before it has filled the disk."""
+        """End a transfer that exceeds the expected size, before it fills the disk."""
         request = self.request
         limit = request.most_bytes if request.size_bytes is None else request.size_bytes
         if limit is not None and size > limit:
@@ -278,18 +278,19 @@ class _Transfer:
             raise InputError(f"{request.label} has {size:,} bytes or more, but {limit:,} were expected.")
 
     def _drop_part(self) -> None:
-        self.note_path.unlink(missing_ok=True)  # first: without a part it would be of the file in place
+        # The note goes first: without a part it would describe the file in place.
+        self.note_path.unlink(missing_ok=True)
         self.part.unlink(missing_ok=True)
 
 
 def _boot_id() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    return str(os.getpid())  # a later process trusts no part then
+    return str(os.getpid())  # so a later process does not trust the part
 
 
 def _refuse(response: httpx2.Response, label: str) -> None:
-    """Raise for every status that is not a file."""
+    """Raise for every status that does not mean a file."""
     status = response.status_code
     if status in (200, 206):
         return
@@ -298,9 +299,9 @@ def _refuse(response: httpx2.Response, label: str) -> None:
         advice = "It refuses the credentials that were sent" if has_credentials else "It got no credentials"
         raise AuthError(
             f"The server refused {label} (status {status}). {advice}: the token of `TRAINER_CAPABILITY_TOKEN`, or of "
-            "the job's `capability_token`, goes to known origins alone, and to those of `TRAINER_TOKEN_ORIGINS`."
+            "the job's `capability_token`, is sent only to known origins and to those in `TRAINER_TOKEN_ORIGINS`."
         )
     if is_transient(status):
-        asked_s = retry_after_s(response.headers.get("retry-after"), datetime.now(UTC))
-        raise TransientError(f"the server answered with status {status}", asked_s)
+        wait_s = retry_after_s(response.headers.get("retry-after"), datetime.now(UTC))
+        raise TransientError(f"the server answered with status {status}", wait_s)
     raise InputError(f"{label} cannot be fetched: the server answered with status {status}.")

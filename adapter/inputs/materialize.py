@@ -20,7 +20,7 @@ __all__ = ["MaterializedInputs", "materialize_inputs", "named_inputs"]
 
 @dataclass(frozen=True)
 class MaterializedInputs:
-    """Where the inputs of a run lie on this machine; None and () for what the job does not name."""
+    """Local paths of the inputs of a run; None or () for inputs that the job does not name."""
 
     model_dir: Path | None = None
     model_ref: str | None = None
@@ -30,61 +30,60 @@ class MaterializedInputs:
     """The record of the checkpoint."""
 
     def model_handles(self) -> dict[str, str]:
-        """The value of `StepContext.model_handles`."""
+        """Return the value of `StepContext.model_handles`."""
         handles = {"base_model_dir": self.model_dir, "base_model_ref": self.model_ref}
         return {name: str(value) for name, value in handles.items() if value is not None}
 
 
 def materialize_inputs(config: RunConfig, *, raise_if_stopped: Callable[[], None] = lambda: None) -> MaterializedInputs:
-    """Fetch every input that `config` names, several at a time, and say where each lies.
+    """Fetch every input that `config` names, several at a time, and return the local paths.
 
-    Every process of a node may call this at once: one transfers, the others wait for the files.
+    All processes of a node may call this at once: one transfers, the others wait for the files.
 
     Args:
-        config: Names the inputs, the token and the origins that may have it.
-        raise_if_stopped: Called every 0.1 s while files are fetched; what it raises ends all transfers and is raised
-            here.
+        config: Has the inputs, the token and the origins that may receive it.
+        raise_if_stopped: Called every 0.1 s while files are fetched. An exception that it raises ends all transfers.
 
     Raises:
         AuthError: A server refused the credentials.
-        InputError: Inputs are missing, malformed or unreachable; local ones are all named at once.
+        InputError: Inputs are missing, malformed or unreachable. The message names all local ones.
     """
-    files, wanted = _checked(config)
-    remote = [(kind, ref) for kind, ref in wanted if not isinstance(ref, Path)]
+    files, references = _checked(config)
+    remote = [(kind, ref) for kind, ref in references if not isinstance(ref, Path)]
     fetched: dict[tuple[Kind, RemoteRef], tuple[Path, str]] = {}
     if remote:
-        from .transfer import fetch_all  # loads the HTTP client, which a job with local inputs can do without
+        from .transfer import fetch_all  # loads the HTTP client, which local inputs do not need
 
         fetched = fetch_all(remote, config, _cache_dir(config), raise_if_stopped)
-    found: dict[Kind, list[tuple[Path, str]]] = {"model": [], "dataset": [], "checkpoint": []}
-    for kind, ref in wanted:
-        found[kind].append((ref, str(ref)) if isinstance(ref, Path) else fetched[kind, ref])
-    model_dir, model_ref = found["model"][0] if found["model"] else (None, None)
-    checkpoint = found["checkpoint"][0][0] if found["checkpoint"] else None
+    inputs: dict[Kind, list[tuple[Path, str]]] = {"model": [], "dataset": [], "checkpoint": []}
+    for kind, ref in references:
+        inputs[kind].append((ref, str(ref)) if isinstance(ref, Path) else fetched[kind, ref])
+    model_dir, model_ref = inputs["model"][0] if inputs["model"] else (None, None)
+    checkpoint = inputs["checkpoint"][0][0] if inputs["checkpoint"] else None
     if config.resume_checkpoint_path is not None:
         checkpoint = local_checkpoint(config.resume_checkpoint_path)
     return MaterializedInputs(
         model_dir=model_dir,
         model_ref=model_ref,
-        parquet_paths=(*files, *(file for path, _ in found["dataset"] for file in parquet_files(str(path)))),
+        parquet_paths=(*files, *(file for path, _ in inputs["dataset"] for file in parquet_files(str(path)))),
         resume_checkpoint=checkpoint,
     )
 
 
 def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]]]:
-    """The data files that the job names itself, and the inputs to fetch; URLs of data are left to the feed.
+    """Return the data files that the job names directly, and its references. The feed opens URLs of data.
 
     Raises:
-        InputError: With every reference that is wrong and every file that is missing.
+        InputError: A reference is invalid or a file is missing. The message names all of them.
     """
     files: list[Path | str] = []
-    wanted: list[tuple[Kind, Ref]] = []
+    references: list[tuple[Kind, Ref]] = []
     faults: list[InputError] = []
     data = [(None, path) for path in (config.dataset.parquet_paths if config.dataset else ())]
     for kind, text in (*data, *named_inputs(config)):
         try:
             if kind is not None:
-                wanted.append((kind, checked_ref(kind, text)))
+                references.append((kind, checked_ref(kind, text)))
             elif has_scheme(text):
                 if config.private_hosts is not None and is_http_url(text):
                     AddressGuard(config.private_hosts).check_url(text)
@@ -95,11 +94,11 @@ def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]
             faults.append(fault)
     if faults:
         raise faults[0] if len(faults) == 1 else InputError("\n".join(str(fault) for fault in faults))
-    return files, wanted
+    return files, references
 
 
 def named_inputs(config: RunConfig) -> list[tuple[Kind, str]]:
-    """The references of a job's ``inputs``, with what each is for."""
+    """Return the references of a job's ``inputs``, each with its purpose."""
     inputs = config.inputs
     named: list[tuple[Kind, str | None]] = [("model", inputs.base_model_ref)]
     named += [("dataset", ref) for ref in inputs.dataset_parquet_refs]
@@ -108,9 +107,9 @@ def named_inputs(config: RunConfig) -> list[tuple[Kind, str]]:
 
 
 def _cache_dir(config: RunConfig) -> Path:
-    """Where downloads are kept between runs: ``$XDG_CACHE_HOME/genlight/inputs``, else below ``~/.cache``.
+    """Return the folder for downloads of all runs: ``$XDG_CACHE_HOME/genlight/inputs``, by default in ``~/.cache``.
 
-    Where that cannot be written, it is the artifacts directory.
+    If that cannot be written, a folder in the artifacts directory.
     """
     directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "genlight", "inputs")
     with contextlib.suppress(OSError):

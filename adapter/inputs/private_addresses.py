@@ -1,8 +1,8 @@
-"""References of a job must not reach what only this machine can: the cloud's metadata service, a neighbour's database.
+"""Keep references of a job away from private addresses, such as a cloud's metadata service or an internal database.
 
-A job spec may have been written by a user who cannot reach those. So a connection is checked once it stands and
-before a byte is sent: by then no name server can change its mind, and a redirect is checked like any other request.
-A proxy decides itself what it reaches; behind one, the name is looked up and its addresses are judged beforehand.
+The author of a job may not be allowed to reach what this machine can. So a connection is checked after it is open and
+before a byte is sent: at that point a name server can no longer change the address, and redirects are checked like any
+other request. A proxy opens its own connections; with a proxy, the host's addresses are looked up and checked first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 def is_private(address: str) -> bool:
-    """Whether an IP address is not one of the public internet: private, loopback, link-local, reserved, multicast.
+    """Return whether an IP address is not public: private, loopback, link-local, reserved or multicast.
 
-    An IPv6 address that stands for an IPv4 one is judged as that.
+    If an IPv6 address contains an IPv4 address, that one decides.
 
     Raises:
-        ValueError: It is not an IP address.
+        ValueError: `address` is not an IP address.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
@@ -44,24 +44,24 @@ def is_private(address: str) -> bool:
 
 @dataclass(frozen=True)
 class AddressGuard:
-    """Refuses connections to private addresses, but for those that were allowed.
+    """Refuses connections to private addresses.
 
     Args:
-        allowed: Host names, addresses and networks (``10.1.0.0/16``) that may be reached all the same.
+        allowed: Exceptions: host names, addresses and networks (``10.1.0.0/16``).
     """
 
     allowed: Sequence[str] = ()
 
     def attach(self, client: httpx2.Client) -> None:
-        """Judge every connection that `client` opens from now on; a refusal is an `InputError`."""
+        """Check every connection that `client` opens from now on; a refusal is an `InputError`."""
         hooks = client.event_hooks
         client.event_hooks = {**hooks, "request": [*hooks["request"], self._before_request]}
 
     def check_url(self, url: str) -> None:
-        """Judge the addresses that the host of `url` has now.
+        """Check the current addresses of the host of `url`.
 
         Raises:
-            InputError: One of them is private and was not allowed.
+            InputError: One of them is private and not allowed.
         """
         self._check_host(urlsplit(url).hostname or "")
 
@@ -74,7 +74,7 @@ class AddressGuard:
                 goes_through_proxy = _bare(str(info.get("host", ""))) != _bare(host)
                 if goes_through_proxy:
                     self._check_host(host)
-                with contextlib.suppress(ValueError):  # a name, whose address shows once the connection stands
+                with contextlib.suppress(ValueError):  # a host name; its address is checked once the connection is open
                     self._check_address(host, _bare(host))
             elif event.endswith("connect_tcp.complete") and not goes_through_proxy:
                 stream = info["return_value"]
@@ -88,18 +88,18 @@ class AddressGuard:
 
     def _check_host(self, host: str) -> None:
         try:
-            found = socket.getaddrinfo(_bare(host), None, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(_bare(host), None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             return  # connecting will report that there is no such host
-        for *_, address in found:
+        for *_, address in addresses:
             self._check_address(host, str(address[0]))
 
     def _check_address(self, host: str, address: str) -> None:
         if not is_private(address) or self._is_allowed(host, address):
             return
         raise InputError(
-            f"{host} is at {address}, which is a private address, and references of this job may not reach those. "
-            "Name the host or its network in `TRAINER_PRIVATE_HOSTS` if they may."
+            f"{host} has the private address {address}, and this job may not reach private addresses. "
+            "To allow it, add the host or its network to `TRAINER_PRIVATE_HOSTS`."
         )
 
     def _is_allowed(self, host: str, address: str) -> bool:

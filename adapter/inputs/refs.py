@@ -1,4 +1,4 @@
-"""References to inputs: what their text means, and where those lie that are on this machine already."""
+"""Parse references to inputs, and resolve those to local files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..plumbing.urls import PATTERN_CHARACTERS, is_http_url, looks_like_path, pa
 
 __all__ = [
     *("CozyRef", "HttpRef", "HubRef", "Kind", "Ref", "RemoteRef"),
-    *("checked_ref", "local_checkpoint", "parquet_files", "parse_ref", "taken_as"),
+    *("checked_ref", "local_checkpoint", "parquet_files", "parse_ref", "resolve_path"),
 ]
 
 REPOSITORY = r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
@@ -30,7 +30,7 @@ class HttpRef:
     """A file on a web server."""
 
     label: str
-    """How messages name it: the URL without user info and query."""
+    """Its name in messages: the URL without user info and query."""
     url: str = field(repr=False)  # its query may be a credential
     digest: str | None = None
     """``sha256:`` and hexadecimal digits."""
@@ -72,10 +72,10 @@ Ref: TypeAlias = Path | RemoteRef
 
 
 def parse_ref(text: str) -> Ref:
-    """The meaning of a reference; a path that exists is always that path, and a pattern may stand for some.
+    """Parse a reference. An existing path always has priority; a path may also be a pattern.
 
     Raises:
-        InputError: The text is none of the known kinds, or a local path that does not exist.
+        InputError: The text is not a valid reference, or is a local path that does not exist.
     """
     reference = text.strip()
     if not reference:
@@ -108,7 +108,7 @@ def _unknown(text: str, reason: str) -> InputError:
 
 
 def _path(reference: str) -> Path | None:
-    """The path that a reference may mean; None where it has a scheme of another kind."""
+    """Return the path that a reference may mean; None if it has another scheme than ``file``."""
     if not reference.lower().startswith("file:"):
         return None if "://" in reference else Path(os.path.expanduser(reference))
     try:
@@ -130,10 +130,10 @@ def _http_ref(text: str) -> HttpRef:
     return HttpRef(safe_url(url), url, f"sha256:{digest.lower()}")
 
 
-def _hub_ref(text: str, whole: str) -> HubRef:
+def _hub_ref(text: str, reference: str) -> HubRef:
     match = HUB.fullmatch(text)
     if match is None:
-        raise _unknown(whole, "there is no such path, and it is not a repository")
+        raise _unknown(reference, "there is no such path, and it is not a repository")
     return HubRef(f"hf:{text}", f"{match['owner']}/{match['name']}", match["revision"], match["path"])
 
 
@@ -147,20 +147,20 @@ def _cozy_ref(text: str) -> CozyRef:
 
 
 def checked_ref(kind: Kind, text: str) -> Ref:
-    """What a reference means: of what is on this machine a model's folder, a checkpoint's record, or Parquet files.
+    """Parse a reference; resolve a local one to a model folder, a checkpoint record, or Parquet files.
 
     Raises:
-        InputError: It is malformed, or names files that are not there or cannot be used as what they are named for.
+        InputError: It is malformed, or its files do not exist or cannot be used for this purpose.
     """
     ref = parse_ref(text)
-    return taken_as(kind, ref) if isinstance(ref, Path) else ref
+    return resolve_path(kind, ref) if isinstance(ref, Path) else ref
 
 
-def taken_as(kind: Kind, path: Path) -> Path:
-    """`path` as what it is named for: a model's folder, a checkpoint's record, or Parquet files.
+def resolve_path(kind: Kind, path: Path) -> Path:
+    """Resolve a path for its purpose: to a model folder, a checkpoint record, or Parquet files.
 
     Raises:
-        InputError: There are no such files, or they cannot be used as that.
+        InputError: There are no such files, or they cannot be used for this purpose.
     """
     if kind == "checkpoint":
         return local_checkpoint(path)
@@ -171,7 +171,7 @@ def taken_as(kind: Kind, path: Path) -> Path:
 
 
 def local_checkpoint(path: Path) -> Path:
-    """The record that `path` means: itself, the one of its name, or in a folder of checkpoints the newest.
+    """Return the record for `path`: the file itself, the record of that name, or the newest in a folder.
 
     Raises:
         InputError: There is no record.
@@ -185,10 +185,10 @@ def local_checkpoint(path: Path) -> Path:
 
 
 def parquet_files(text: str) -> list[Path]:
-    """The data files behind a path: the file, those of a folder, or those that a pattern matches, as the feed has it.
+    """Return the data files for a path (a file, a folder or a pattern), as the feed does.
 
     Raises:
-        InputError: There is no such file, or none that can be read.
+        InputError: There is no such file, or it cannot be read.
     """
     from ..feed.files import expand  # loads pyarrow
 

@@ -1,9 +1,9 @@
-"""Fetches references from servers, several at a time.
+"""Fetch references from servers, several at a time.
 
-The Hugging Face hub is asked by huggingface_hub, with its own cache and credentials: ``HF_TOKEN``, ``HF_ENDPOINT`` and
-``HF_HOME`` count as it has them, and the run's capability token is never shown to the hub.
+huggingface_hub fetches from the Hugging Face hub, with its cache and credentials (``HF_TOKEN``, ``HF_ENDPOINT``,
+``HF_HOME``). The hub never gets the capability token of the run.
 
-A module of its own because it loads the HTTP client, which a job with local inputs does without.
+This module is separate because it loads the HTTP client, which local inputs do not need.
 """
 
 from __future__ import annotations
@@ -34,36 +34,38 @@ from ..plumbing.text import HUB_LOGIN
 from ..plumbing.threads import DaemonThreads
 from .http import Download, Transport, download, log_arrival
 from .private_addresses import AddressGuard
-from .refs import CozyRef, HttpRef, HubRef, Kind, RemoteRef, parse_ref, taken_as
+from .refs import CozyRef, HttpRef, HubRef, Kind, RemoteRef, parse_ref, resolve_path
 
 __all__ = ["HttpResolveClient", "fetch_all", "fetch_checkpoint", "fetch_from_hub"]
 
 PARALLEL_TRANSFERS = 4
 RETRY = RetryPolicy()
 LOOK_EVERY_S = 0.1
-"""How often it is asked whether the run was stopped while all transfers wait for their servers."""
+"""Seconds between two checks for a stop of the run."""
 LEFT_AFTER_S = 2.0
-"""How long transfers that were ended are waited for. One whose server says nothing stays behind: its thread keeps no
-process alive."""
+"""Seconds to wait for ended transfers. One whose server sends nothing is abandoned; its thread is a daemon."""
 DEFAULT_TAG = "latest"
 PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[\w.+=@~#,() -]{1,255}")
-"""A part of a path that means the same to each system, server and terminal."""
+"""Matches a part of a path that is unambiguous for every system, server and terminal."""
 LARGEST_ANSWER_BYTES = 64 << 20
 
 
 def fetch_all(
-    wanted: Sequence[tuple[Kind, RemoteRef]], config: RunConfig, directory: Path, raise_if_stopped: Callable[[], None]
+    references: Sequence[tuple[Kind, RemoteRef]],
+    config: RunConfig,
+    directory: Path,
+    raise_if_stopped: Callable[[], None],
 ) -> dict[tuple[Kind, RemoteRef], tuple[Path, str]]:
     """Fetch references in parallel; the first error ends the other transfers.
 
     Args:
-        wanted: What to fetch, and what for.
-        config: Has the token, the origins that may see it, and the tensor hub.
+        references: The references, each with its purpose.
+        config: Has the token, the origins that may receive it, and the tensor hub.
         directory: The download cache.
-        raise_if_stopped: Called every 0.1 s; what it raises ends all transfers and is raised here.
+        raise_if_stopped: Called every 0.1 s. An exception that it raises ends all transfers.
 
     Returns:
-        The path of each, and its name without credentials.
+        The path of each reference, and its name without credentials.
 
     Raises:
         AuthError: A server refused the credentials.
@@ -75,7 +77,7 @@ def fetch_all(
         transport = Transport(client, RETRY)
         fetcher = _Fetcher(config, directory, transport)
         threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
-        futures = {key: threads.submit(functools.partial(fetcher.fetch, *key)) for key in dict.fromkeys(wanted)}
+        futures = {key: threads.submit(functools.partial(fetcher.fetch, *key)) for key in dict.fromkeys(references)}
         left = set(futures.values())
         try:
             while left:
@@ -99,11 +101,11 @@ class _Fetcher:
     transport: Transport
 
     def fetch(self, kind: Kind, ref: RemoteRef) -> tuple[Path, str]:
-        """Bring what `ref` names to this machine.
+        """Fetch `ref`; return its local path, and its name without credentials.
 
         Raises:
             AuthError: A server refused the credentials.
-            InputError: It is missing, malformed, unreachable, or cannot be stored.
+            InputError: The files are missing, malformed, unreachable, or cannot be stored.
         """
         self.transport.wait(0)
         try:
@@ -117,7 +119,7 @@ class _Fetcher:
             ) from error
 
     def _http(self, kind: Kind, ref: HttpRef) -> tuple[Path, str]:
-        # The name counts as well: a model folder must not gather one file under the names of several URLs.
+        # The name counts too: a model folder must not contain one file under the names of several URLs.
         identity = f"{ref.digest or ref.url} {ref.file_name}"
         folder = self.directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         if kind == "checkpoint":
@@ -127,9 +129,9 @@ class _Fetcher:
 
     def _hub(self, kind: Kind, ref: HubRef) -> tuple[Path, str]:
         path = fetch_from_hub(kind, ref, self.transport) / (ref.path or ".")
-        if kind != "dataset" and not path.exists():  # of which a dataset's may be a pattern
+        if kind != "dataset" and not path.exists():  # for a dataset it may be a pattern
             raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
-        return taken_as(kind, path), ref.label
+        return resolve_path(kind, path), ref.label
 
     def _cozy(self, kind: Kind, ref: RemoteRef) -> tuple[Path, str]:
         assert isinstance(ref, CozyRef)
@@ -137,18 +139,18 @@ class _Fetcher:
             raise InputError(f"{ref.label} needs a tensor hub. Set `TENSORHUB_URL`.")
         resolver = HttpResolveClient(self.config.file_store_url, self.transport, self.directory / "cozy")
         folder, label = resolver.fetch(ref)
-        return taken_as(kind, folder), label
+        return resolve_path(kind, folder), label
 
 
 def fetch_checkpoint(ref: HttpRef, folder: Path, transport: Transport) -> Path:
-    """Fetch a record by URL and the files that it names, from the same place; the path of the local record.
+    """Fetch a record by URL, and its files from the same folder; return the path of the local record.
 
-    In a file store the names of files are flat, ``step-00000200-model.safetensors``; everywhere
-    else the files lie where the record says. A query of the URL, a signature say, goes with every file.
+    In a file store, names of files are flat (``step-00000200-model.safetensors``). Elsewhere the files are at the paths
+    in the record. A query of the URL, such as a signature, is added to the URL of every file.
 
     Raises:
         AuthError: The server refused the credentials.
-        InputError: The record or a file of it is missing or broken.
+        InputError: The record or one of its files is missing or broken.
     """
     request = Download(ref.url, folder / ref.file_name, ref.digest, most_bytes=LARGEST_RECORD_BYTES)
     path = download(request, transport)
@@ -164,7 +166,7 @@ def fetch_checkpoint(ref: HttpRef, folder: Path, transport: Transport) -> Path:
 
 
 def _url_of(ref: HttpRef, record: CheckpointRecord, relative_path: str, name: str) -> str:
-    """URL of a file of the record."""
+    """Return the URL of a file of the record."""
     stored_as = remote_name(record.step, name, final=record.final)
     flat = ref.file_name.startswith(remote_name(record.step, "", final=record.final))
     url = httpx2.URL(ref.url)
@@ -172,7 +174,7 @@ def _url_of(ref: HttpRef, record: CheckpointRecord, relative_path: str, name: st
 
 
 def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
-    """Bring a repository, or what a reference means of it, to this machine; the folder of its snapshot.
+    """Fetch a repository, or the part that a reference names; return the folder of its snapshot.
 
     Raises:
         AuthError: The hub refused the credentials, or the repository is gated.
@@ -193,7 +195,7 @@ def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
 
 
 def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
-    """One attempt; the files that are there already are not fetched again."""
+    """Try once; existing files are not fetched again."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -205,14 +207,14 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
             endpoint=os.environ.get("HF_ENDPOINT") or None,
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, httpx2.HTTPError) as error:
-        raise _meaning(error, ref, kind) from None
+        raise _translate(error, ref, kind) from None
     return Path(folder)
 
 
-def _meaning(error: Exception, ref: HubRef, kind: str) -> Exception:
-    """An error of huggingface_hub as one of ours.
+def _translate(error: Exception, ref: HubRef, kind: str) -> Exception:
+    """Translate an error of huggingface_hub.
 
-    Its own wrapper for "no answer and nothing in the cache" is looked through: its causes know what the answer was.
+    It wraps the error if there is no answer and nothing in the cache; then the causes have the answer.
     """
     from huggingface_hub import errors, get_token
 
@@ -223,13 +225,15 @@ def _meaning(error: Exception, ref: HubRef, kind: str) -> Exception:
         who = "nobody is logged in" if get_token() is None else "the token that was sent may not read it"
         return AuthError(
             f"The hub refused {ref.label} (status {status}): the {kind} does not exist, or it is private or gated and "
-            f"{who}. Check its name, ask for access, or log in as somebody who may read it: {HUB_LOGIN}."
+            f"{who}. Check its name, request access, or log in as a user who may read it: {HUB_LOGIN}."
         )
     if status == 404:
-        return InputError(f"{ref.label}: the hub has no such {kind} or revision, and this machine no such path.")
-    said = next((c for c in causes if isinstance(c, errors.OfflineModeIsEnabled | errors.HFValidationError)), None)
-    if said is not None or (status and not is_transient(status)):
-        return InputError(f"{ref.label} cannot be fetched from the hub: {said or error}")
+        return InputError(
+            f"{ref.label}: the hub has no such {kind} or revision, and there is no such path on this machine."
+        )
+    reason = next((c for c in causes if isinstance(c, errors.OfflineModeIsEnabled | errors.HFValidationError)), None)
+    if reason is not None or (status and not is_transient(status)):
+        return InputError(f"{ref.label} cannot be fetched from the hub: {reason or error}")
     if isinstance(error, OSError) and error.errno is not None:
         return error
     if status:
@@ -260,7 +264,7 @@ class Resolution(msgspec.Struct, frozen=True):
     digest: Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
 
 
-# Made here, in one thread; see `http`.
+# Created here, in one thread; see `http`.
 _MANIFEST, _RESOLUTION = msgspec.json.Decoder(Manifest), msgspec.json.Decoder(Resolution)
 
 
@@ -274,14 +278,14 @@ class HttpResolveClient:
         answers ``{"owner", "repo", "digest"}``; the digest is ``sha256:`` and 64 hexadecimal digits.
     ``GET /api/v1/manifest/<owner>/<repo>/<digest>``
         answers the manifest, ``{"files": [{"path", "sha256", "size_bytes"}]}``. Its bytes have that digest, so a
-        reference with a digest names the same files for ever, whatever the server says.
+        reference with a digest always names the same files.
 
-    A file lies at ``/api/v1/file/v1/<owner>/<repo>/<digest>/<path>``; the server may redirect from there.
+    A file is at ``/api/v1/file/v1/<owner>/<repo>/<digest>/<path>``; the server may redirect from there.
 
     Args:
         base_url: ``TENSORHUB_URL``.
-        transport: Sends the token to the origins that may have it.
-        directory: Of the cache.
+        transport: Sends the token only to permitted origins.
+        directory: The cache.
     """
 
     base_url: str
@@ -289,7 +293,7 @@ class HttpResolveClient:
     directory: Path
 
     def resolve(self, *, ref: str) -> ResolvedRef:
-        """The digest behind ``cozy:owner/repo[:tag][@digest]``; a digest in the reference is taken as it is.
+        """Return the digest for ``cozy:owner/repo[:tag][@digest]``; no request is sent if the reference has one.
 
         Raises:
             AuthError: The server refused the credentials.
@@ -303,26 +307,26 @@ class HttpResolveClient:
         path = f"resolve/{quote(parsed.owner)}/{quote(parsed.repo)}?tag={quote(tag, safe='')}"
         answer = _decode(self._get(path, f"resolve-{parsed.owner}-{parsed.repo}"), _RESOLUTION, parsed.label)
         if (answer.owner, answer.repo) != (parsed.owner, parsed.repo):
-            named = f"{answer.owner}/{answer.repo}"
-            raise InputError(f"{parsed.label}: the server answered for a different repository, {named!r:.200}.")
+            other = f"{answer.owner}/{answer.repo}"
+            raise InputError(f"{parsed.label}: the server answered for a different repository, {other!r:.200}.")
         return ResolvedRef(answer.owner, answer.repo, answer.digest)
 
     def fetch(self, ref: CozyRef) -> tuple[Path, str]:
-        """Bring all files of a repository to this machine; the folder that they are in, and its name with the digest.
+        """Fetch all files of a repository; return their folder, and the name of the repository with its digest.
 
         Raises:
             AuthError: The server refused the credentials.
-            InputError: As `resolve`; the manifest has another digest or names that no file should have; a file is not
-                what it says.
+            InputError: See `resolve`; or the manifest has another digest or unusual names, or a file does not match
+                it.
         """
         resolved = self.resolve(ref=ref.label)
-        where = f"{quote(resolved.owner)}/{quote(resolved.repo)}/{quote(resolved.digest)}"
+        address = f"{quote(resolved.owner)}/{quote(resolved.repo)}/{quote(resolved.digest)}"
         label = f"cozy:{resolved.owner}/{resolved.repo}@{resolved.digest}"
-        files = _decode(self._get(f"manifest/{where}", "manifest", resolved.digest), _MANIFEST, label).files
+        files = _decode(self._get(f"manifest/{address}", "manifest", resolved.digest), _MANIFEST, label).files
         _refuse_unusual_names(files, label)
         folder = self.directory / resolved.owner / resolved.repo / resolved.digest.replace(":", "-")
         for file in files:
-            url, digest = f"{self._base}/file/v1/{where}/{quote(file.path)}", f"sha256:{file.sha256.lower()}"
+            url, digest = f"{self._base}/file/v1/{address}/{quote(file.path)}", f"sha256:{file.sha256.lower()}"
             download(Download(url, folder / file.path, digest, file.size_bytes), self.transport)
         return folder, label
 
@@ -344,7 +348,7 @@ def _decode(content: bytes, decoder: msgspec.json.Decoder[Any], label: str) -> A
 
 
 def _refuse_unusual_names(files: Sequence[ManifestFile], label: str) -> None:
-    """Two files of one name, or one that is the folder of another, would have one take the other's place."""
+    """Refuse unusual names, duplicate names, and a file whose name is the folder of another file."""
     for file in files:
         if not all(map(PLAIN_NAME.fullmatch, file.path.split("/"))):
             raise InputError(f"{label}: its manifest lists a file with unusual characters: {file.path!r:.200}.")

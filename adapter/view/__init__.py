@@ -1,4 +1,5 @@
-"""Views of runs, from what their folders contain: a listing, a page and a terminal view.
+"""Views of runs, made from the files in their folders: a listing, a page and a terminal view.
 
-It only reads files, and imports neither torch nor Lightning. May import what `genlight.adapter.run` may, and that.
+This package only reads files, and imports neither torch nor Lightning. It may import `genlight.adapter.run`, and
+everything that `run` may import.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint at a glance, for listings and pages. Works on every operating system."""
+"""Summaries of checkpoints, for listings and pages. Works on every operating system."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["checkpoint_facts", "checkpoints_of_run"]
 
 
 def checkpoints_of_run(folder: Path) -> list[Listed]:
-    """The checkpoints of the run in `folder`, oldest first; none if this user may not read them."""
-    where = folder_of_checkpoints(folder)
+    """Return the checkpoints of the run in `folder`, oldest first; none if this user may not read them."""
+    checkpoints = folder_of_checkpoints(folder)
     try:
-        return [] if where is None else list_checkpoints(where)
+        return [] if checkpoints is None else list_checkpoints(checkpoints)
     except OSError:
         return []
 
 
 def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:
-    """A checkpoint for a listing, as JSON, with its `state` in words.
+    """Return the facts about a checkpoint for a listing, as JSON, with its `state` in words.
 
     Args:
         listed: The checkpoint.
-        proves: Whether to read its files and compare their digests, rather than only their sizes.
+        proves: Whether to read its files and compare digests. By default only sizes are compared.
     """
     record, problem = listed.record, listed.problem
     facts: dict[str, Any] = {
@@ -53,7 +53,7 @@ def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:
 
 
 def _difference(record: CheckpointRecord) -> str:
-    """How the files of a checkpoint differ from its record; empty if they do not."""
+    """Return how the files of a checkpoint differ from its record; empty if they do not."""
     try:
         verify_files(record)
     except BrokenCheckpointError as error:

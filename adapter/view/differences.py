@@ -16,11 +16,11 @@ __all__ = ["About", "Difference", "differences", "facts_of_run"]
 
 About = Literal["configuration", "data", "code", "versions", "results"]
 _ORDER: tuple[About, ...] = ("configuration", "data", "code", "versions", "results")
-_OF_DATA = ("data", "dataset", "inputs", "mock_batches")
-"""Keys of a job that say what it trains on."""
+_DATA_KEYS = ("data", "dataset", "inputs", "mock_batches")
+"""Keys of a job that describe its data."""
 _FIRST_PACKAGES = ("genlight", "lightning", "torch", "numpy", "pyarrow")
 _LONGEST_VALUE = 400
-"""Characters of a list. Of a longer one, only length and digest are shown."""
+"""Maximum length of a displayed value, in characters; of a longer one only length and digest are shown."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Difference:
     """A fact that is not the same in all runs.
 
     Attributes:
-        about: What kind of thing it is.
-        name: Of a setting its dotted name.
-        values: The value of each run; None where it has none.
+        about: The kind of fact.
+        name: Its name; for a setting, the dotted name.
+        values: The value in each run; None if a run has none.
     """
 
     about: About
@@ -39,9 +39,9 @@ class Difference:
 
 
 def facts_of_run(summary: RunSummary) -> dict[str, Any]:
-    """The facts of a run to compare, as JSON: its summary, its ``metadata`` and ``packages``, and its ``job``.
+    """Return the facts of a run to compare, as JSON: its summary, ``metadata``, ``packages`` and ``job``.
 
-    ``job`` has the settings of its ``job.json`` by dotted name; None where it has none.
+    ``job`` has the settings of its ``job.json`` by dotted name, or is None if there is no such file.
     """
     metadata = {name: value for name, value in summary.metadata.items() if name != "packages"}
     packages, job = summary.metadata.get("packages"), read_job(summary.path)
@@ -54,26 +54,26 @@ def facts_of_run(summary: RunSummary) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """The differences between runs, as `facts_of_run` gives them.
+    """Return the differences between runs, given as `facts_of_run`.
 
-    Whole jobs are compared where each run has its ``job.json``; else what their logs have, which of hyperparameters are
-    the numbers alone.
+    If every run has a ``job.json``, all settings are compared. Otherwise the settings in the logs are compared; logs
+    have only those hyperparameters that are numbers.
     """
-    is_whole = all(run["job"] is not None for run in runs)
-    facts = [dict(_facts(run, is_whole=is_whole)) for run in runs]
+    has_jobs = all(run["job"] is not None for run in runs)
+    facts = [dict(_facts(run, has_jobs=has_jobs)) for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)
     rows = [Difference(*name, tuple(each.get(name) for each in facts)) for name in names]
-    found = [row for row in rows if any(value != row.values[0] for value in row.values[1:])]
-    return sorted(found, key=lambda row: _ORDER.index(row.about))
+    changed = [row for row in rows if any(value != row.values[0] for value in row.values[1:])]
+    return sorted(changed, key=lambda row: _ORDER.index(row.about))
 
 
-def _facts(run: Mapping[str, Any], *, is_whole: bool) -> Iterator[tuple[tuple[About, str], Any]]:
+def _facts(run: Mapping[str, Any], *, has_jobs: bool) -> Iterator[tuple[tuple[About, str], Any]]:
     metadata, packages = run["metadata"], run["packages"]
-    job = run["job"] if is_whole else metadata.get("job")
+    job = run["job"] if has_jobs else metadata.get("job")
     for name, value in (job if isinstance(job, dict) else {}).items():
         if name != "run_id":
-            yield ("data" if name.split(".")[0] in _OF_DATA else "configuration", name), value
-    if not is_whole:
+            yield ("data" if name.split(".")[0] in _DATA_KEYS else "configuration", name), value
+    if not has_jobs:
         yield ("configuration", "seed"), metadata.get("seed")
     git = metadata.get("git")
     yield ("code", "commit"), git.get("commit") if isinstance(git, dict) else None

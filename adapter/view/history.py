@@ -1,4 +1,4 @@
-"""A run in full: curves, attempts, checkpoints, samples, findings and events, in one pass over its log."""
+"""All details of a run (curves, attempts, checkpoints, samples, findings, events), from one pass over its log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAULT_PREFIX = "diagnosis/"
 MOST_EVENTS = 2000
 MOST_CURVES = 400
 MOST_KEPT = 1 << 15
-"""Points that a curve holds before it is thinned to a quarter of them."""
+"""Number of points at which a curve is thinned to a quarter."""
 LARGEST_RECORD = 1 << 20
 LARGEST_PICTURE = 600_000
 BEGINNING_BYTES = 16
@@ -49,7 +49,7 @@ class Curve:
 
     Attributes:
         first_unusual: Step and value of the first non-finite value; None if all are finite.
-        count: How many values were logged.
+        count: Number of values logged.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Curve:
         self.count = 0
 
     def add(self, step: int, time_ms: int, value: float) -> None:
-        """Take the next point."""
+        """Append a point."""
         self.count += 1
         if not math.isfinite(value) and self.first_unusual is None:
             self.first_unusual = step, value
@@ -71,13 +71,13 @@ class Curve:
             self._keep(thinned(np.array(self.values), MOST_KEPT // 4))
 
     def go_back(self, step: int) -> None:
-        """Remove what was logged after `step`, since those steps are trained again."""
+        """Remove the points after `step`, because those steps are trained again."""
         kept = np.array(self.steps) <= step
         if not kept.all():
             self._keep(np.flatnonzero(kept))
 
     def points(self, most: int) -> dict[str, list[Any]]:
-        """At most `most` points: ``steps``, ``times`` (milliseconds since 1970), ``values`` (null if not finite)."""
+        """Return at most `most` points: ``steps``, ``times`` (ms since 1970), ``values`` (null if not finite)."""
         at = thinned(np.array(self.values), most)
         values = [self.values[index] for index in at]
         return {
@@ -93,11 +93,11 @@ class Curve:
 
 
 def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Indices of at most `most` of `values`, in order: the first, the last, and both extremes of each stretch."""
+    """Return at most `most` indices of `values`, in order: first, last, and both extremes of each interval."""
     if len(values) <= most:
         return np.arange(len(values))
-    stretches = max((most - 2) // 2, 1)
-    bounds = np.linspace(0, len(values), stretches + 1).astype(np.intp)
+    intervals = max((most - 2) // 2, 1)
+    bounds = np.linspace(0, len(values), intervals + 1).astype(np.intp)
     low, high = np.where(np.isfinite(values), values, np.inf), np.where(np.isfinite(values), values, -np.inf)
     kept = {0, len(values) - 1}
     for begin, end in itertools.pairwise(bounds):
@@ -110,11 +110,11 @@ class Budget:
     """The limits of a page for one run.
 
     Attributes:
-        points: Points of all its curves.
-        picture_bytes: Bytes of all its pictures.
-        sample_steps: How many steps with samples.
-        address_of: Gives the address of a picture by its path in the run's folder, for a page that loads its pictures.
-            None has their bytes in the page.
+        points: Points of all curves together.
+        picture_bytes: Bytes of all pictures together.
+        sample_steps: Number of steps with samples.
+        address_of: Returns the address of a picture, given its path in the run's folder, for a page that loads its
+            pictures. None puts their bytes into the page.
     """
 
     points: int = 40_000
@@ -141,12 +141,12 @@ class History:
 
     @property
     def is_current(self) -> bool:
-        """Whether the log of the run is still the one that was read."""
+        """Whether the log of the run is still the same file."""
         log = log_of_run(self.summary.path)
         return log == self.summary.log and self._position.is_of(log)
 
-    def read_on(self) -> None:
-        """Read what was added to the log since the last time; a broken line is a finding."""
+    def read_new(self) -> None:
+        """Read the lines that were added to the log; a broken line becomes a finding."""
         if self._is_broken:
             return
         try:
@@ -157,7 +157,7 @@ class History:
             self._find("fail", None, str(error), "")
 
     def take(self, event: Event) -> None:
-        """Go on with the next event of the log."""
+        """Add the next event of the log."""
         self.ledger.take(event)
         undone_after = self._attempts.take(event)
         if undone_after is not None:
@@ -167,7 +167,7 @@ class History:
             self._take_metric(event)
             return
         if isinstance(event, Failed):
-            remedy = "start it again to go on" if event.resumable is True else ""
+            remedy = "start it again to continue" if event.resumable is True else ""
             self._find("stop" if event.error == event.category else "fail", event.step, event.error, remedy)
         if isinstance(event, Completed) and event.finite is False:
             self._find("fail", event.step, "the final weights are not finite (nan or infinite)", "lower the rate")
@@ -175,7 +175,7 @@ class History:
         self.events.append(_shown(event))
 
     def as_json(self, budget: Budget) -> dict[str, Any]:
-        """The run for a page that has room for `budget` of it."""
+        """Return the run for a page, within the limits of `budget`."""
         summary, listed = self.summary, [_checkpoint(each) for each in checkpoints_of_run(self.summary.path)]
         most = max(min(budget.points // max(len(self.curves), 1), 2000), 4)
         findings = [*self.findings]
@@ -227,18 +227,18 @@ class History:
 
 
 def history_of(folder: Path, before: History | None = None, starts: Starts | None = None) -> History:
-    """The run in `folder`, in bounded memory.
+    """Read the run in `folder`, in bounded memory.
 
     Args:
         folder: Folder of a run.
-        before: The history as read earlier. If the log is the same, only what was added is read.
-        starts: As in `summary_of`.
+        before: The history from an earlier call. If the log is still the same file, only new lines are read.
+        starts: See `summary_of`.
     """
     if before is None or not before.is_current:
         history = History(summary_of(folder, starts=starts))
     else:
         history, before.summary = before, summary_of(folder, starts=starts)
-    history.read_on()
+    history.read_new()
     return history
 
 
@@ -259,7 +259,7 @@ def _attempt(span: Any) -> dict[str, Any]:
 
 
 def _checkpoint(listed: Listed) -> dict[str, Any]:
-    """A checkpoint, with the commands that show and export it."""
+    """Return the facts about a checkpoint, with the commands that show and export it."""
     facts, path = checkpoint_facts(listed), listed.path
     to = f"{facts['name']}.safetensors"
     export = f"genlight checkpoints export {path} --to {to}" if listed.record is not None else ""
@@ -267,7 +267,7 @@ def _checkpoint(listed: Listed) -> dict[str, Any]:
 
 
 def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
-    """Samples, oldest first; of many steps, evenly spread ones."""
+    """Yield samples, oldest first; if there are too many steps, evenly spaced ones."""
     samples = folder / "samples"
     records = [path for path in sorted(samples.glob("step-*.json")) if not path.is_symlink()]
     by_step: dict[str, list[Path]] = {}
@@ -296,10 +296,10 @@ def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
 
 
 def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
-    """A file of a sample: a picture to show, or why it is not shown."""
+    """Return a file of a sample: a picture to show, or the reason why it is not shown."""
     path, shown = samples / name, {"name": name[:LONGEST_TEXT]}
     if not path.resolve().is_relative_to(samples.resolve()):
-        return {**shown, "note": "it leads out of the run's samples"}
+        return {**shown, "note": "it is outside the run's samples"}
     try:
         size = path.stat().st_size
         content = read_beginning(path) if budget.address_of else read_regular(path, limit=LARGEST_PICTURE)
@@ -309,7 +309,7 @@ def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
         return {**shown, "note": error.strerror or "it cannot be read"}
     kind = picture_kind(content)
     if kind is None:
-        return {**shown, "note": f"no picture, {size:,} bytes"}
+        return {**shown, "note": f"not a picture, {size:,} bytes"}
     if budget.address_of is not None:
         return {**shown, "source": budget.address_of(f"{samples.name}/{name}")}
     if size > budget.picture_bytes:
@@ -318,7 +318,7 @@ def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
 
 
 def read_beginning(path: Path) -> bytes:
-    """The first bytes of a file, for `picture_kind`."""
+    """Return the first bytes of a file, for `picture_kind`."""
     descriptor = open_regular(path)
     try:
         return os.read(descriptor, BEGINNING_BYTES)
@@ -327,5 +327,5 @@ def read_beginning(path: Path) -> bytes:
 
 
 def picture_kind(content: bytes) -> str | None:
-    """The kind of picture that begins with `content`, as in media types; None if browsers might run it."""
+    """Return the media subtype of a picture, by its first bytes; None for any other file, which a browser might run."""
     return next((kind for magic, kind in _PICTURES if content.startswith(magic)), None)

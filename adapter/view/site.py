@@ -1,7 +1,7 @@
 """The web application that shows the runs below a folder live; needs the extra ``serve``.
 
-Requests are checked before anything is read. A request for a foreign host name comes from a page elsewhere that points
-its name at this server (DNS rebinding). A request that changes something must come from one of our pages.
+Requests are checked before anything is read. A request for a foreign host name comes from the page of another site
+whose name points at this server (DNS rebinding). A request that changes something must come from one of our pages.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["Runs", "application"]
 
 COOKIE = "genlight_token"
 MOST_AT_ONCE = 20
-"""How many runs a page shows."""
+"""Maximum number of runs on a page."""
 MOST_HISTORIES = 16
-"""How many runs are kept in memory with their curves: those that were requested last."""
+"""Maximum number of runs kept in memory with their curves; the least recently requested are dropped."""
 SIZES_FOR_S = 0.3
 """Seconds that one listing may spend on sizes and scores; later listings do the rest."""
 _PIECE_BYTES = 1 << 20
@@ -61,25 +61,25 @@ _FILE_HEADERS = {"Content-Security-Policy": "default-src 'none'; sandbox", "Cont
 
 @dataclass
 class _Seen:
-    """A run as read so far, with a lock for reading on."""
+    """A run as read so far, with a lock for reading more."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     history: History | None = None
 
 
 class Runs:
-    """The runs at and below `folder`, by their address: their path below it, ``.`` for itself. Thread-safe."""
+    """The runs at and below `folder`, by address: the path below it, or ``.`` for the folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._listed: dict[str, tuple[RunSummary, bool]] = {}
-        """By address, and whether files were counted."""
+        """The summary of each run by address, and whether its files were counted."""
         self._starts: Starts = {}
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, address: str) -> Path:
-        """The folder of the run at `address`. It is looked up among the listed runs and never used as a path.
+        """Return the folder of the run at `address`. The address is looked up in the listing, never used as a path.
 
         Raises:
             KeyError: There is no such run.
@@ -89,7 +89,7 @@ class Runs:
         return self._listed[address][0].path
 
     def listing(self) -> list[dict[str, Any]]:
-        """All runs at a glance, the one that started last first."""
+        """Return the summaries of all runs, newest start first."""
         with self._lock:
             listed = {}
             for path in find_runs(self.folder):
@@ -106,15 +106,15 @@ class Runs:
         newest_first = sorted(listed.items(), key=lambda each: (-(each[1][0].started_at_ms or 0), each[0]))
         return [{**summary.as_json(), "address": address} for address, (summary, _) in newest_first]
 
-    def in_full(self, addresses: Sequence[str]) -> list[dict[str, Any]]:
-        """Runs as `History.as_json` has them, with addresses of pictures in place of their bytes.
+    def details(self, addresses: Sequence[str]) -> list[dict[str, Any]]:
+        """Return runs as in `History.as_json`, with addresses of pictures instead of their bytes.
 
         Raises:
             KeyError: There is no such run.
         """
-        return [self._in_full(address, len(addresses)) for address in addresses]
+        return [self._details(address, len(addresses)) for address in addresses]
 
-    def _in_full(self, address: str, among: int) -> dict[str, Any]:
+    def _details(self, address: str, among: int) -> dict[str, Any]:
         folder = self.find(address)
         with self._lock:
             seen = self._seen.setdefault(address, _Seen())
@@ -130,17 +130,17 @@ class Runs:
 
 
 def _has_changed(summary: RunSummary) -> bool:
-    """Whether a run that had ended has been active since."""
+    """Return whether a run that had ended has been active since."""
     return max(modified_ms(summary.log), modified_ms(summary.path / LOCK_NAME)) > summary.alive_at_ms
 
 
 def application(folder: Path, *, token: str | None = None, hosts: Collection[str] = ()) -> Starlette:
-    """The application for the runs below `folder`.
+    """Return the application for the runs below `folder`.
 
     Args:
         folder: Folder with runs below it.
-        token: Token that every request must carry, in a cookie or as a bearer; None requires none.
-        hosts: Host names that requests may use, besides addresses and ``localhost``.
+        token: The token that every request must have, in a cookie or as a bearer token; None means no token.
+        hosts: Host names that requests may use. Addresses and ``localhost`` are always allowed.
     """
     pages = _Pages(Runs(folder))
     routes = [
@@ -180,34 +180,34 @@ class _Guard:
     def _refusal(self, request: Request) -> Response | None:
         host = request.headers.get("host", "")
         if not self._is_ours(host):
-            text = f"{host!r} is not a name of this server; `genlight serve --allow-host NAME` adds one"
+            text = f"{host!r} is not a name of this server; add it with `genlight serve --allow-host NAME`"
             return PlainTextResponse(text, 421)
         if request.method == "POST" and not _is_from_our_page(request, host):
-            return PlainTextResponse("only a page of this server may ask for that", 403)
+            return PlainTextResponse("only a page of this server may request that", 403)
         if self._token is None:
             return None
-        if (given := request.query_params.get("token")) is not None and request.method == "GET":
-            return self._welcome(request, given)
+        if (token := request.query_params.get("token")) is not None and request.method == "GET":
+            return self._welcome(request, token)
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if any(self._is_token(each) for each in (request.cookies.get(COOKIE, ""), bearer)):
             return None
         return PlainTextResponse("open the address that `genlight serve` wrote, with its token", 401)
 
-    def _welcome(self, request: Request, given: str) -> Response:
-        """Move the token from the address into a cookie, since addresses stay in browser histories."""
-        if not self._is_token(given):
-            return PlainTextResponse("the token is another one; `genlight serve` wrote it", 401)
+    def _welcome(self, request: Request, token: str) -> Response:
+        """Move the token from the address into a cookie, because addresses stay in browser histories."""
+        if not self._is_token(token):
+            return PlainTextResponse("the token is wrong; open the address that `genlight serve` wrote", 401)
         rest = urlencode([pair for pair in parse_qsl(request.url.query) if pair[0] != "token"])
         # A relative redirect, so that the request cannot choose its destination.
         answer = RedirectResponse(f"?{rest}" if rest else "?", 303)
-        answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
+        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
         return answer
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), (self._token or "").encode())
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), (self._token or "").encode())
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a ``Host`` is an address or a known name: only a name can lead a stranger's page here."""
+        """Return whether a ``Host`` is an address or a known name; only an unknown name can come from another site."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").lower()
         except ValueError:
@@ -222,42 +222,42 @@ class _Guard:
 
 
 def _is_from_our_page(request: Request, host: str) -> bool:
-    """Whether a page of this server sent the request: pages of others can neither set the header nor the origin."""
+    """Return whether a page of this server sent the request; other sites can set neither the header nor the origin."""
     origin = request.headers.get("origin")
     return request.headers.get("x-genlight") == "stop" and origin in (None, f"{request.url.scheme}://{host}")
 
 
 class _Pages:
-    """The answers to each address. Its methods run in threads."""
+    """The handlers of all addresses. They run in threads."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
 
     def shell(self, live: str, title: str) -> Callable[[Request], Response]:
-        """A page that fetches its data from `live`."""
+        """Return the handler of a page that fetches its data from `live`."""
         text = page_of({"live": live}, title=title, sources=_SOURCES)
         return lambda _: HTMLResponse(text)
 
     def listing(self, request: Request) -> Response:
-        """All runs at a glance."""
+        """Return the summaries of all runs."""
         return _json(request, {"list": self._runs.listing(), "folder": str(self._runs.folder), **stamp()})
 
     def data(self, request: Request) -> Response:
-        """The requested runs, in full."""
+        """Return all details of the requested runs."""
         addresses = list(dict.fromkeys(request.query_params.getlist("run")))
         if not 1 <= len(addresses) <= MOST_AT_ONCE:
             return PlainTextResponse(f"choose 1 to {MOST_AT_ONCE} runs", 400)
         try:
-            runs = self._runs.in_full(addresses)
+            runs = self._runs.details(addresses)
         except KeyError as error:
             return PlainTextResponse(f"there is no run {error.args[0]!r} below {self._runs.folder}", 404)
         return _json(request, {**facts_of(runs), "folder": str(self._runs.folder)})
 
     def file(self, request: Request) -> Response:
-        """A file of a run's samples: pictures are shown, anything else is downloaded."""
+        """Return a file of a run's samples: a picture is shown, any other file is downloaded."""
         path = request.query_params.get("path", "")
         if not path.startswith("samples/"):
-            return PlainTextResponse("only files of samples are given out here", 404)
+            return PlainTextResponse("only files of samples are available here", 404)
         try:
             folder = self._runs.find(request.query_params.get("run", ""))
             descriptor = self._open(folder, path)
@@ -272,7 +272,7 @@ class _Pages:
         return _Files(_pieces(descriptor, size), media, headers, [descriptor])
 
     def checkpoint(self, request: Request) -> Response:
-        """A checkpoint as a tar archive: its record and its files, as they lie in the run's folder."""
+        """Return a checkpoint as a tar archive: its record and its files, as in the run's folder."""
         name = request.query_params.get("name", "")
         try:
             folder = self._runs.find(request.query_params.get("run", ""))
@@ -286,16 +286,16 @@ class _Pages:
         names = [record.path.name, *(entry.path for entry in record.files)]
         try:
             inside = record.path.parent.resolve().relative_to(folder)
-            with contextlib.ExitStack() as unless_all_open:
+            with contextlib.ExitStack() as on_error:
                 for each in names:
                     descriptor = self._open(folder, (inside / each).as_posix())
-                    unless_all_open.callback(os.close, descriptor)
+                    on_error.callback(os.close, descriptor)
                     descriptors.append((each, descriptor))
-                unless_all_open.pop_all()
+                on_error.pop_all()
         except ValueError:
-            return PlainTextResponse(f"{name} lies outside of the run's folder, behind a link", 404)
+            return PlainTextResponse(f"{name} is outside the run's folder, behind a link", 404)
         except OSError as error:
-            return PlainTextResponse(f"{name} is not whole: {error.strerror}", 404)
+            return PlainTextResponse(f"{name} is not complete: {error.strerror}", 404)
         headers = {**_FILE_HEADERS, "Content-Disposition": f'attachment; filename="{_plain(name)}.tar"'}
         return _Files(_archive(descriptors), "application/x-tar", headers, [each for _, each in descriptors])
 
@@ -307,8 +307,8 @@ class _Pages:
         except KeyError:
             return PlainTextResponse("there is no such run", 404)
         except OSError as error:
-            return PlainTextResponse(f"it cannot be asked to stop: {error.strerror}", 500)
-        return PlainTextResponse("It was asked to stop, and will after a checkpoint of its current step.")
+            return PlainTextResponse(f"the stop request failed: {error.strerror}", 500)
+        return PlainTextResponse("Stop requested: it will save a checkpoint of its current step and stop.")
 
     def _open(self, folder: Path, path: str) -> int:
         below = folder.relative_to(self._runs.folder).as_posix()
@@ -316,7 +316,7 @@ class _Pages:
 
 
 def _json(request: Request, data: dict[str, object]) -> Response:
-    """`data`, or 304 if the client has it already; the time when it was made does not count."""
+    """Return `data`, or 304 if the client already has it, regardless of the time stamp."""
     unstamped = {name: value for name, value in data.items() if name not in stamp()}
     tag = f'"{hashlib.sha256(json.dumps(unstamped, allow_nan=False).encode()).hexdigest()}"'
     if request.headers.get("if-none-match") == tag:
@@ -325,7 +325,7 @@ def _json(request: Request, data: dict[str, object]) -> Response:
 
 
 class _Files(StreamingResponse):
-    """Sends open files and closes them, however the transfer ends: browsers end many in the middle."""
+    """Sends open files, and closes them even if the browser ends the transfer early."""
 
     def __init__(
         self, pieces: Iterator[bytes], media_type: str, headers: dict[str, str], descriptors: Sequence[int]
@@ -342,7 +342,7 @@ class _Files(StreamingResponse):
 
 
 def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file that may grow or shrink meanwhile."""
+    """Yield the first `size` bytes of a file that may grow or shrink meanwhile."""
     while size > 0:
         piece = os.read(descriptor, min(size, _PIECE_BYTES))
         if not piece:

@@ -1,7 +1,7 @@
-"""A run at a glance, by its folder: state, progress, loss, best score.
+"""Summary of a run from its folder: state, progress, loss, best score.
 
-Of an event log only its end and its newest ``started`` line are read, so that a thousand long logs are listed in a
-moment. A line that cannot be read is passed over: a log may be torn, of another release, or being written.
+Only the end of an event log and its newest ``started`` line are read, so that a thousand long logs are listed quickly.
+Lines that cannot be read are skipped: the log may be torn, written by another release, or still being written.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ State = Literal["running", "stopped", "completed", "failed", "lost"]
 
 _BLOCK_BYTES = 1 << 20
 TAIL_BYTES = 32 << 10
-"""Bytes that are read from the end of a log: about two hundred lines."""
+"""Bytes to read from the end of a log: about two hundred lines."""
 DEEPEST = 4
-"""How many folders deep runs are looked for."""
+"""Maximum depth of the search for runs."""
 SILENT_S = 300.0
 """Seconds without activity after which a run whose lock cannot be checked counts as lost."""
 SILENT_GAPS = 10.0
-"""As a multiple of the longest gap between its last events; the larger of the two counts."""
+"""The same limit as a multiple of the longest gap between its last events; the larger of the two counts."""
 _STARTED = b'"started"'
 Starts = dict[tuple[int, int], tuple[int, Started | None]]
-"""By device and inode of a log: the byte up to which it was searched, and the newest ``started`` event in it."""
+"""The byte up to which each log was searched, and its newest ``started`` event, by device and inode of the log."""
 _CLOCK_MARGIN_MS = 2000
-"""How much later than the last event a lock must have been taken to belong to the next attempt."""
+"""A lock taken this much later than the last event belongs to the next attempt."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,25 @@ class RunSummary:
     Attributes:
         path: The run's folder.
         log: Its event log, which may be absent.
-        run_id: Its id; the folder's name if nothing gives one.
-        state: ``lost`` if an attempt has no end and its process is gone.
-        detail: How the last attempt that trained ended, according to its event; empty if it did not end.
+        run_id: Its id; the folder's name if there is none.
+        state: ``lost`` if an attempt has no end and its process no longer exists.
+        detail: How the last attempt that trained ended, from its event; empty if it has not ended.
         later_failure: Error of a later start that trained nothing, or of a later evaluation; empty if there is none.
-        resumable: Whether the run can be expected to go on when it is started again.
+        resumable: Whether a restart is expected to continue the run.
         step: Completed steps.
         max_steps: Step limit; None if unknown.
-        last_step: Expected last step, since the data may end before the limit; None if unknown.
-        ranks: How many processes train; None if unknown.
-        attempts: How many have started; 0 before the first.
+        last_step: Expected last step, because the data may end before the limit; None if unknown.
+        ranks: Number of processes; None if unknown.
+        attempts: Number of attempts; 0 before the first.
         started_at_ms: When the newest attempt started, in milliseconds since 1970; None before that.
-        alive_at_ms: Its last sign of life.
+        alive_at_ms: Time of its last activity.
         steps_per_s: Speed over the last steps of the newest attempt; None if too few are logged.
-        loss: The last one; may be nan.
-        score: Name and value of the best score among the remaining checkpoints; None if the job names no `monitor`,
-            which says what is better.
+        loss: The last loss; may be nan.
+        score: Name and value of the best score among the remaining checkpoints; None if the job has no `monitor`.
         size_bytes: Size of all its files.
-        waiting_uploads: How many uploads have not been delivered yet.
-        host: Where the newest attempt ran.
-        metadata: How the newest attempt came to be, from its ``started``.
+        waiting_uploads: Number of uploads that are not delivered yet.
+        host: Host of the newest attempt.
+        metadata: The origin of the newest attempt, from its ``started``.
     """
 
     path: Path
@@ -126,21 +125,21 @@ class RunSummary:
         of = f" of {self.max_steps}" if self.max_steps else ""
         at = f"at step {self.step}{of}"
         command = self.metadata.get("command")
-        again = f"Start it again to go on: {command}" if command else "Start it again to go on."
+        again = f"Start it again to continue: {command}" if command else "Start it again to continue."
         later = [f"A later start failed: {self.later_failure}"] if self.later_failure else []
         if self.state == "running":
-            return [f"It runs, {at}."]
+            return [f"It is running, {at}."]
         if self.state == "completed":
             return [f"It completed {at}{f', {self.detail}' if self.detail else ''}.", *later]
         if self.state == "stopped":
             return [f"It was stopped ({self.detail}) {at}.", *later, *([again] if self.resumable else [])]
         if self.state == "lost":
-            made_again = "The steps after its last checkpoint are made again."
-            return [f"It was lost {at}: {self.detail}. {made_again}", *later, again]
+            repeated = "The steps after its last checkpoint will be repeated."
+            return [f"It was lost {at}: {self.detail}. {repeated}", *later, again]
         return [f"It failed {at}: {self.detail}", *later, "Correct what the error names, then start it again."]
 
     def as_json(self) -> dict[str, Any]:
-        """The summary as a JSON object, whose numbers are finite or null."""
+        """Return the summary as a JSON object without non-finite numbers."""
         facts = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("log", "metadata")}
         return facts | {
             "path": str(self.path),
@@ -152,7 +151,7 @@ class RunSummary:
 
 
 def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """Steps, speed, loss and uploads of a run (from `RunSummary.as_json`) as texts for a table."""
+    """Return steps, speed, loss and uploads of a run (from `RunSummary.as_json`) as texts for a table."""
     of = f"/{run['max_steps']}" if run["max_steps"] else ""
     loss, speed = run["loss"], run["steps_per_s"]
     return {
@@ -164,14 +163,14 @@ def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether `folder` belongs to a run: it has an event log, or a lock and checkpoints."""
+    """Return whether `folder` belongs to a run: it has an event log, or a lock and checkpoints."""
     if log_of_run(folder) != folder:
         return True
     return (folder / LOCK_NAME).is_file() and (folder / "checkpoints").is_dir()
 
 
 def find_runs(folder: Path, *, depth: int = DEEPEST) -> list[Path]:
-    """The folders of runs at and below `folder`, by name; links are not followed."""
+    """Return the folders of runs at and below `folder`, by name; links are not followed."""
     if is_run(folder):
         return [folder]
     if depth == 0:
@@ -183,7 +182,7 @@ def find_runs(folder: Path, *, depth: int = DEEPEST) -> list[Path]:
                 for entry in entries
                 if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
             ]
-    except OSError:  # of another user
+    except OSError:  # the folder of another user
         return []
     return [run for each in sorted(below) for run in find_runs(each, depth=depth - 1)]
 
@@ -191,13 +190,13 @@ def find_runs(folder: Path, *, depth: int = DEEPEST) -> list[Path]:
 def summary_of(
     folder: Path, *, now_ms: int | None = None, sizes: bool = True, starts: Starts | None = None
 ) -> RunSummary:
-    """The summary of the run in `folder` now.
+    """Return the summary of the run in `folder`.
 
     Args:
         folder: A folder from `find_runs`.
-        now_ms: The time, in milliseconds since 1970; None takes the clock.
+        now_ms: The time, in milliseconds since 1970; None means now.
         sizes: Whether to count files and uploads and to read scores of checkpoints. It takes longer than the rest.
-        starts: Cache of how each log's newest attempt started, for callers that read a log again.
+        starts: Cache of the newest ``started`` of each log, for callers that read logs repeatedly.
     """
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     log = log_of_run(folder)
@@ -244,9 +243,9 @@ def summary_of(
 
 
 def _ends(log: Path, starts: Starts) -> tuple[list[Event], Started | None, str]:
-    """The last events of the newest attempt that trained, its ``started``, and the error of a later start.
+    """Return the last events of the newest attempt that trained, its ``started``, and the error of a later start.
 
-    Nothing of a log that is absent or is no file to read.
+    All are empty if the log is absent or unreadable.
     """
     try:
         descriptor = open_regular(log)
@@ -260,10 +259,10 @@ def _ends(log: Path, starts: Starts) -> tuple[list[Event], Started | None, str]:
 
 
 def _tail(descriptor: int) -> tuple[list[Event], str]:
-    """The last events of the newest attempt that trained, oldest first, and the error of what came after it.
+    """Return the last events of the newest attempt that trained, oldest first, and the error of a later start.
 
     A start that failed early leaves a ``failed`` without ``started``. Only such a line follows the end of an attempt,
-    belongs to startup, or names step 0 after training.
+    has the category startup, or has step 0 after training.
     """
     begin = max(os.fstat(descriptor).st_size - TAIL_BYTES, 0)
     lines = os.pread(descriptor, TAIL_BYTES, begin).split(b"\n")[(1 if begin else 0) : -1]
@@ -289,36 +288,36 @@ def _tail(descriptor: int) -> tuple[list[Event], str]:
 
 
 def _newest_started(descriptor: int, starts: Starts) -> Started | None:
-    """The newest ``started`` event of an attempt that trains.
+    """Return the newest ``started`` event of an attempt that trains.
 
-    The log is read from its end in blocks, since a mapping would count as memory.
+    The log is read from its end in blocks, because a mapping would count as memory.
     """
     status = os.fstat(descriptor)
     log = status.st_dev, status.st_ino
     searched, known = starts.get(log, (0, None))
     if searched > status.st_size:  # another file has taken its place
         searched, known = 0, None
-    end, rest, whole_until = status.st_size, b"", None
-    if has_long_holes(descriptor):  # which a search would read as gigabytes; only the beginning is of a run
+    end, rest, complete_until = status.st_size, b"", None
+    if has_long_holes(descriptor):  # only the beginning is real; a search would read gigabytes
         end = min(end, _BLOCK_BYTES)
     found = None
     while end > searched and found is None:
         begin = max(end - _BLOCK_BYTES, searched)
         block = os.pread(descriptor, end - begin, begin) + rest
         first = block.find(b"\n") + 1 if begin > searched else 0
-        if whole_until is None:
-            whole_until = begin + block.rfind(b"\n") + 1
+        if complete_until is None:
+            complete_until = begin + block.rfind(b"\n") + 1
         if begin == searched or first:
             found = _last_started(block[first:])
         rest, end = (block[:first] if first else block), begin
-        if len(rest) > LONGEST_LINE:  # no event is as long, so the log is broken here; its beginning may not be
+        if len(rest) > LONGEST_LINE:  # no event is so long: the log is broken here, but maybe not at its start
             rest, end = b"", min(end, searched + _BLOCK_BYTES)
-    starts[log] = whole_until or searched, found or known
+    starts[log] = complete_until or searched, found or known
     return found or known
 
 
 def _last_started(block: bytes) -> Started | None:
-    """The last whole line of `block` that is the ``started`` of an attempt that trains."""
+    """Return the ``started`` of an attempt that trains on the last such complete line of `block`."""
     at = block.rfind(_STARTED)
     while at >= 0:
         begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
@@ -358,23 +357,23 @@ def _state(
     host = holder.get("host") or metadata.get("host") or here
     can_ask = os.access(lock, os.R_OK) or os.access(log, os.R_OK)
     if host == here and can_ask:
-        return "lost", f"its process on {host} is gone"
-    # Locks of other hosts are not seen on every file system.
+        return "lost", f"its process on {host} no longer exists"
+    # Some file systems do not show locks of other hosts.
     moments = [event.timestamp_ms for event in tail]
     longest_gap_s = max((b - a for a, b in itertools.pairwise(moments)), default=0) / 1000
     silent_s = (now_ms - alive_at_ms) / 1000
     if silent_s > max(SILENT_S, SILENT_GAPS * longest_gap_s):
-        return "lost", f"no sign of life from {host} for {silent_s:,.0f} s"
+        return "lost", f"no activity from {host} for {silent_s:,.0f} s"
     return "running", ""
 
 
 def _step(tail: list[Event]) -> int:
-    """Completed steps, by the newest line that has a step."""
+    """Return the completed steps, from the newest line with a step."""
     return next((event.step for event in reversed(tail) if not isinstance(event, Started)), 0)
 
 
 def _speed(tail: list[Event]) -> float | None:
-    """Steps per second over the tail of one attempt."""
+    """Return the steps per second over the tail of one attempt."""
     metrics = [event for event in tail if isinstance(event, Metric)]
     if not metrics or metrics[-1].timestamp_ms <= metrics[0].timestamp_ms or metrics[-1].step <= metrics[0].step:
         return None
@@ -382,14 +381,14 @@ def _speed(tail: list[Event]) -> float | None:
 
 
 def loss_among(events: list[Event]) -> float | None:
-    """The last value of ``train/loss``, else of the last metric whose name ends in ``loss``."""
+    """Return the last value of ``train/loss``, or of the last metric whose name ends in ``loss``."""
     losses = [event for event in events if isinstance(event, Metric) and event.name.endswith("loss")]
     named = [event for event in losses if event.name == "train/loss"]
     return (named or losses)[-1].number if losses else None
 
 
 def _best_score(records: list[CheckpointRecord]) -> tuple[str, float] | None:
-    """The best score among checkpoints, by the job's ``monitor`` and ``mode``; None if it names no monitor."""
+    """Return the best score among checkpoints, by the job's ``monitor`` and ``mode``; None without a monitor."""
     monitor, mode = monitored(records)
     best = [] if monitor is None or mode is None else best_first(records, monitor, mode)
     value = best[0].metrics[str(monitor)] if best else None
@@ -397,7 +396,7 @@ def _best_score(records: list[CheckpointRecord]) -> tuple[str, float] | None:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files, each counted once however many names it has; links are not followed."""
+    """Return the size of all files; hard links count once, symbolic links are not followed."""
     seen: dict[tuple[int, int], int] = {}
     for where, _, names in os.walk(folder):
         for name in names:
@@ -408,7 +407,7 @@ def _size(folder: Path) -> int:
 
 
 def modified_ms(path: Path) -> int:
-    """When the file at `path` was last changed, in milliseconds since 1970; 0 if there is none."""
+    """Return the time of the last change of a file, in milliseconds since 1970; 0 if it does not exist."""
     try:
         return int(path.stat().st_mtime * 1000)
     except OSError:

@@ -1,6 +1,6 @@
 """The live terminal view of runs; needs the extra ``watch``: textual draws the screen, plotext the curves.
 
-What comes from a run is shown by `printable` and as `Text`, so that it neither commands the terminal nor styles itself.
+Texts from a run go through `printable` and `Text`, so that they can neither control the terminal nor change styles.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .summary import Starts, figures_of, is_run
 
 __all__ = ["WatchRuns"]
 
-LOOK_EVERY_S = 1.0
+READ_EVERY_S = 1.0
 NEWEST = 4
-"""How many checkpoints, steps with samples and findings are shown."""
+"""Number of checkpoints, steps with samples and findings to show."""
 SMOOTHING = (0.0, 0.6, 0.9, 0.97, 0.99)
 COLOURS = ("cyan", "orange", "green", "magenta", "red", "blue")
 BAR_COLUMNS = 12
@@ -38,7 +38,7 @@ STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed"
 
 
 class WatchRuns(App[None]):
-    """Shows the runs in `folders`; one may not have started yet.
+    """Shows the runs in `folders`; they need not have started.
 
     Args:
         folders: Folders of the runs. Their curves share one plot.
@@ -70,7 +70,7 @@ class WatchRuns(App[None]):
         self._folders = list(folders)
         self._histories: dict[Path, History] = {}
         self._runs: dict[Path, dict[str, Any]] = {}
-        """As `History.as_json` has them; those that have not started are absent."""
+        """The runs that have started, as in `History.as_json`."""
         self._starts: Starts = {}
         self._metric = ""
         self._smoothing = 0
@@ -89,16 +89,16 @@ class WatchRuns(App[None]):
 
     def on_mount(self) -> None:
         """Read the runs now, and again every second."""
-        self._look()
-        self.set_interval(LOOK_EVERY_S, self._look)
+        self._read()
+        self.set_interval(READ_EVERY_S, self._read)
 
     def on_resize(self) -> None:
         """Draw for the new size."""
         self._show()
 
     @work(thread=True, exclusive=True)
-    def _look(self) -> None:
-        """Read what was added to the logs; in a thread, since a long log takes seconds the first time."""
+    def _read(self) -> None:
+        """Read new lines of the logs, in a thread because the first read of a long log takes seconds."""
         budget = Budget(address_of=lambda path: path)
         for folder in self._folders:
             if folder in self._histories or is_run(folder):
@@ -120,12 +120,12 @@ class WatchRuns(App[None]):
         self._show()
 
     def action_time(self) -> None:
-        """Draw over time instead of steps, and back."""
+        """Switch between time and steps as the x axis."""
         self._by_time = not self._by_time
         self._show()
 
     def action_run(self) -> None:
-        """Choose the next run, whose details are shown and which can be stopped."""
+        """Select the next run: its details are shown and it can be stopped."""
         self._chosen = (self._chosen + 1) % len(self._folders)
         self._show()
 
@@ -134,14 +134,14 @@ class WatchRuns(App[None]):
         self.query_one("#details", VerticalScroll).scroll_relative(y=by, animate=False, immediate=True)
 
     def action_ask_to_stop(self) -> None:
-        """Ask whether the chosen run is to be stopped."""
+        """Ask whether to stop the selected run."""
         folder = self._folders[self._chosen]
         self._is_asked = self._runs.get(folder, {}).get("state") == "running"
-        asked = f"Stop {_name(folder)} after a checkpoint of its current step? y: yes"
-        self._say(asked if self._is_asked else f"{_name(folder)} does not run")
+        question = f"Stop {_name(folder)} after a checkpoint of its current step? y: yes"
+        self._say(question if self._is_asked else f"{_name(folder)} is not running")
 
     def action_stop(self) -> None:
-        """Stop the run, if the user was asked before."""
+        """Stop the run, if the question was asked before."""
         if not self._is_asked:
             return
         self._is_asked = False
@@ -149,15 +149,15 @@ class WatchRuns(App[None]):
         try:
             request_stop(folder)
         except OSError as error:
-            self._say(f"{_name(folder)} cannot be asked to stop: {error.strerror}")
+            self._say(f"the stop request to {_name(folder)} failed: {error.strerror}")
         else:
-            self._say(f"{_name(folder)} was asked to stop")
+            self._say(f"stop of {_name(folder)} requested")
 
     def _say(self, text: str) -> None:
         self.query_one("#message", Static).update(Text(text, no_wrap=True))
 
     def _metrics(self) -> list[str]:
-        """The names of all metrics; makes sure that the shown one is among them, if there are any."""
+        """Return the names of all metrics, and select one of them if the shown one is not among them."""
         names = sorted({name for run in self._runs.values() for name in run["curves"]})
         if self._metric not in names:
             losses = [name for name in names if name.endswith("loss")]
@@ -170,7 +170,7 @@ class WatchRuns(App[None]):
         curves = self.query_one("#curves", Static)
         curves.update(self._curves(curves.size.width, curves.size.height))
         run = self._runs.get(self._folders[self._chosen])
-        waiting = Text(f"{_name(self._folders[self._chosen])} has not started; it is shown once it has")
+        waiting = Text(f"{_name(self._folders[self._chosen])} has not started yet")
         self.query_one("#facts", Static).update(waiting if run is None else details(run))
 
     def _overview(self) -> Table:
@@ -233,7 +233,7 @@ def _cells(run: Mapping[str, Any]) -> list[Text]:
 
 
 def details(run: Mapping[str, Any]) -> Table:
-    """The details of a run, newest entries first."""
+    """Return the details of a run, newest entries first."""
     table = Table(box=None, pad_edge=False, show_header=False, expand=True)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(ratio=1, overflow="fold")
@@ -247,7 +247,7 @@ def details(run: Mapping[str, Any]) -> Table:
     add("checkpoints", [_checkpoint(each) for each in reversed(run["checkpoints"])][:NEWEST])
     add("samples", [line for each in list(reversed(run["samples"]))[:NEWEST] for line in _sample(each)])
     if run["waiting_uploads"]:
-        add("uploads", [f"{run['waiting_uploads']} wait; `genlight uploads list {run['path']}` names them"])
+        add("uploads", [f"{run['waiting_uploads']} wait; `genlight uploads list {run['path']}` lists them"])
     add("ranks", _ranks(run))
     add("machine", _machine(run))
     return table
@@ -269,7 +269,7 @@ def _sample(sample: Mapping[str, Any]) -> list[str]:
 
 
 def _ranks(run: Mapping[str, Any]) -> list[str]:
-    """How many processes train, and how the job divides them."""
+    """Return the number of processes and the settings that divide them."""
     job = run["metadata"].get("job")
     settings = job if isinstance(job, dict) else {}
     names = ("strategy", "num_nodes", "devices", "accelerator", "precision")
@@ -279,7 +279,7 @@ def _ranks(run: Mapping[str, Any]) -> list[str]:
 
 
 def _machine(run: Mapping[str, Any]) -> list[str]:
-    """The newest figures of its machine."""
+    """Return the newest measurements of its machine."""
     newest = {name: curve["values"][-1] for name, curve in run["curves"].items() if name.startswith("system/")}
     shown = [_figure(name.removeprefix("system/"), value) for name, value in newest.items() if value is not None]
     return [", ".join(filter(None, [run["host"], *shown]))] if run["host"] or shown else []
@@ -292,7 +292,7 @@ def _figure(name: str, value: float) -> str:
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential mean of `values`, without the pull to zero at its start."""
+    """Return the exponential moving average of `values`, without the bias to zero at its start."""
     if not weight:
         return list(values)
     mean = total = 0.0

@@ -61,8 +61,8 @@ def test_the_hub_sees_its_own_token(fetch, hub):
     [
         (401, {}, AuthError, "HF_TOKEN"),
         (403, {}, AuthError, "HF_TOKEN"),
-        (403, {"X-Error-Code": "GatedRepo"}, AuthError, "gated .* ask for access"),
-        (404, {"X-Error-Code": "RepoNotFound"}, InputError, "no such model or revision, and this machine no such path"),
+        (403, {"X-Error-Code": "GatedRepo"}, AuthError, "gated .* request access"),
+        (404, {"X-Error-Code": "RepoNotFound"}, InputError, "no such model or revision, and there is no such path"),
         (404, {"X-Error-Code": "RevisionNotFound"}, InputError, "hf:owner/name: the hub has no such model or revision"),
         (400, {}, InputError, "hf:owner/name cannot be fetched from the hub: "),
     ],

@@ -41,7 +41,7 @@ def test_a_listing_tells_how_each_run_ended(runs, capsys):
     assert listed["killed"]["score"] is None, "nothing says which is better"
     assert done["size_bytes"] > 1000
     assert "no <b>luck</b>" in listed["broken"]["detail"]
-    assert "is gone" in listed["killed"]["detail"]
+    assert "no longer exists" in listed["killed"]["detail"]
 
 
 def attempt(log: EventLog, end: str = "") -> None:
@@ -117,7 +117,7 @@ def test_a_run_that_lives_is_stopped_saves_and_goes_on_when_started_again(tmp_pa
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
     assert "It was stopped (canceled) at step" in said
-    assert "Start it again to go on" in said
+    assert "Start it again to continue" in said
     stopped_at = summary_of(folder).step
     assert summary_of(folder).state == "stopped"
     assert not (folder / ".stop").exists()
@@ -138,7 +138,7 @@ def test_a_killed_run_of_another_host_is_lost_once_it_gave_no_sign_for_long(copy
     assert summary_of(folder, now_ms=now_ms).state == "running", "its lock may not be seen here"
     later = summary_of(folder, now_ms=now_ms + 24 * 3600 * 1000)
     assert later.state == "lost"
-    assert "no sign of life from elsewhere" in later.detail
+    assert "no activity from elsewhere" in later.detail
 
 
 def test_a_torn_and_damaged_log_is_read_as_far_as_it_is_whole(copy):

@@ -76,7 +76,7 @@ def test_a_huge_picture_and_one_that_leads_out_are_named_and_left_out(runs, tmp_
     files = history_of(folder).as_json(Budget())["samples"][-1]["files"]
     assert not [file for file in files if "source" in file]
     assert "3,000,008 bytes" in files[0]["note"]
-    assert [file["note"] for file in files[1:4]] == ["it leads out of the run's samples"] * 3
+    assert [file["note"] for file in files[1:4]] == ["it is outside the run's samples"] * 3
 
 
 def test_thinning_keeps_every_peak_and_both_ends():

@@ -38,7 +38,7 @@ def test_runs_are_shown_on_eighty_columns_and_keys_change_what(runs, tmp_path):
         terminal.press("\t")
         terminal.shows("no <b>luck</b>")
         terminal.press("s")
-        terminal.shows("broken does not run")
+        terminal.shows("broken is not running")
         terminal.press("\t")
         terminal.shows("later has not started")
         shutil.copytree(runs / "killed", tmp_path / "later")
@@ -85,7 +85,7 @@ def test_a_live_run_goes_on_and_is_stopped_by_a_key(tmp_path):
         try:
             terminal.shows("running", "/s")
             terminal.press("sy")
-            terminal.shows("was asked to stop")
+            terminal.shows("requested")
             terminal.shows("It was stopped (canceled)")
             assert process.wait(timeout=120) == 75
         finally:
