@@ -123,7 +123,7 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table, tmp_path, workers, is_long, report):
     """Stops are at every place of an accumulation window and in each epoch; in the long run, after every step."""
-    expected = run(table, tmp_path / "whole", workers=workers)
+    expected = run(table, tmp_path / "reference", workers=workers)
     steps = range(1, STEPS) if is_long else (11, 13, 38, 40, 90)
     for step in steps:
         directory = tmp_path / f"stopped-{step}"
@@ -136,7 +136,7 @@ def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table,
 @pytest.mark.parametrize("end", [38, 50])
 def test_a_run_continued_from_its_end_equals_a_longer_run(table, tmp_path, end):
     """The first run ends between epochs, or within an epoch and an accumulation window."""
-    expected = run(table, tmp_path / "whole")
+    expected = run(table, tmp_path / "reference")
     run(table, tmp_path / "c", steps=end)
     resumed = run(table, tmp_path / "unused", resume_from=tmp_path / "c" / "final.json", seed=9)
     assert_equal(resumed, expected)

@@ -22,7 +22,6 @@ from genlight.adapter.runner.transport import (
     travelling,
     write_pickle,
 )
-from support.messages import refusal
 
 TASKS = """
 import json, os, signal, sys, time
@@ -126,7 +125,9 @@ class Submitter:
         (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
         self.result = folder / "result"
 
-    def start(self, module, function, *options, args=None, kwargs=None, callbacks="[hooks.Record('noted')]", **environ):
+    def start(
+        self, module, function, *options, args=None, kwargs=None, callbacks="[hooks.Record('records')]", **environ
+    ):
         program = "import sys; sys.path.insert(0, '.'); import hooks; from genlight.adapter.runner.transport import *; "
         program += f"write_pickle('callbacks', {callbacks})"  # their classes are unknown to this process
         subprocess.run([sys.executable, "-c", program], cwd=self.folder, check=True)
@@ -147,7 +148,7 @@ class Submitter:
         return process.returncode, errors
 
     def records(self):
-        path = self.folder / "noted"
+        path = self.folder / "records"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -198,7 +199,7 @@ def test_a_function_that_fails_is_reported_with_its_traceback_and_no_argument_is
     assert 'raise ValueError("no such thing")' in end["traceback"]
     assert end["output_file"] is None
     assert (completed["status"], completed["error_type"], completed["exit_code"]) == ("failure", "ValueError", 1)
-    assert "s3cret" not in (submitter.folder / "noted").read_text()
+    assert "s3cret" not in (submitter.folder / "records").read_text()
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_the_begin_context_has_the_redacted_environment_and_the_argument_files(s
     assert begin["environment_snapshot"]["PLAIN"] == "yes"
     assert begin["environment_snapshot"]["HF_TOKEN"] != task["HF_TOKEN"]
     assert begin["start_time"] == end["start_time"] > 0
-    assert task["HF_TOKEN"] not in (submitter.folder / "noted").read_text()
+    assert task["HF_TOKEN"] not in (submitter.folder / "records").read_text()
 
 
 def test_a_failure_is_stored_without_secrets_and_removed_by_the_next_attempt(submitter):
@@ -309,8 +310,9 @@ def test_each_rank_stores_its_failure_and_the_client_reads_the_first(submitter):
     task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n9"}
     assert submitter.run("tasks", "fail", args=(1,), SLURM_PROCID="1", **task)[0] == 1
     assert submitter.run("tasks", "add", args=(1,), SLURM_PROCID="0", **task)[0] == 0
-    with refusal(FunctionFailedError):
+    with pytest.raises(FunctionFailedError) as failure:
         read_result(submitter.result)
+    assert (failure.value.error_type, failure.value.error_message) == ("ValueError", "no such thing")
 
     prepare_output(submitter.result)  # now one rank instead of two
     with pytest.raises(FileNotFoundError):
@@ -346,7 +348,7 @@ def test_a_missing_folder_for_the_result_is_made_before_and_after_the_call(submi
 
 
 def test_a_failing_callback_is_logged_and_hides_nothing(submitter):
-    callbacks = "[hooks.Fails(), hooks.Record('noted'), hooks.StaysHere()]"
+    callbacks = "[hooks.Fails(), hooks.Record('records'), hooks.StaysHere()]"
     code, errors = submitter.run("tasks", "fail", args=(1,), callbacks=callbacks)
 
     assert code == 1

@@ -25,9 +25,9 @@ def test_ranks_share_frozen_weights_and_resume(tmp_path, what, weights):
         check_contents(verify(record.path))
         found = load_weights(record.path, base=base)
         assert all(torch.equal(found[key], base[key]) for key in base if key.startswith("base.") or key == "table")
-        whole = {"base.3.weight", "base.3.bias"} if what == "sharded" else set()
+        sharded = {"base.3.weight", "base.3.bias"} if what == "sharded" else set()
         frozen = {key for key in base if key.startswith("base.")}
-        assert {left.key for left in record.left_out} == (frozen - whole if weights == "trained" else set())
+        assert {left.key for left in record.left_out} == (frozen - sharded if weights == "trained" else set())
     inodes = {path.stat().st_ino for path in (tmp_path / "c").glob("*/frozen.safetensors")}
     assert len(inodes) == (1 if weights == "all" else 0)
     for rank in range(2):

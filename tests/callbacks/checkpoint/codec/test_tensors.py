@@ -49,11 +49,11 @@ def test_the_order_of_the_values_counts_but_not_the_order_in_memory():
 
 def test_swapped_chunks_of_a_large_tensor_change_the_digest(monkeypatch):
     tensor = torch.randn(1000)
-    whole = device_digest(tensor)
+    expected = device_digest(tensor)
     monkeypatch.setattr("genlight.callbacks.checkpoint.codec.tensors._CHUNK", 64)
 
-    assert torch.equal(device_digest(tensor), whole)
-    assert not torch.equal(device_digest(torch.cat([tensor[128:256], tensor[:128], tensor[256:]])), whole)
+    assert torch.equal(device_digest(tensor), expected)
+    assert not torch.equal(device_digest(torch.cat([tensor[128:256], tensor[:128], tensor[256:]])), expected)
 
 
 def test_threads_of_the_host_do_not_change_digests(monkeypatch):

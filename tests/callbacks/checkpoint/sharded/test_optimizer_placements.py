@@ -47,7 +47,7 @@ STATES = {
     "a number for each row": (lambda p: {"rows": torch.zeros_like(p).mean(-1, keepdim=True)}, True),
     "a column in a tuple": (lambda p: {"factors": ({"columns": p.new_zeros(4)}, 3)}, True),
     "turned": (lambda p: {"turned": torch.zeros_like(p).mT}, True),
-    "whole": (lambda p: {"step": torch.zeros(()), "mask": torch.ones(6)}, False),
+    "not sharded": (lambda p: {"step": torch.zeros(()), "mask": torch.ones(6)}, False),
 }
 
 

@@ -343,8 +343,8 @@ def test_exports_are_complete(ranks, tmp_path):
     expected = ranks.results("two", "save")[0]["weights"]
     path = ranks.folder / "c" / "step-00000003"
 
-    weights = load_file(export_safetensors(path, tmp_path / "whole.safetensors", strip_prefix="model."))
-    checkpoint = torch.load(export_lightning(path, tmp_path / "whole.ckpt"), weights_only=True)
+    weights = load_file(export_safetensors(path, tmp_path / "complete.safetensors", strip_prefix="model."))
+    checkpoint = torch.load(export_lightning(path, tmp_path / "complete.ckpt"), weights_only=True)
 
     assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in weights.items())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in checkpoint["state_dict"].items())
