@@ -15,7 +15,7 @@ from genlight.adapter.contract.types import StepResult
 
 from .base import Base, labelled, mlp
 
-OWN_REPLAY = "each rank draws from a replay buffer of its own"
+OWN_REPLAY = "each rank has its own replay buffer"
 
 
 def soft_update(target, source, tau=0.1):
