@@ -14,6 +14,8 @@ import genlight.adapter
 from genlight.adapter import compat
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 MODULES_OF_THE_CONTRACT = [
     *("api", "contracts", "loop", "runtime", "orchestrated", "job_lifecycle", "authz", "resolve", "inputs"),
     *("arrow_feed", "model_runtime", "artifacts", "uploader", "reporting", "checkpointing", "helpers"),

@@ -14,6 +14,8 @@ from genlight.adapter.discovery.discover import discover
 from genlight.adapter.discovery.rank_local import RankLocal, rank_local_of
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 def paths(state: dict[str, Any], *names: str) -> list[str]:
     return [path for path, _ in RankLocal(names).tensors(discover(state))]

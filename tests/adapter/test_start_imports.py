@@ -10,6 +10,8 @@ import pytest
 
 from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS
 
+pytestmark = pytest.mark.promise(name="speed")
+
 NEVER_BEFORE_THE_FIRST_STEP = {
     "huggingface_hub": "nothing is fetched",
     "fsspec.implementations.http": "nothing is fetched",

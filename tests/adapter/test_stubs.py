@@ -12,6 +12,8 @@ import genlight.adapter
 from genlight.adapter import compat
 from genlight.adapter.compat import old_names
 
+pytestmark = pytest.mark.promise(name="old names")
+
 STUBS = Path(genlight.adapter.__file__).parent / "stubs" / "gen_worker-stubs" / "trainer"
 PORTED = """
 from gen_worker.trainer import StepContext, StepResult

@@ -2,9 +2,12 @@
 
 import copy
 
+import pytest
 import torch
 
 from genlight.callbacks.optimizer_state import restore_as_stored, unusual_devices
+
+pytestmark = pytest.mark.promise(name="resume")
 
 
 def test_state_returns_to_the_device_that_it_was_stored_from():

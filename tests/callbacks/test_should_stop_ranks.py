@@ -9,6 +9,8 @@ import pytest
 
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 
 @pytest.mark.slow
 def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ from genlight.reporters.events.reader import read_events
 from support.messages import refusal
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="old names")
+
 
 class Collects:
     """A trainer class with a rollout of two minibatches, a policy and an experience."""

@@ -31,6 +31,8 @@ from genlight.reporters.uploads import UploadConfig, Uploader
 from support.messages import refusal
 from support.upload_server import TOKEN
 
+pytestmark = pytest.mark.promise(name="uploads")
+
 
 class Line(pl.LightningModule):
     def __init__(self, fail_at=None):

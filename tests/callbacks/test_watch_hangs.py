@@ -14,6 +14,8 @@ from genlight.adapter.contract.types import StepControlHints, StepResult
 from genlight.callbacks import Checkpoint, Evaluate, WriteSamples
 from genlight.callbacks.watch_hangs import WatchHangs, _stacks_of_others
 
+pytestmark = pytest.mark.promise(name="stop")
+
 WAIT_S = 120.0
 
 

@@ -31,6 +31,8 @@ from genlight.callbacks.checkpoint import read_record, verify
 from genlight.reporters import EventLogger, read_events
 from support.upload_server import TOKEN
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 # save_checkpoint
 
 

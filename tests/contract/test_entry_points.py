@@ -10,6 +10,8 @@ import pytest
 import genlight.adapter
 from genlight.adapter import StartupContractError, TrainingCanceled, compat, read_events
 
+pytestmark = pytest.mark.promise(name="old names")
+
 ENDINGS: dict[str, tuple[dict[str, Any], int, type[BaseException] | None, str]] = {
     "completed": ({}, 0, None, "completed"),
     "the trainer's own exception": ({"hyperparams": {"fails_in": ["train_step"]}}, 1, RuntimeError, "train_step broke"),

@@ -19,6 +19,8 @@ from genlight.adapter import (
 )
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 
 def rates(hyperparams: dict[str, Any], steps: int = 6) -> list[float]:
     """The learning rate of each step."""

@@ -18,6 +18,8 @@ from genlight.adapter.contract.types import REQUIRED_HOOKS
 from genlight.adapter.module.plugin_loading import missing_hooks, optional_hook
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 OLD = {
     "": """
         ArtifactUploader ArtifactWriter DownloadedInputs InputDownloader JobLifecycleClient LifecycleLease

@@ -14,6 +14,8 @@ from genlight.adapter import TrainingJobSpec
 from genlight.callbacks import WriteSamples
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="equal")
+
 JOB = TrainingJobSpec("r", max_steps=2)
 
 DEFAULTS = {

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.promise(name="equal")
+
 
 def test_hooks_are_called_in_the_canonical_order(project: Any) -> None:
     """Once, once, then a pair for every step, and no batch is fetched after the last."""

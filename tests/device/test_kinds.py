@@ -10,6 +10,8 @@ from zoo.table import CELLS, DEVICE_CELLS, device_status
 
 from support.device import reason_to_skip
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 KINDS = {
     "accumulation": "SummedByHand",
     "diffusion": "NoiseDrawnInTheStep",

@@ -14,6 +14,8 @@ from genlight.reporters.events.validation import validate_events
 from support.device import PROCESS_GROUP, Waiting, reason_to_skip
 from support.rank_processes import run_ranks_to_their_ends
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 HANGS_AFTER_S = 6.0
 STRATEGIES = {
     "ddp": {"class_path": "support.device.training.SimDDPStrategy", "init_args": {"bucket_cap_mb": 1e-6}},

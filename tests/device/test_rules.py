@@ -8,6 +8,8 @@ from device import collectives, rules
 from support.device import Waiting
 from support.device.checks import names_of, outcomes_of
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 outcome = outcomes_of(rules)
 collective = outcomes_of(collectives, world_size=2)
 collective_of_streams = outcomes_of(collectives, world_size=2, waiting=Waiting.STREAM)

@@ -8,6 +8,8 @@ from device import feeds, one_rank, ranks, services
 from support.device import Waiting
 from support.device.checks import names_of, outcomes_of
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 single = outcomes_of(one_rank)
 service = outcomes_of(services)
 feed = outcomes_of(feeds)

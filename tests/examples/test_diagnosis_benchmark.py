@@ -6,7 +6,10 @@ import importlib.util
 import logging
 from pathlib import Path
 
+import pytest
 import torch
+
+pytestmark = pytest.mark.promise(name="speed")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "benchmarks" / "diagnosis.py"
 

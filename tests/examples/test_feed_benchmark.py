@@ -6,6 +6,10 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.promise(name="speed")
+
 BENCHMARK = Path(__file__).parents[2] / "examples" / "benchmarks" / "feed.py"
 
 

@@ -45,7 +45,7 @@ else:
     sys.exit(main(sys.argv[1:]))
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ BENCHMARKS = RL.parent / "benchmarks"
 PACKAGES = Path(sys.prefix) / "guides"
 
 pytestmark = [
+    pytest.mark.promise(name="resume"),
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("gymnasium") is None and not (PACKAGES / "gymnasium").is_dir(),

@@ -14,6 +14,8 @@ import torch
 
 from genlight.adapter import StepResult
 
+pytestmark = pytest.mark.promise(name="speed")
+
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 LOGGERS = ("lightning", "lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
 

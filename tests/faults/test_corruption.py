@@ -10,6 +10,8 @@ import torch
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import RecordMeta, load, newest_valid, save, verify
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 STEPS = (1, 2)
 
 

@@ -194,7 +194,7 @@ def base(request, scenario, memory, tmp_path, is_long):
     return (memory if request.param == "memory" else tmp_path) / "c"
 
 
-pytestmark = pytest.mark.timeout(7200)  # On a busy disk the long run syncs for minutes.
+pytestmark = [pytest.mark.promise(name="checkpoint"), pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from genlight.callbacks import StopRequests
 from genlight.callbacks.checkpoint import Checkpoint
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="resume")
+
 STEPS = 100
 WINDOW = 4
 

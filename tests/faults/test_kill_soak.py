@@ -23,6 +23,8 @@ from genlight.reporters.events.validation import validate_events
 from support.digits_job import digests_of_final, write_digits_job
 from support.forked import fork_server
 
+pytestmark = pytest.mark.promise(name="resume")
+
 HERE = Path(__file__).parent
 STEPS, CADENCE = 40, 2
 LIMIT_S = 180

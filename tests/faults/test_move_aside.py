@@ -10,6 +10,8 @@ import torch
 from genlight.adapter.run.start import move_checkpoints_aside
 from genlight.callbacks.checkpoint import RecordMeta, save, storage, sweep, verify
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 STEPS = (1, 2, 3)
 
 

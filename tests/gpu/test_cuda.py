@@ -21,6 +21,7 @@ from support.messages import refusal
 from support.rank import Ranks
 
 pytestmark = [
+    pytest.mark.promise(name="equal"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]

@@ -23,6 +23,7 @@ import torch
 from genlight.callbacks.checkpoint import load, verify
 
 pytestmark = [
+    pytest.mark.promise(name="resume"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]

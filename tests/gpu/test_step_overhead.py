@@ -19,6 +19,7 @@ from genlight.adapter import StepResult
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 pytestmark = [
+    pytest.mark.promise(name="speed"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]

@@ -19,6 +19,8 @@ from genlight.reporters.events.json_lines import LineFile
 from genlight.reporters.telemetry import make_run_id, read_events, telemetry_path, write_event
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 KEYS = {
     *("event", "scenario", "success", "duration_sec", "ttfi_sec", "artifacts", "error", "run_id", "epoch", "step"),
     *("throughput_steps_per_sec", "flops_estimate", "watts_estimate", "flops_per_watt", "suggestions", "timestamp"),

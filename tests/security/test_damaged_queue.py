@@ -9,6 +9,8 @@ from genlight.adapter.contract.exceptions import StartupContractError, UploadErr
 from genlight.reporters.uploads import UploadConfig, Uploader
 from genlight.reporters.uploads.queue import DELIVERED, Entry, Queue, pack, read_entries
 
+pytestmark = pytest.mark.promise(name="security")
+
 URL = "http://127.0.0.1:9"
 
 

@@ -13,6 +13,8 @@ from genlight.callbacks.checkpoint.format.record import record_paths
 from genlight.callbacks.checkpoint.selection import MOST_WARNINGS, list_checkpoints, newest_valid
 from genlight.callbacks.checkpoint.storage import sweep
 
+pytestmark = pytest.mark.promise(name="security")
+
 FOREIGN = {
     "notes.json": b'{"a": 1}',
     "list.json": b"[1, 2]",

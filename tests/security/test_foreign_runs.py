@@ -15,6 +15,8 @@ from genlight.reporters.uploads import UploadConfig, Uploader
 from genlight.reporters.uploads.queue import Queue, read_entries
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="security")
+
 NOWHERE = "http://127.0.0.1:9"
 
 

@@ -31,6 +31,8 @@ from genlight.callbacks.checkpoint.selection import find_final
 from genlight.callbacks.checkpoint.storage import hash_file
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="security")
+
 STATE = {
     "weights": torch.arange(6.0).reshape(2, 3),
     "array": np.arange(4),

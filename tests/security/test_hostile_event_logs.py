@@ -23,6 +23,8 @@ from genlight.reporters.events.reader import count_started, follow, typed_events
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="security")
+
 STARTED = b'{"event":"started","run_id":"r","schema_version":"trainer_event.v1","seq":1,"timestamp_ms":1}\n'
 METRIC = {
     "event": "metric",

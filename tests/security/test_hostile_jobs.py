@@ -15,6 +15,8 @@ from genlight.adapter.plumbing.settings import keys_of
 from genlight.reporters import EventLog, read_events
 from genlight.reporters.events.validation import validate_events
 
+pytestmark = pytest.mark.promise(name="security")
+
 CANARY = "c4nary-0f-4-h0stile-j0b"
 SOUND = {"run_id": "r", "trainer": "a:B", "max_steps": 2, "mock_batches": [1], "capability_token": CANARY}
 TEXT = st.text(st.characters(exclude_categories=()), max_size=12) | st.sampled_from(

@@ -24,6 +24,8 @@ from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="security")
+
 GOOD, EVIL = b"good" * 1000, b"evil" * 1000
 
 

@@ -12,6 +12,8 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.plumbing.log_redaction import redacted_logs
 
+pytestmark = pytest.mark.promise(name="security")
+
 CANARY = "c4nary-0f-th3-l0g"
 log = logging.getLogger("somebody.else")
 

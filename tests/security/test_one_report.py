@@ -9,6 +9,8 @@ import pytest
 
 from genlight.reporters.events.validation import validate_events
 
+pytestmark = pytest.mark.promise(name="security")
+
 
 def terminal_messages(receiver):
     return [body for path, body in receiver.posts if path == "/end"]

@@ -31,6 +31,8 @@ from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.uploads.queue import Queue, read_entries
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="security")
+
 NOT_REGULAR = "it is not a regular file"
 
 

@@ -23,6 +23,8 @@ from genlight.adapter.plumbing.redaction import (
     without_secrets,
 )
 
+pytestmark = pytest.mark.promise(name="security")
+
 CANARY = "c4nary-0f-th3-r3d4ct10n"
 
 PLACES = [

@@ -14,6 +14,8 @@ from genlight.adapter.plumbing.http import build_client
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support.loopback import serving
 
+pytestmark = pytest.mark.promise(name="security")
+
 TOKEN = "c4nary-0f-th3-r3fus4l"
 
 

@@ -17,6 +17,7 @@ from support.forked import run_forked
 PACKAGES = Path(sys.prefix) / "guides"
 
 pytestmark = [
+    pytest.mark.promise(name="security"),
     pytest.mark.slow,
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="`make` installs the packages of the guides into .venv/guides"),
 ]

@@ -19,6 +19,8 @@ from genlight.callbacks import Checkpoint, Heartbeat, SystemMonitor
 from genlight.reporters import EventLogger, read_events
 from support.forked import run_forked
 
+pytestmark = pytest.mark.promise(name="security")
+
 CANARIES = {
     "token": "c4nary-0f-th3-t0ken",
     "api_key": "c4nary-0f-th3-4pi-k3y",

@@ -6,6 +6,8 @@ import pytest
 
 from genlight.reporters.uploads import UploadConfig, Uploader
 
+pytestmark = pytest.mark.promise(name="security")
+
 ENDLESS = {
     "one header byte now and then": (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"a"),
     "100 Continue without end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.promise(name="old names"), pytest.mark.slurm, pytest.mark.slow]
 
 PAGE = Path(__file__).parents[2] / "examples/guides/cluster.md"
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.promise(name="old names"), pytest.mark.slurm]
 
 PROGRAM = """
 import dataclasses, json, os

@@ -19,6 +19,7 @@ import pytest
 from genlight.reporters.events.validation import validate_events
 
 pytestmark = [
+    pytest.mark.promise(name="resume"),
     pytest.mark.slurm,
     pytest.mark.slow,
     pytest.mark.timeout(7200),

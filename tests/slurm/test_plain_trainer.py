@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.promise(name="old names"), pytest.mark.slurm, pytest.mark.slow]
 
 PROGRAM = """
 import json, warnings

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from genlight.adapter.cluster.job_context import expand_hostlist
 from support.messages import refusal
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.promise(name="old names"), pytest.mark.slurm]
 
 EXAMPLES = 150
 

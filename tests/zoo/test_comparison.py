@@ -17,6 +17,8 @@ from zoo.harness import zoo
 from zoo.runs import STEPS, context
 from zoo.worker import Shares
 
+pytestmark = pytest.mark.promise(name="equal")
+
 RTOL = 1e-6
 """TorchScript rounds otherwise once it has seen a function twice."""
 

@@ -10,6 +10,8 @@ import torch
 
 from zoo import ddp_drift, runs
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 TOLERANCE = runs.STEPS * runs.ROWS * torch.finfo(torch.float32).eps
 """Ranks add the rows of a step in a different order; this rounds each sum by at most one epsilon per row and step."""
 

@@ -14,6 +14,8 @@ import torch
 from support.rank_processes import run_ranks_to_their_ends
 from zoo import ddp_parting, runs
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

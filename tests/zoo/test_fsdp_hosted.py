@@ -9,6 +9,8 @@ import torch
 
 from zoo import fsdp_hosted, runs
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 MODULE = "zoo.fsdp_hosted"
 OUTPUTS = r"torch has no such operation on sharded parameters"
 REFUSED = {

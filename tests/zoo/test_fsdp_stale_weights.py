@@ -6,6 +6,8 @@ import pytest
 
 from zoo import fsdp_stale_weights, runs
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 MODULE = "zoo.fsdp_stale_weights"
 NAMES = list(fsdp_stale_weights.ZOO)
 KINDS = {"": {}, "blocks ": {"units": ["Linear"]}, "kept for backward ": {"reshard_after_forward": False}}

@@ -8,6 +8,8 @@ import pytest
 
 from zoo import fsdp_values, runs
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 MODULE = "zoo.fsdp_values"
 OTHER_HEADS = r"rank 0 is about to call state\[\"model\"\]\.heads\.0, rank 1 to call state\[\"model\"\]\.heads\.1"
 REFUSED = {

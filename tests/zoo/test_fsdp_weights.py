@@ -9,6 +9,8 @@ import torch
 
 from zoo import fsdp_weights, runs
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 MODULE = "zoo.fsdp_weights"
 REFUSED = {
     "PenaltyOnOneRank": r"rank 0 is about to call backward with gradients for norm of weights, rank 1 to call backward",

@@ -17,6 +17,7 @@ TOLERANCE = 1e-5
 """Compiled kernels add up in another order."""
 
 pytestmark = [
+    pytest.mark.promise(name="equal"),
     pytest.mark.slow,
     pytest.mark.skipif(
         not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler: install g++"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.promise(name="equal")
+
 TESTS = Path(__file__).parents[1]
 
 PROGRAM = """

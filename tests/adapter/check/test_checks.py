@@ -21,6 +21,8 @@ from genlight.adapter.cli import main
 from support import SUPPORT
 from support.forked import Forked
 
+pytestmark = pytest.mark.promise(name="equal")
+
 HERE = str(SUPPORT)
 
 

@@ -13,6 +13,8 @@ from genlight.adapter.cli import main
 from support import SUPPORT
 from support.forked import Forked
 
+pytestmark = pytest.mark.promise(name="equal")
+
 
 @pytest.fixture
 def check(tmp_path, monkeypatch, capsys):

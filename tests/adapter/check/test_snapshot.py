@@ -10,6 +10,8 @@ import torch
 from genlight.adapter.check.compare import Comparison
 from genlight.adapter.check.snapshot import KINDS, Recording, Snapshot, compare_snapshots, describe, distance
 
+pytestmark = pytest.mark.promise(name="equal")
+
 
 def snapshot_of(**kinds):
     return Snapshot({kind: kinds.get(kind.replace(" ", "_"), {}) for kind in KINDS})

@@ -7,6 +7,8 @@ import pytest
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support.upload_server import TOKEN
 
+pytestmark = pytest.mark.promise(name="uploads")
+
 
 @pytest.fixture
 def left_over(tmp_path):

@@ -10,6 +10,8 @@ from genlight.adapter.cluster.placement import placed_by_launcher, placement_fau
 from genlight.adapter.run.this_rank import this_rank
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 BATCH = {
     "SLURM_JOB_ID": "1042",
     "SLURM_PROCID": "0",

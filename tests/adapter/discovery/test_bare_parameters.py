@@ -8,6 +8,8 @@ from torch import nn
 
 from genlight.adapter.discovery.bare_parameters import BareParameters
 
+pytestmark = pytest.mark.promise(name="equal")
+
 
 def test_a_move_or_cast_keeps_the_object_and_its_place_in_the_optimizer():
     alpha = torch.ones(1, requires_grad=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from genlight.adapter.discovery.discover import discover
+
+pytestmark = pytest.mark.promise(name="equal")
 
 
 def test_a_tensor_that_replaced_another_is_found_wherever_it_is():

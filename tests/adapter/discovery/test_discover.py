@@ -20,6 +20,8 @@ from genlight.adapter.discovery.children import SEARCHED_ITEMS
 from genlight.adapter.discovery.discover import check_devices, check_unchanged, discover
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="equal")
+
 
 def adam(*modules: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for m in modules for p in m.parameters()])

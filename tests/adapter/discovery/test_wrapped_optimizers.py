@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.discovery.wrapped_optimizers import kept_by_wrappers
+
+pytestmark = pytest.mark.promise(name="equal")
 
 
 class Scaled(torch.optim.Optimizer):

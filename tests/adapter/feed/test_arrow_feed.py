@@ -10,6 +10,8 @@ import pytest
 from genlight.adapter import ArrowFeed
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 def flat(batches):
     return [i for batch in batches for i in batch]

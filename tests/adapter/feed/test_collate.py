@@ -13,6 +13,8 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.collate import to_torch
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 def address(array: pa.Array) -> int:
     buffer = array.buffers()[-1]

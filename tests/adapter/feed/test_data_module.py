@@ -18,6 +18,8 @@ from support.forked import Forked
 from support.messages import refusal
 from support.row_audit import trained_rows
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 class Seen(LightningModule):
     """Notes the ids of each step."""

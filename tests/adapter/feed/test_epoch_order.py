@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter import ArrowFeed
 from genlight.adapter.feed import batching
 from genlight.adapter.feed.position import Order, permutation
+
+pytestmark = pytest.mark.promise(name="rows")
 
 
 def test_a_permutation_never_changes_between_releases_of_numpy_or_of_ours():

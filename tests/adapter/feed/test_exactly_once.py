@@ -23,6 +23,8 @@ from genlight.adapter import ArrowFeed
 from support import SUPPORT
 from support.row_audit import AuditedFeed, trained_rows
 
+pytestmark = pytest.mark.promise(name="rows")
+
 EPOCHS = 2
 
 

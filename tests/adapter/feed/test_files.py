@@ -14,6 +14,8 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.files import expand
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 def names(*given, **options):
     return [os.path.basename(file.path) for file in expand(list(given), **options)]

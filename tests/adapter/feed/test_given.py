@@ -17,6 +17,8 @@ from genlight.adapter.feed.given import RepeatedRead, feed_of
 from support.forked import run_forked
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 MODULE = '''
 import random
 

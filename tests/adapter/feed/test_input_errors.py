@@ -17,6 +17,8 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import batching
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 def spoil_row_group(path: Path, group: int) -> None:
     """Overwrite the data pages of one row group, and leave size, footer and modification time as they are."""

@@ -6,9 +6,13 @@ import itertools
 import logging
 from types import SimpleNamespace
 
+import pytest
+
 from genlight.adapter import MockDataModule
 from genlight.adapter.contract.exceptions import InputError
 from support.messages import refusal
+
+pytestmark = pytest.mark.promise(name="rows")
 
 
 def mock(batches, rank=0, world_size=1):

@@ -7,6 +7,8 @@ import pytest
 from genlight.adapter import ArrowDataModule, ArrowFeed
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 @pytest.mark.parametrize("make", [ArrowDataModule, ArrowFeed])
 def test_options_that_cannot_be_used_are_named_together_where_they_are_given(make):

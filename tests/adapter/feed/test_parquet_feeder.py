@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from genlight.adapter import ParquetArrowBatchFeeder
 from genlight.adapter.contract.types import ArrowFeedConfig
+
+pytestmark = pytest.mark.promise(name="rows")
 
 
 def test_the_old_feeder_makes_one_pass_in_order_each_time(rows_file, ids):

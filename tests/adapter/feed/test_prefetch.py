@@ -18,6 +18,8 @@ from genlight.adapter.feed import batching
 from genlight.adapter.feed.batching import ReadAhead
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 @pytest.fixture
 def decoders() -> Iterator[Callable[[], list[threading.Thread]]]:

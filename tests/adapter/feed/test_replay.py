@@ -17,6 +17,8 @@ from genlight.adapter.contract.exceptions import BrokenCheckpointError, InputErr
 from genlight.adapter.feed.replay_buffer import SumTree
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 ROW = {
     "observation": torch.zeros(2),
     "reward": torch.tensor(0.0),

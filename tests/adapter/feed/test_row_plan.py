@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.feed.row_plan import Share, cut
+
+pytestmark = pytest.mark.promise(name="rows")
 
 shares = st.builds(
     Share,

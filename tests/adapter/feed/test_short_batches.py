@@ -9,6 +9,8 @@ import pytest
 
 from genlight.adapter import ArrowFeed
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 @pytest.mark.parametrize(
     ("options", "level", "said"),

@@ -20,6 +20,8 @@ from genlight.adapter.feed import batching
 from genlight.adapter.feed.files import expand
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 def all_ids(source, **options):
     return [i for b in ArrowFeed(source, epochs=1, batch_size=2, **options) for i in b.column("id").to_pylist()]

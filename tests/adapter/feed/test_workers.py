@@ -20,6 +20,8 @@ from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 def with_noise(batch):
     noise = (random.random(), float(np.random.rand()), float(torch.rand(())))

@@ -22,6 +22,8 @@ from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 CPU = torch.device("cpu")
 
 

@@ -12,6 +12,8 @@ from genlight.adapter.gradients.ddp import buffers as buffer_sync
 from genlight.adapter.gradients.ddp.buffers import BufferSync
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 
 @pytest.fixture
 def sent(tmp_path, monkeypatch):

@@ -17,7 +17,10 @@ from genlight.adapter.gradients.ddp.averaging import Averaging
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepRouter
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.promise(name="ranks"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 Step = Callable[[Tensor], Any]
 

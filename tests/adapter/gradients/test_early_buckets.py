@@ -8,6 +8,8 @@ import torch
 from support import early_buckets_ranks as ranks
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 SENT_EARLY = 7 * ranks.STEPS
 """All buckets but the last one, in every step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.precision import step_precision
 from genlight.adapter.gradients.step import StepRouter
 from support.messages import refusal
+
+pytestmark = pytest.mark.promise(name="precision")
 
 SCALE = 2.0**12
 

@@ -19,6 +19,8 @@ from genlight.adapter.gradients.step import StepRouter
 from support.messages import refusal
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="precision")
+
 
 def fp16(**scaler_args: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scaler_args))

@@ -9,6 +9,8 @@ import pytest
 from support.process_group_ranks import TIMEOUT_S
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 
 @pytest.mark.slow
 def test_the_bucket_group_has_the_backend_and_timeout_of_the_strategy(tmp_path):

@@ -22,6 +22,8 @@ from genlight.adapter.gradients.step import StepHooks, StepRouter
 from genlight.adapter.gradients.step_part import StepPart
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 PATCHED = (
     (torch.Tensor, "backward"),
     (torch.autograd, "backward"),

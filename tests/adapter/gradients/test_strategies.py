@@ -13,6 +13,8 @@ from zoo import runs, small as zoo
 
 from genlight.callbacks import Recover
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 # It computes in half precision itself: rounding differs between two half batches and a full one.
 TOLERANCE = {"OwnScaler": 1e-3}
 

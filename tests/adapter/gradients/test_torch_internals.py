@@ -12,6 +12,8 @@ from genlight.adapter.gradients.step import StepRouter
 from genlight.adapter.gradients.torch_internals import engine_run_backward, protected, require_fsdp
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 
 def router() -> StepRouter:
     model = torch.nn.Linear(1, 1)

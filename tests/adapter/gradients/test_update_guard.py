@@ -13,6 +13,8 @@ from genlight.reporters import EventLogger, read_events
 from support.messages import refusal
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="precision")
+
 BAD = 3
 """Number of the batch with infinite values, counted from 0."""
 STEPS = 8

@@ -12,6 +12,8 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.helpers.components import load_components
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 
 @pytest.fixture
 def save(tmp_path):

@@ -24,6 +24,8 @@ from genlight.adapter.helpers import (
 )
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 
 def draw_everywhere() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(1).item()

@@ -15,6 +15,8 @@ from genlight.adapter.plumbing.urls import origin_of
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, digest_of, serialise_record
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 FILES = {"step-00000200/model.safetensors": b"weights" * 999, "step-00000200/trainer/lora.safetensors": b"lora"}
 
 

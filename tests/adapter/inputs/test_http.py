@@ -18,6 +18,8 @@ from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 CONTENT = bytes(range(256)) * 40_000
 
 

@@ -16,6 +16,8 @@ from genlight.adapter.inputs.transfer import fetch_from_hub
 from genlight.adapter.plumbing.text import HUB_LOGIN
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 FILES = {"config.json": b"{}", "unet/model.safetensors": b"weights" * 1000, "data/a.parquet": b"PAR1"}
 
 

@@ -19,6 +19,8 @@ from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import RetryPolicy
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 
 @pytest.fixture
 def materialize(tmp_path, retry, monkeypatch):

@@ -10,6 +10,8 @@ from hypothesis import example, given, strategies as st
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.inputs.refs import CozyRef, HttpRef, HubRef, parse_ref
 
+pytestmark = pytest.mark.promise(name="rows")
+
 PREFIXES = ("hf:", "cozy:", "file:", "file://", "http://", "https://", "a/b", "/", "~", "http://h/#sha256=")
 DIGEST = "0123456789abcdef" * 4
 

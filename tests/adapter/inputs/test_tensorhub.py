@@ -14,6 +14,8 @@ from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="rows")
+
 FILES = {"model.safetensors": b"weights" * 1000, "unet/config.json": b"{}"}
 
 

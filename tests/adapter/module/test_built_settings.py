@@ -15,6 +15,8 @@ from support.messages import refusal
 from support.resumed_fit import Batches, Trains
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 class Builds(Trains):
     """Its optimizer has the settings of the job; `schedule` names a scheduler."""

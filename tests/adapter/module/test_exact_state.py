@@ -18,6 +18,8 @@ from genlight.adapter.contract.exceptions import UnstorableStateError
 from genlight.callbacks import Checkpoint
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="resume")
+
 STEPS, INTERRUPTED_AT = 5, 3
 
 

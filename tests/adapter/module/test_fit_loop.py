@@ -25,6 +25,8 @@ from genlight.callbacks import Checkpoint
 from support.messages import refusal
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="equal")
+
 
 class Counting:
     """A trainer without torch whose state is a number."""

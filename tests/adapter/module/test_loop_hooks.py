@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult
 
+pytestmark = pytest.mark.promise(name="equal")
+
 CALLS = "calls"
 """Attribute in which a module keeps its records."""
 

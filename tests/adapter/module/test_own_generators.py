@@ -12,6 +12,8 @@ import torch
 
 from support.resumed_fit import STEPS, Trains, fit
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 class Noisy:
     """Draws from its own generator."""

@@ -18,6 +18,8 @@ from support.messages import refusal
 from support.rank_processes import run_ranks
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="resume")
+
 ROWS = 12
 
 

@@ -17,6 +17,8 @@ from genlight.callbacks.checkpoint.rank_state import differences_of_ranks
 from support.messages import refusal
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 def run(folder, directory, what, *, kind="ddp", world_size=2):
     """The state of each rank at the end, and the output of the ranks."""

@@ -16,6 +16,8 @@ from genlight.adapter.contract.exceptions import CheckpointError
 
 from .test_exact_state import Plain, fit
 
+pytestmark = pytest.mark.promise(name="resume")
+
 CHANGED_AT = 2
 
 

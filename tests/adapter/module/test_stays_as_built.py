@@ -14,6 +14,8 @@ from genlight.adapter.contract.exceptions import CheckpointError
 from support.messages import refusal
 from support.resumed_fit import STEPS, ChangesAtStepThree, Trains, fit
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 class Unfreezes(ChangesAtStepThree):
     """The first layer joins at the third step, in a separate group."""

@@ -22,6 +22,8 @@ from genlight.callbacks import Checkpoint, LogMetrics, StopRequests, WriteSample
 from genlight.reporters import EventLogger
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="speed")
+
 FAR = 10**9
 BARE = 3
 """Calls that hosting does not add: the two hooks of the trainer, and the counting itself."""

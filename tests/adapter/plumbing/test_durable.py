@@ -21,6 +21,8 @@ from genlight.adapter.plumbing.durable import (
 )
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 @pytest.fixture
 def calls(monkeypatch):

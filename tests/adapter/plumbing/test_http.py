@@ -10,6 +10,8 @@ import pytest
 from genlight.adapter.plumbing.http import build_client, failure_text
 from genlight.adapter.plumbing.urls import trusted_origins
 
+pytestmark = pytest.mark.promise(name="security")
+
 TOKEN = "t0ken-that-must-not-leak"
 
 

@@ -7,6 +7,8 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.plumbing.redaction import hide_environment, hide_secrets, redact
 
+pytestmark = pytest.mark.promise(name="security")
+
 ENVIRON = {"API_KEY": "s3cret-key", "LONG": "x" * 20, "PWD": "/a/path/that/is/long", "LANG": "en_US.UTF-8", "KEY": "ab"}
 SPELLED = 'ab"cd'
 

@@ -20,6 +20,8 @@ from genlight.adapter.plumbing.urls import (
 )
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="security")
+
 TOKEN = "t0ken-that-must-not-leak"
 ODD = [
     *("http://", "//", "/", "\\", "@", ":", "::1", "[", "]", "?", "#", "..", "%40", "%2f", "%00", "%", ";", ",", "&"),

@@ -18,6 +18,8 @@ from genlight.callbacks.logged_steps import keep_logged_steps
 from support.messages import refusal
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="resume")
+
 STEPS = 12
 TRAINER = """
 import os

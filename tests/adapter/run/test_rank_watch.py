@@ -30,6 +30,8 @@ from genlight.adapter.run.ranks import (
 )
 from genlight.callbacks.stop.sources import StopSources
 
+pytestmark = pytest.mark.promise(name="stop")
+
 FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
 STOP = Failure("preempted", "preempted", resumable=True, exit_code=EXIT_STOPPED)
 OWN = Failure("train-step", "train-step:RuntimeError: Connection closed", resumable=True, exit_code=EXIT_FAILED)

@@ -11,6 +11,8 @@ from genlight.callbacks.stop.sources import StopSources
 from genlight.reporters import read_events
 from support.forked import run_forked
 
+pytestmark = pytest.mark.promise(name="stop")
+
 RANK_AND_HANG = """
 import sys, threading, time
 from pathlib import Path

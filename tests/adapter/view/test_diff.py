@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
+
 from genlight.adapter.cli import main
 from genlight.adapter.view.differences import differences, facts_of_run
 from genlight.adapter.view.history import Budget, history_of
 from genlight.adapter.view.page import facts_of
 from genlight.adapter.view.summary import summary_of
 from support.messages import refusal
+
+pytestmark = pytest.mark.promise(name="events")
 
 
 def rows_of(capsys):

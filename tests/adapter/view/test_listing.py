@@ -17,6 +17,8 @@ from genlight.reporters.events.event_log import EventLog
 from support.messages import refusal
 from support.seen_runs import start, wait_for_step
 
+pytestmark = pytest.mark.promise(name="events")
+
 
 @pytest.fixture
 def copy(runs, tmp_path):

@@ -13,7 +13,7 @@ from genlight.adapter.cli import main
 from support.browser import chromium, needs_chromium, opened, violations, wait_until
 from support.seen_runs import served, start, wait_for_step
 
-pytestmark = [needs_chromium, pytest.mark.slow]
+pytestmark = [pytest.mark.promise(name="events"), needs_chromium, pytest.mark.slow]
 
 WIDTH = "window.chart.scales.x.max - window.chart.scales.x.min"
 

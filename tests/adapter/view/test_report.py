@@ -19,6 +19,8 @@ from genlight.adapter.view.page import LARGEST_PAGE, report
 from genlight.reporters.events.event_log import EventLog
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="events")
+
 
 @pytest.fixture(scope="module")
 def page(runs, tmp_path_factory):

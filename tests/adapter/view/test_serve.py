@@ -21,6 +21,8 @@ from genlight.reporters.events.event_log import EventLog
 from support.messages import refusal
 from support.seen_runs import served, serving
 
+pytestmark = pytest.mark.promise(name="events")
+
 SECRET = b"\x89PNG\r\n\x1a\nsecret"
 
 

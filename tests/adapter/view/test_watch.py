@@ -14,7 +14,7 @@ from genlight.adapter.cli import main
 from support.seen_runs import start
 from support.terminal import Terminal
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.promise(name="events"), pytest.mark.slow]
 
 
 def test_runs_are_shown_on_eighty_columns_and_keys_change_what(runs, tmp_path):

@@ -20,6 +20,8 @@ from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.hook import Hook
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 class Killed(Exception):
     """Ends a run before its end."""

@@ -14,6 +14,8 @@ from genlight.adapter.contract.exceptions import BrokenCheckpointError, Checkpoi
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, find_checkpoint, save, verify
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
 def plugin(request):

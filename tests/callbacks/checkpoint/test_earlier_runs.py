@@ -7,6 +7,8 @@ from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, save
 from support.forked import run_forked
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 ANOTHER_PROCESS = """
 import sys
 import lightning.pytorch as pl

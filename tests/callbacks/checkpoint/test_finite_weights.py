@@ -9,6 +9,8 @@ from genlight.adapter.cli.command_line import main
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, RecordMeta, list_checkpoints, load, save
 from genlight.callbacks.checkpoint.format.record import digest_of, read_record
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 NAN, INF = float("nan"), float("inf")
 
 

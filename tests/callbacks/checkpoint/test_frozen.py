@@ -32,7 +32,7 @@ from genlight.reporters.uploads.queue import Entry, pack
 from support.adapted_model import FROZEN_BYTES, Adapted
 from support.messages import refusal
 
-pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
+pytestmark = [pytest.mark.promise(name="checkpoint"), pytest.mark.filterwarnings("ignore:You're resuming")]
 
 
 @pytest.fixture(params=["links", "no links"])

@@ -26,6 +26,8 @@ from support.messages import refusal
 from support.resumed_fit import trainer_with_checkpoints
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 class Rows(Dataset[Any]):
     """Row i is i, with noise from torch's generator."""

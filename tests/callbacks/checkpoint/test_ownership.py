@@ -22,6 +22,8 @@ from genlight.callbacks.checkpoint import (
 )
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 def checkpoint_of(step):
     return {"global_step": step, "state_dict": {"w": torch.full((3,), float(step))}}

@@ -23,6 +23,8 @@ from genlight.callbacks.checkpoint import (
 )
 from genlight.callbacks.checkpoint.format.record import record_path
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 MANY = 200 if os.environ.get("GENLIGHT_LONG_FAULTS") else 80
 NAMES = ["a", "a~1", "last", "final", "step-00000001", "v1.2.final"]
 SUFFIXES = ["", ".json", ".ckpt"]

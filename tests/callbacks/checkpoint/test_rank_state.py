@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from genlight.callbacks.checkpoint import load, save
 from genlight.callbacks.checkpoint.rank_state import capture_rng, gradients_of_rank, loader_generators, restore_rng
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 def draw():
     return [random.random(), random.gauss(0, 1), np.random.normal(), torch.randn(()).item(), random.getrandbits(70)]

@@ -10,6 +10,8 @@ from genlight.callbacks.checkpoint import CheckpointStore, save, storage, store 
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord
 from genlight.callbacks.checkpoint.selection import Retention, to_delete
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 def record(step, *, score=None, final=False, is_old=False):
     return CheckpointRecord(

@@ -12,6 +12,8 @@ from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, v
 from genlight.callbacks.checkpoint.storage import stage
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 @pytest.fixture
 def trained():

@@ -12,6 +12,8 @@ from genlight.callbacks.checkpoint import list_checkpoints, policy
 from genlight.callbacks.hook import cadence
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 def saved(directory) -> list[int]:
     return [listed.record.step for listed in list_checkpoints(directory)]

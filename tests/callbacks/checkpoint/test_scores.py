@@ -17,6 +17,8 @@ from genlight.callbacks.checkpoint.selection import WRITER, add_score, read_scor
 from genlight.callbacks.hook.events import publish_scores
 from support.score_waiting import WaitsForScores
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 class Publishes(Hook):
     """Publishes the score of a step after the step that is its key."""

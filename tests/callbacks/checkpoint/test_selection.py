@@ -12,6 +12,8 @@ import pytest
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, find_final, list_checkpoints, newest_valid, save
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 def save_steps(directory, *steps, **meta):
     for step in steps:

@@ -8,6 +8,8 @@ from genlight.callbacks.checkpoint.restorable import check_contents
 from support.adapted_model import Adapted
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "weights"), [("ddp", "trained"), ("sharded", "all")])

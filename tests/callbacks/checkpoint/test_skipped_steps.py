@@ -15,6 +15,8 @@ from genlight.callbacks.checkpoint.store import CheckpointStore
 from genlight.callbacks.hook.hook import Hook
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 class HeldWriter(Background):
     """A writer whose writes end exactly at the beginning of the next step."""

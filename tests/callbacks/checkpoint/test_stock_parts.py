@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader
 from genlight.callbacks import DurableCheckpointIO
 
 pytestmark = [
+    pytest.mark.promise(name="checkpoint"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`:UserWarning"),

@@ -15,7 +15,7 @@ from genlight.callbacks.checkpoint.restorable import check_contents
 from support.adapted_model import FROZEN_BYTES, Adapted
 from support.messages import refusal
 
-pytestmark = pytest.mark.filterwarnings("ignore:You're resuming")  # all batches are the same
+pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.filterwarnings("ignore:You're resuming")]
 
 
 def assert_equal(found, expected):

@@ -6,6 +6,8 @@ import torch
 from genlight.callbacks.checkpoint import load, newest_valid
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 def run(folder, directory, what, world_size=2):
     """Return the weights of each rank after one run, and the output of the ranks."""

@@ -12,6 +12,8 @@ from genlight.callbacks.checkpoint import storage
 from genlight.callbacks.checkpoint.storage import hash_file, write_file
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 CHUNK = 1000
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from genlight.callbacks.compat import (
@@ -21,6 +22,8 @@ from genlight.callbacks.compat import (
 )
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
+
+pytestmark = pytest.mark.promise(name="old names")
 
 
 class Loop:

@@ -34,6 +34,8 @@ from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 EPOCH = ["on_epoch_begin", *["on_step_begin", "on_step_end"] * 3, "on_epoch_end"]
 
 

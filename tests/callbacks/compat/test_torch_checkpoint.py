@@ -17,6 +17,8 @@ from genlight.adapter import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.compat import load_checkpoint, save_checkpoint
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="old names")
+
 COMPLETE = {"model_state_dict": {"weight": torch.ones(3)}, "optimizer_state_dict": {}, "global_step": 3}
 
 

@@ -21,6 +21,8 @@ from genlight.reporters.telemetry import read_events
 from support.messages import refusal
 from support.recovered import Batches, Fragile, digest_of, fit_fragile, rungs_in
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 def weights_of(module):
     return [tensor.clone() for tensor in module.contract_state["model"].state_dict().values()]

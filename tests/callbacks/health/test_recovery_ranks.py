@@ -9,7 +9,7 @@ import pytest
 from support.rank_processes import run_ranks
 from support.recovered import rungs_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 from support import SUPPORT
 from support.recovered import rungs_in
 
+pytestmark = pytest.mark.promise(name="resume")
+
 
 @pytest.mark.slow
 def test_a_run_killed_during_or_after_its_recovery_ends_like_an_uninterrupted_one(tmp_path):

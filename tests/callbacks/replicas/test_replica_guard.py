@@ -14,6 +14,8 @@ from genlight.callbacks.replicas.digest import digest_of_all
 from genlight.callbacks.replicas.replica_guard import _next_double
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 
 def digest(tensor):
     return digest_of_all([tensor], tensor.device)

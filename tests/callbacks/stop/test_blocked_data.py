@@ -22,6 +22,8 @@ from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.stop import data_workers, stop_requests
 from support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.promise(name="stop")
+
 BATCHES = 5
 """Batches of an epoch."""
 

@@ -13,6 +13,8 @@ from hypothesis import given, strategies as st
 from genlight.callbacks.hook.cadence import steps_within
 from genlight.callbacks.stop.stop_requests import MOST_STEPS, ROUND_S, Agreement
 
+pytestmark = pytest.mark.promise(name="stop")
+
 STEP_S = (1 / 1024, 1 / 128)
 """Duration of a step on each of two ranks, by its own clock."""
 APART = math.ceil(ROUND_S / max(STEP_S))

@@ -11,6 +11,8 @@ import pytest
 
 from genlight.callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals, announces_time_limit, job_end_time_s
 
+pytestmark = pytest.mark.promise(name="stop")
+
 
 @pytest.mark.parametrize(
     ("left_s", "grace_s", "is_limit"),

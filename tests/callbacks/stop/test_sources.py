@@ -14,6 +14,8 @@ from genlight.callbacks.stop.signals import job_end_time_s
 from genlight.callbacks.stop.sources import Deadline, StopSources, process_age_s
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="stop")
+
 
 def deadline_in(seconds, **facts):
     made = Deadline()

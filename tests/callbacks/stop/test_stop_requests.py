@@ -21,6 +21,8 @@ from genlight.callbacks.stop.sources import cancel_file_is_set, process_age_s
 from support.messages import refusal
 from support.rank_processes import run_ranks
 
+pytestmark = pytest.mark.promise(name="stop")
+
 
 class Doing(Hook):
     """Does something at the end of one step, and notes how many steps ended."""

@@ -17,7 +17,7 @@ from genlight.adapter.plumbing import durable
 from support.forked import fork_server
 from support.slurm_cluster import free_ports
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 
 STAND_IN = Path(__file__).parents[1] / "forked_job.py"
 ROWS, BATCH, EPOCHS = 100, 4, 2

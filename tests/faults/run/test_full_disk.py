@@ -15,6 +15,8 @@ import pytest
 from genlight.callbacks.checkpoint.selection import newest_valid
 from genlight.reporters.uploads import QUEUE_DIRECTORY
 
+pytestmark = pytest.mark.promise(name="stop")
+
 STEPS = 60
 
 

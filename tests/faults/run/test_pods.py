@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
 
 MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "job.yaml"
 

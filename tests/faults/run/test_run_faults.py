@@ -13,6 +13,8 @@ import pytest
 from genlight.callbacks.checkpoint.selection import newest_valid
 from genlight.reporters.uploads import QUEUE_DIRECTORY, Uploader
 
+pytestmark = pytest.mark.promise(name="stop")
+
 
 @dataclass(frozen=True)
 class Fault:

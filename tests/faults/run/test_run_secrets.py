@@ -10,6 +10,8 @@ import pytest
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.run.run import RunOptions
 
+pytestmark = pytest.mark.promise(name="stop")
+
 CANARIES = {
     "environment": "canary-token-of-the-environment",
     "spec": "canary-token-of-the-spec",

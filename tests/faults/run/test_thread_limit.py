@@ -6,6 +6,8 @@ from genlight.callbacks.checkpoint.selection import newest_valid
 from support import SUPPORT
 from support.thread_limit import NO_ROOM_BYTES
 
+pytestmark = pytest.mark.promise(name="stop")
+
 WITHOUT_THREADS = str(SUPPORT / "thread_limit.py")
 
 

@@ -21,6 +21,8 @@ from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="events")
+
 
 @pytest.fixture
 def path(tmp_path):

@@ -34,6 +34,8 @@ from genlight.reporters.events.reader import read_events, read_metrics
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="events")
+
 
 class Line(pl.LightningModule):
     """Fits a line; logs a metric each step and one each validation."""

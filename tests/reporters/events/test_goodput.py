@@ -12,6 +12,8 @@ from hypothesis import given, strategies as st
 from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters.events.goodput import account_of
 
+pytestmark = pytest.mark.promise(name="events")
+
 
 def log(folder: Path, *events: tuple[float, str, dict[str, Any]]) -> Path:
     """A log of events, each with its time in seconds."""

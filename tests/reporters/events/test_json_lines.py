@@ -25,6 +25,8 @@ from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="events")
+
 WRITER = """
 import itertools, sys
 from genlight.reporters.events.event_log import EventLog

@@ -12,6 +12,8 @@ from genlight.reporters import EventLog, read_metrics
 from genlight.reporters.events.event import RESUMED_METRIC, ROLLED_BACK_METRIC
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="events")
+
 
 @pytest.fixture
 def path(tmp_path):

@@ -14,6 +14,8 @@ from genlight.reporters.events.json_lines import Position
 from genlight.reporters.events.reader import follow, read_events, typed_events
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="events")
+
 
 @pytest.fixture
 def path(tmp_path):

@@ -14,6 +14,8 @@ from genlight.callbacks.hook.hook import Hook
 from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="events")
+
 
 @pytest.fixture
 def log(tmp_path):

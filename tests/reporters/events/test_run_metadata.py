@@ -19,6 +19,8 @@ from genlight.reporters.events.run_metadata import (
     run_metadata,
 )
 
+pytestmark = pytest.mark.promise(name="events")
+
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
 
 

@@ -16,6 +16,8 @@ from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import Violation, validate_events
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="events")
+
 SCHEMA = jsonschema.Draft202012Validator(event_schema())
 
 COMMON = {"run_id": "r", "schema_version": "trainer_event.v1", "timestamp_ms": 5}

@@ -13,6 +13,8 @@ import pytest
 
 from genlight.reporters.uploads import UploadConfig, Uploader
 
+pytestmark = pytest.mark.promise(name="uploads")
+
 CLIENT = textwrap.dedent(
     """
     import json, logging, sys

@@ -21,6 +21,8 @@ from genlight.reporters.uploads import UploadConfig
 from genlight.reporters.uploads.destinations import MOST_TRIES, open_target
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="uploads")
+
 
 @pytest.fixture
 def files(tmp_path):

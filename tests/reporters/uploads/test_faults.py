@@ -13,6 +13,8 @@ from genlight.reporters.uploads import UploadConfig, uploader as uploader_module
 from genlight.reporters.uploads.queue import LINKS, read_entries
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="uploads")
+
 PASSING = [
     "500",
     "503",

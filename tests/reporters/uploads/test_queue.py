@@ -14,6 +14,8 @@ from genlight.adapter.contract.exceptions import StartupContractError, UploadErr
 from genlight.reporters.uploads.queue import DELIVERED, LOCK, Entry, File, Queue, UploadedFile, read_entries
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="uploads")
+
 
 @pytest.fixture
 def open_queue(tmp_path):

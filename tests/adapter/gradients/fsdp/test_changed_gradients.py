@@ -14,6 +14,8 @@ from genlight.adapter.gradients.fsdp.step import ShardedStep
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepRouter
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 
 @pytest.fixture
 def mesh(tmp_path):

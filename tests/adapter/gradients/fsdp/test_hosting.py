@@ -14,7 +14,7 @@ from genlight.callbacks.checkpoint import load, newest_valid
 from genlight.reporters import read_events
 from support.forked import run_forked
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.promise(name="ranks"), pytest.mark.slow]
 
 TRAINER = """
 import torch

@@ -22,6 +22,8 @@ from genlight.adapter.gradients.torch_internals import require_fsdp
 from genlight.adapter.module.supported import check_strategy
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="ranks")
+
 
 @pytest.fixture
 def mesh(tmp_path):

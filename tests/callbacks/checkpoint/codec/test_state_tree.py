@@ -23,6 +23,8 @@ from genlight.adapter.contract.exceptions import CheckpointError, UnstorableStat
 from genlight.callbacks.checkpoint import load, save
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 class Color(enum.Enum):
     RED = 1

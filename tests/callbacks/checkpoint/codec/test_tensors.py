@@ -5,6 +5,8 @@ import torch
 
 from genlight.callbacks.checkpoint.codec.tensors import as_uint8, bytes_of, content_digests, device_digest
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 TENSORS = {
     "seven floats": torch.randn(7),
     "half words": torch.randn(3).bfloat16(),

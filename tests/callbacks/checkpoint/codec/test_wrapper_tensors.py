@@ -17,6 +17,8 @@ from genlight.callbacks.replicas.replica_guard import _replicated
 from support.messages import refusal
 from support.resumed_fit import STEPS, Trains, fit
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 class Quantized(torch.Tensor):
     """Codes of 8 bits and a scale; copying is its only operation."""

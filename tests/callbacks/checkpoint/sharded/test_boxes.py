@@ -23,6 +23,8 @@ from genlight.callbacks.checkpoint.storage import Staging, stage
 from genlight.callbacks.checkpoint.writing import require_shared_directory, write_checkpoint
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 def load_lazily(path):
     """Load a checkpoint like a rank that reads its own slices."""

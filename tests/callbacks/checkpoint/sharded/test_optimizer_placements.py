@@ -19,6 +19,8 @@ from genlight.callbacks.checkpoint.sharded.optimizer_placements import (
 from genlight.callbacks.checkpoint.sharded.slices import whole
 from support.messages import refusal
 
+pytestmark = pytest.mark.promise(name="checkpoint")
+
 
 @pytest.fixture
 def mesh(tmp_path):

@@ -26,7 +26,7 @@ STEPS = 7
 SAVED = 3
 NAMES = [f"{layer}.{name}" for layer in (0, 1, 3) for name in ("weight", "bias")]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.promise(name="checkpoint"), pytest.mark.slow]
 
 
 def phases(folder: Path) -> list[dict]:
