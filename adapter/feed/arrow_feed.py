@@ -37,25 +37,25 @@ T = TypeVar("T")
 class ArrowFeed(FeedOptions):
     """An iterable of `pyarrow.RecordBatch`, this rank's share of each step.
 
-    ``for batch in feed`` is one epoch, as loops expect of a loader: the first one, or the rest of that whose position
-    was loaded, and the next epoch each time. ``feed.iter_batches()`` is all epochs.
+    ``for batch in feed`` yields one epoch, as loops expect of a loader: the first one, or the rest of the epoch whose
+    position was loaded, and the next epoch each time. ``feed.iter_batches()`` yields all epochs.
 
-    The position (`state_dict`) is that of the last batch handed out, whatever was decoded ahead. It is the same on all
-    ranks and may be loaded on another number of ranks or with another batch size.
+    The position (`state_dict`) follows the last batch handed out, whatever was decoded ahead. It is the same on all
+    ranks and can be loaded on another number of ranks or with another batch size.
 
-    Besides the arguments below it takes the fields of `FeedOptions`: how rows become batches. `collate` may be a
-    function too, which is called with each record batch in the training thread.
+    The fields of `FeedOptions`, which say how rows become batches, are arguments as well. `collate` may also be a
+    function. It is called with each record batch in the training thread.
 
     Args:
         source: Paths, folders, patterns or URLs of Parquet files; tables or record batches; a data frame (pandas,
-            polars, …, read whole into memory).
-        rank: Which share is ours.
+            polars, …; read into memory).
+        rank: Index of this rank's share.
         world_size: Number of shares.
         filesystem: A pyarrow or fsspec file system that all paths belong to; None finds it from each path.
 
     Raises:
         ValueError: Arguments cannot be used, or `collate` cannot be imported.
-        TypeError: `collate` is no function.
+        TypeError: `collate` is not a function.
     """
 
     source: Any = field(kw_only=False)
@@ -79,9 +79,9 @@ class ArrowFeed(FeedOptions):
                 "`collate` 'torch', or any `collate` with `workers`."
             )
         self._position: Position | None = None
-        """Where the pass began that was begun last, or where the next one begins."""
+        """Start of the latest pass, or of the next one."""
         self._step = 0
-        """Of that pass; after the last batch handed out."""
+        """Step in that pass after the last batch handed out."""
         self._loaded = False
         self._length: int | None = None
         self._opened = ExitStack()
@@ -95,7 +95,7 @@ class ArrowFeed(FeedOptions):
         """Read the metadata, once.
 
         Raises:
-            InputError: Lists every error that metadata can tell, and that there are rows for every rank.
+            InputError: Lists every error that the metadata shows, such as too few rows for the ranks.
         """
         _ = self._layout
 
@@ -110,10 +110,10 @@ class ArrowFeed(FeedOptions):
         return self._layout.order.rows
 
     def __len__(self) -> int:
-        """Steps of an epoch, or more where the number of ranks or the batch size changed in the middle of this one.
+        """Return the steps of an epoch, or more if the number of ranks or the batch size changed in the middle of it.
 
-        Lightning ends an epoch when it has seen this many steps, those before a resume included. It asks once and
-        takes the answer for all epochs, so that an answer too small would cut epochs short; one too large does no harm.
+        Lightning ends an epoch after this many steps, including those before a resume. It asks once for all epochs, so
+        too small a number would cut epochs short; too large a number does no harm.
         """
         layout = self._layout
         here = self._position or Position.start_of(0, layout.order)
@@ -140,18 +140,18 @@ class ArrowFeed(FeedOptions):
         partitions = getattr(self._source, "partitions", ())
         if partitions and self.columns is None and self.rank == 0:
             log.warning(
-                "The data has folders named by columns (%s), which are not read: write the columns into the files if "
-                "the training needs them, or name `columns`.",
+                "Folders of the data are named after columns (%s), which are not read. Write these columns into the "
+                "files if the training needs them, or set `columns`.",
                 ", ".join(f"{name}=…" for name in partitions),
             )
         rest = share.total - share.full_steps * share.step_rows
         if rest and self.rank == 0 and not self.drop_last:
-            # Where the batch size that was asked for is not the one that is trained with.
+            # The batch size of some steps differs from the requested one.
             log.log(
                 logging.INFO if share.full_steps else logging.WARNING,
                 f"an epoch of {share.total} rows has {share.full_steps} steps of {share.step_rows} rows; the last "
-                f"{rest} rows make smaller steps, or come first in the next epoch where they are too few for the ranks "
-                "(`drop_last` leaves them out)",
+                f"{rest} rows make smaller steps, or come first in the next epoch if there are too few for the ranks "
+                "(`drop_last` drops them)",
             )
         return Layout(order, share)
 
@@ -161,7 +161,7 @@ class ArrowFeed(FeedOptions):
         return self._pass()
 
     def iter_batches(self) -> Iterator[Any]:
-        """The batches of all epochs, from the first row or from the position that was loaded."""
+        """Yield the batches of all epochs, from the first row or from the loaded position."""
         position = self._at() if self._is_fresh else Position.start_of(0, self._layout.order)
         while self.epochs is None or position.epoch < self.epochs:
             yield from self._pass(position)
@@ -169,32 +169,32 @@ class ArrowFeed(FeedOptions):
             position = self._at().normalized(self._layout)
             if left and position.epoch == self.epochs and self.rank == 0:
                 warnings.warn(
-                    f"The last {left} rows of the last epoch are left out: {self.world_size} ranks cannot share them.",
+                    f"The last {left} rows of the last epoch are not used: {self.world_size} ranks cannot share them.",
                     stacklevel=2,
                 )
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
-        """Where Lightning looks for `set_epoch`: at ``loader.batch_sampler.sampler``."""
+        """Object in which Lightning finds `set_epoch`, as ``loader.batch_sampler.sampler``."""
         return SimpleNamespace(sampler=self)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with `epoch`, unless a position was loaded.
 
-        Lightning's loops call this before each epoch. It brings the right order after a checkpoint that was saved at
-        the end of an epoch, from which stock Lightning restores no loader.
+        Lightning's loops call this before each epoch. It restores the order after a checkpoint from the end of an
+        epoch, because stock Lightning restores no loader from such a checkpoint.
         """
         if not (self._loaded and self._is_fresh) and self._upcoming().epoch != epoch:
             self._position, self._step, self._loaded = Position.start_of(epoch, self._layout.order), 0, False
 
     def begin_epoch(self, epoch: int) -> None:
-        """As `set_epoch`, from a loop that is sure to have left the epochs before: their rest is not wanted."""
+        """Like `set_epoch`, for a loop that has certainly left earlier epochs and skips what remains of them."""
         if self._upcoming().epoch < epoch:
             self._loaded = False
             self.set_epoch(epoch)
 
     def _upcoming(self) -> Position:
-        """Where the next iteration begins."""
+        """Return the start of the next iteration."""
         if self._position is None:
             return Position.start_of(0, self._layout.order)
         if self._is_fresh:
@@ -203,8 +203,8 @@ class ArrowFeed(FeedOptions):
         return position if position.step == 0 else Position.start_of(position.epoch + 1, self._layout.order)
 
     def _pass(self, position: Position | None = None) -> Iterator[Any]:
-        """The batches from `position`, or from where the next iteration begins, to the end of the epoch."""
-        # Nothing is read before the first batch is asked for: Lightning calls iter() to see whether it can.
+        """Yield the batches from `position`, or from the start of the next iteration, to the end of the epoch."""
+        # Read nothing before the first batch is requested: Lightning calls iter() to check that it works.
         _refuse_data_loader_workers()
         position = position or self._upcoming()
         self.close()
@@ -217,7 +217,7 @@ class ArrowFeed(FeedOptions):
                 yield batch
                 if self._opened is not opened:
                     raise RuntimeError("The feed was closed or iterated again while one of its iterators was in use.")
-            if self._is_fresh:  # a pass without a step is over all the same
+            if self._is_fresh:  # a pass without steps is over as well
                 self._position, self._step = position.normalized(self._layout), 0
         finally:
             if self._opened is opened:
@@ -230,7 +230,7 @@ class ArrowFeed(FeedOptions):
             return iter(())
         source, opened = self._source, self._opened
         spec = Spec(source, self._layout, self.rank, self._collate)
-        own = getattr(source, "batches", None)  # of rows that are no Arrow data
+        own = getattr(source, "batches", None)  # if the rows are not Arrow data
         if own is not None:
             return self._timed(own(spec, position, self.workers, opened=opened))
         if self.workers:
@@ -257,7 +257,7 @@ class ArrowFeed(FeedOptions):
             yield item
 
     def _for_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches as an accelerator takes them best; record batches, and those of a host alone, as they are."""
+        """Return batches prepared for the accelerator; record batches, and batches for the CPU, unchanged."""
         if self._collate is None or not (self.copy_ahead or self.pin_memory is not False):
             return batches
         from ..plumbing.devices import accelerator
@@ -268,7 +268,7 @@ class ArrowFeed(FeedOptions):
         return map(pinned, batches) if self.pin_memory or accelerator() is not None else batches
 
     def close(self) -> None:
-        """End the threads and processes that read ahead; the position stays."""
+        """End the threads and processes that read ahead; keep the position."""
         opened, self._opened = self._opened, ExitStack()
         opened.close()
 
@@ -276,7 +276,7 @@ class ArrowFeed(FeedOptions):
 
     @property
     def _is_fresh(self) -> bool:
-        """Whether the position was set and nothing was handed out since."""
+        """Whether no batch was handed out since the position was set."""
         return self._position is not None and self._step == self._position.step
 
     def _at(self) -> Position:
@@ -285,25 +285,25 @@ class ArrowFeed(FeedOptions):
 
     @property
     def _extent(self) -> list[int]:
-        """Numbers of rows and of row groups."""
+        """Number of rows and number of row groups."""
         return [sum(self._source.group_rows), len(self._source.group_rows)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out, as JSON values; the same on every rank."""
+        """Return the position after the last batch handed out, as JSON values; the same on every rank."""
         position = Position.start_of(0, self._layout.order) if self._position is None else self._at()
         return {**position.state(self._layout), "data": self._source.fingerprint, "extent": self._extent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the position of `state`, also on another number of ranks, batch size or sharding.
+        """Continue after the position of `state`, also with another number of ranks, batch size or sharding.
 
         Raises:
-            InputError: The data, or its order, is not that of the state.
+            InputError: The state belongs to other data or to another order.
         """
         if state.get("data", self._source.fingerprint) != self._source.fingerprint:
             now, before = self._extent, state.get("extent", self._extent)
             changed = "files, their sizes or row groups have changed"
             if now != before:
-                changed = f"it had {before[0]:,} rows in {before[1]:,} row groups, and has {now[0]:,} in {now[1]:,} now"
+                changed = f"it had {before[0]:,} rows in {before[1]:,} row groups, and now has {now[0]:,} in {now[1]:,}"
             raise InputError(
                 f"The position belongs to other data: {changed}. Resume with the data of the checkpoint, or start a "
                 "new run."
@@ -311,18 +311,18 @@ class ArrowFeed(FeedOptions):
         self.close()
         self._position = Position.restored(state, self._layout)
         self._step, self._loaded = self._position.step, True
-        told = self._length
-        if told is not None and len(self) > told:
+        reported = self._length
+        if reported is not None and len(self) > reported:
             warnings.warn(
-                f"An epoch of the feed now has {len(self)} steps, but its length was asked for before the position was "
-                f"loaded and was {told}: Lightning would cut epochs short. Use an ArrowDataModule, whose position "
-                "Lightning restores first.",
+                f"An epoch of the feed now has {len(self)} steps, but before the position was loaded its length was "
+                f"{reported}: Lightning would cut epochs short. Use an ArrowDataModule, whose position Lightning "
+                "restores first.",
                 stacklevel=2,
             )
 
 
 class ParquetArrowBatchFeeder(ArrowFeed):
-    """One pass over Parquet files in order, as record batches; what classes of the older runtime import.
+    """One pass over Parquet files in order, as record batches; classes of the older runtime import it.
 
     Args:
         parquet_paths: One or many paths.
@@ -344,10 +344,10 @@ def _refuse_data_loader_workers() -> None:
 
 
 def _collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:
-    """The function that turns a record batch into a batch, as the caller or a job names it.
+    """Return the function that turns a record batch into a batch, as named by the caller or a job.
 
     Raises:
-        TypeError: It is neither a callable nor the name of one.
+        TypeError: The value is neither a callable nor a name.
         ValueError: The name cannot be imported.
     """
     if chosen == "torch":
@@ -360,15 +360,15 @@ def _collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[An
 def imported(
     function: Callable[..., Any] | str, setting: str, expected: str = "a callable or 'module:function'"
 ) -> Callable[..., Any]:
-    """`function`, or the one behind ``module:function``, or ``module.function`` as configurations of Lightning have it.
+    """Return `function`, or import it by ``module:function``, or ``module.function`` as in Lightning's configurations.
 
     Args:
         function: The function, or its name.
-        setting: What gives it, for messages.
-        expected: What it may be, for messages.
+        setting: Name of the setting, for messages.
+        expected: Accepted values, for messages.
 
     Raises:
-        TypeError: It is neither a callable nor the name of one.
+        TypeError: The value is neither a callable nor a name.
         ValueError: The name cannot be imported.
     """
     found: Any = function

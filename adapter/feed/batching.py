@@ -1,4 +1,4 @@
-"""From row groups to the batches of each step: rows are decoded in chunks, ahead of training, and cut into batches."""
+"""Decode row groups in chunks, ahead of training, and cut them into the batches of each step."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["ReadAhead", "Rows", "Spec", "decoded", "rebatched"]
 
 CHUNK_BYTES = 32 << 20
 FIRST_CHUNK_BYTES = 1 << 18
-"""Training waits for the first chunk; those of the row groups that follow are larger."""
+"""Size of the first chunk, for which training waits; later chunks are larger."""
 
 Rows: TypeAlias = tuple[int, pa.RecordBatch]
-"""The place of the first row among those that are handed out, and the rows."""
+"""Index of the first row among the rows of the pass, and the rows."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that batches depend on; may be sent to another process."""
+    """Everything that determines the batches; can be sent to another process."""
 
     source: Source
     layout: Layout
@@ -38,7 +38,7 @@ class Spec:
 
 
 def decoded(spec: Spec, position: Position, steps: range, chunk_bytes: int = FIRST_CHUNK_BYTES) -> Iterator[Rows]:
-    """The rows from the first to the last that our rank needs for `steps` of a pass; no other row group is read.
+    """Yield the rows that this rank needs for `steps` of a pass; no other row group is read.
 
     Raises:
         InputError: Rows cannot be decoded, or a file has changed.
@@ -78,7 +78,7 @@ def _numbered(batches: Iterable[pa.RecordBatch], at: int) -> Iterator[Rows]:
 
 
 def rebatched(chunks: Iterator[Rows], intervals: Iterable[tuple[int, int]]) -> Iterator[pa.RecordBatch]:
-    """The rows of each interval, which come in order; a slice, without copies, where they lie in one chunk."""
+    """Yield the rows of each interval, in order; without a copy if they are in one chunk."""
     at = end = 0
     piece: Any = None  # a method of the chunk
     for start, stop in intervals:
@@ -97,25 +97,25 @@ def rebatched(chunks: Iterator[Rows], intervals: Iterable[tuple[int, int]]) -> I
 
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One batch of all rows, copied; also where dictionaries differ."""
+    """Return one batch with a copy of all rows, also if dictionaries differ."""
     columns = [pa.concat_arrays(parts) for parts in zip(*(batch.columns for batch in batches), strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=batches[0].schema)
 
 
 class ReadAhead(Generic[T]):
-    """The items of an iterator, which a thread asks for `ahead` of them before the consumer does.
+    """Items of an iterator that a thread reads up to `ahead` items before the consumer.
 
-    An error is raised when the consumer comes to the item that there should have been.
+    An error is raised when the consumer reaches the item in whose place it occurred.
 
     Raises:
-        ThreadLimitError: The system has no room for another thread.
+        ThreadLimitError: The system cannot start another thread.
     """
 
     def __init__(self, items: Iterator[T], ahead: int) -> None:
         self._items = items
         self._pool = ThreadPoolExecutor(1, "genlight-feed")
-        # Where nobody closes it: it ends with the item that it is at, and nobody waits, since garbage may be collected
-        # in that thread itself.
+        # If nobody closes it, the thread ends after its current item. Nobody waits for it, because garbage may be
+        # collected in that very thread.
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
         try:
             self._coming = deque(self._pool.submit(next, items, None) for _ in range(ahead))
@@ -136,5 +136,5 @@ class ReadAhead(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Wait for the item that is being made, and make no further ones."""
+        """Wait for the item in progress, and read no further ones."""
         self._pool.shutdown(cancel_futures=True)

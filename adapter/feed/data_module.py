@@ -1,4 +1,4 @@
-"""The feed as Lightning data modules: of files, of what a function returns, of a list of batches."""
+"""The feed as Lightning data modules: from files, from a function, or from a list of batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_TRAINING = ("shuffle", "seed", "drop_last", "shuffle_window")
 
 
 class _FeedDataModule(LightningDataModule, ABC):
-    """Has one feed of this rank for the whole run, since the feed carries the position."""
+    """Keeps one feed of this rank for the run, because the feed holds the position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,10 +28,10 @@ class _FeedDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def _make_feed(self) -> Any:
-        """The feed of this rank, from the first row on."""
+        """Return a feed of this rank that starts at the first row."""
 
     def train_dataloader(self) -> Any:
-        """The feed of this rank; the same one until the next `setup`."""
+        """Return the feed of this rank; the same one until the next `setup`."""
         if self._train is None:
             self._train = self._make_feed()
         return self._train
@@ -42,20 +42,20 @@ class _FeedDataModule(LightningDataModule, ABC):
         return self.train_dataloader()
 
     def _share(self) -> dict[str, Any]:
-        """The share of this rank, as `ArrowFeed` takes it."""
+        """Return the share of this rank as arguments of `ArrowFeed`."""
         trainer = self.trainer
         return {"rank": trainer.global_rank, "world_size": trainer.world_size} if trainer else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of a training feed of ours.
+        """Return the position of the training feed, if it is an `ArrowFeed`.
 
-        Lightning also saves it with the loader, but restores that only after it has asked for the number of steps, and
-        only within an epoch.
+        Lightning also saves it with the loader, but restores it only within an epoch, and only after it has read the
+        number of steps.
         """
         return {"train": self._train.state_dict()} if isinstance(self._train, ArrowFeed) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the position, where there is training to be done."""
+        """Continue after the position, if there is a training feed."""
         if isinstance(self._train, ArrowFeed) and "train" in state_dict:
             self._train.load_state_dict(state_dict["train"])
 
@@ -66,7 +66,7 @@ class _FeedDataModule(LightningDataModule, ABC):
                 feed.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Stop reading where the training has failed, too."""
+        """Stop reading after a failure, too."""
         self.teardown("fit")
 
 
@@ -74,16 +74,16 @@ class ArrowDataModule(_FeedDataModule):
     """Parquet files as training batches of this rank.
 
     An epoch of the Trainer is one pass over the data, so ``max_epochs`` and ``max_steps`` decide how long it trains;
-    the position goes into every Lightning checkpoint and is restored from it in the middle of an epoch.
+    every Lightning checkpoint contains the position and restores it in the middle of an epoch.
 
     Args:
         parquet_paths: Paths, folders, patterns or URLs of Parquet files.
         val_paths: Files of the validation data, read in order; None means no validation.
-        options: Those of `ArrowFeed`; order and `drop_last` are of the training data alone.
+        options: Options of `ArrowFeed`; order and `drop_last` apply only to the training data.
 
     Raises:
         ValueError: An argument is out of range, or `collate` cannot be imported.
-        TypeError: An argument is of another type, or there is no such option.
+        TypeError: An argument has the wrong type, or the option does not exist.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class ArrowDataModule(_FeedDataModule):
     ) -> None:
         super().__init__()
         self._paths, self._val_paths = parquet_paths, val_paths
-        # Refuses here what it would refuse in `setup`. LightningCLI reads the options from this call.
+        # Check the options now, not only in `setup`. LightningCLI reads the options from this call.
         ArrowFeed(parquet_paths, rank=0, world_size=1, epochs=None, filesystem=None, **options)
         self._training = {name: options.pop(name) for name in _OF_TRAINING if name in options}
         self._options = options
         if val_paths is None:
-            # Lightning takes any overridden method for a promise of data, and warns when it gives none.
+            # Lightning expects data from an overridden method, and warns if it returns none.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
     def setup(self, stage: str) -> None:
@@ -116,7 +116,7 @@ class ArrowDataModule(_FeedDataModule):
         return self._feed_of(self._paths, **self._training)
 
     def val_dataloader(self) -> ArrowFeed:
-        """One pass over the validation data each time; does not exist without `val_paths`."""
+        """Return one pass over the validation data; without `val_paths` the method does not exist."""
         if self._val is None:
             self.setup("validate")
         assert self._val is not None
@@ -131,23 +131,23 @@ class FunctionDataModule(_FeedDataModule):
 
     Args:
         function: A function of `ctx`, or of nothing, or its name as ``module:function``.
-        options: Those of `ArrowFeed`, for rows that are not yet in batches: `batch_size`, `shuffle`, `seed`,
+        options: Options of `ArrowFeed`, for rows that are not yet in batches: `batch_size`, `shuffle`, `seed`,
             `drop_last`, `workers`, `collate`, `pin_memory`, ….
 
     Raises:
         ValueError: An option is out of range, or a name cannot be imported.
-        TypeError: `function` is not one, or there is no such option.
+        TypeError: `function` is not a function, or the option does not exist.
     """
 
     def __init__(self, function: str | Callable[..., Any], **options: Any) -> None:
         super().__init__()
         self._function = imported(function, "data")
-        ArrowFeed((), rank=0, world_size=1, **options)  # refuses here what it would refuse later
+        ArrowFeed((), rank=0, world_size=1, **options)  # check the options now
         self._options = options
         self._context: StepContext | None = None
 
     def use_context(self, ctx: StepContext) -> None:
-        """Give the function this context, of this rank; else one without a job."""
+        """Pass this context of this rank to the function, instead of one without a job."""
         self._context = ctx
 
     def _make_feed(self) -> Any:
@@ -168,7 +168,7 @@ class MockDataModule(_FeedDataModule):
         batches: Raw batches as the trainer's ``prepare_batch`` takes them.
 
     Raises:
-        InputError: When the data is first asked for: there are fewer batches than ranks.
+        InputError: There are fewer batches than ranks; raised when the data is first requested.
     """
 
     def __init__(self, batches: Sequence[Any]) -> None:
@@ -183,7 +183,7 @@ class MockDataModule(_FeedDataModule):
 
 
 class _MockFeed(ArrowFeed):
-    """Has the batches by number as well, as the older runtime's had."""
+    """A feed whose batches can also be indexed, as in the older runtime."""
 
     def __init__(self, batches: list[Any], **share: Any) -> None:
         from .given import DatasetSource  # loads torch's data loaders
@@ -192,5 +192,5 @@ class _MockFeed(ArrowFeed):
         self._listed = batches
 
     def __getitem__(self, step: int) -> Any:
-        """The batch of this rank in a step."""
+        """Return the batch of this rank in a step."""
         return self._listed[self.rank :: self.world_size][: len(self)][step]

@@ -1,7 +1,7 @@
 """The data that a user's function returns, as batches of this rank with a position.
 
-Of rows that can be asked for by number the order is genlight's own; what hands out batches by itself is read again
-after a resume up to where it was. `feed_of` says which is which.
+Rows that have numbers come in genlight's own order. Other sources are read again after a resume, up to their position.
+`feed_of` lists the cases.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _OF_ARROW = ("columns", "filesystem", "readahead", "shuffle_window")
-"""Options of a feed that only Arrow data has a use for."""
+"""Options of a feed that apply only to Arrow data."""
 _END = object()
 
 
@@ -62,30 +62,30 @@ def call_with_context(function: Callable[..., Any], ctx: StepContext) -> Any:
     required = [each.name for each in parameters.values() if each.default is each.empty and each.kind not in _MANY]
     if unknown := [f"`{each}`" for each in required if each != "ctx"]:
         raise InputError(
-            f"The data function `{name}` requires {', '.join(unknown)}; genlight gives it `ctx`, or nothing. Write one "
-            f"that returns it: `def data(ctx): return lambda: {name}(…)`."
+            f"The data function `{name}` requires {', '.join(unknown)}, but genlight passes `ctx` or nothing. Write a "
+            f"function that returns it: `def data(ctx): return lambda: {name}(…)`."
         )
     return function(ctx=ctx) if "ctx" in parameters else function()
 
 
 def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str, Any]) -> Any:
-    """The data that `function` returns, as batches of the rank of `ctx`.
+    """Return the data that `function` returns, as batches of the rank of `ctx`.
 
-    - a map-style dataset: batches of rows in an order of ours, which depends on seed and epoch alone; ranks share each
-      step, and the position may be taken up by another number of ranks;
-    - a plain ``DataLoader`` over one: itself on one process, where its order is what a plain loop gets; on several
-      ranks its dataset as above, with its batch size, workers and collate function;
+    - a map-style dataset: batches of rows in genlight's order, which depends only on seed and epoch; ranks share each
+      step, and another number of ranks can continue from the position;
+    - a plain ``DataLoader`` over a map-style dataset: the loader itself on one process, in the order of a plain loop;
+      on several ranks its dataset as above, with its batch size, workers and collate function;
     - a table or a data frame: an `ArrowFeed`;
-    - whatever has a ``state_dict`` and ``load_state_dict`` of its own: itself;
+    - an object with ``state_dict`` and ``load_state_dict``: the object itself;
     - another iterable, or a callable that returns the next batch: `RepeatedRead`.
 
     Args:
-        function: Takes ``ctx``, or nothing. One that returns an iterator is called again for each pass.
-        ctx: Of this rank.
-        options: Those of `ArrowFeed`, for rows that are not yet in batches.
+        function: Takes ``ctx``, or nothing. If it returns an iterator, it is called again for each pass.
+        ctx: Context of this rank.
+        options: Options of `ArrowFeed`, for rows that are not yet in batches.
 
     Raises:
-        InputError: It returned something else, or something that several ranks cannot share.
+        InputError: The function returned something else, or data that several ranks cannot share.
     """
     given = call_with_context(function, ctx)
     name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -98,22 +98,24 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
     )
     unused = [option for option in options if option in _OF_ARROW] if is_dataset else sorted({*options} - {"seed"})
     if unused and ctx.rank == 0:
-        what = "rows that are no Arrow data" if is_dataset else "batches, and not rows"
-        log.warning("%s: no effect, since `%s` returns %s", ", ".join(map("`{}`".format, unused)), name, what)
+        what = "rows that are not Arrow data" if is_dataset else "batches, not rows"
+        log.warning("%s: no effect, because `%s` returns %s", ", ".join(map("`{}`".format, unused)), name, what)
     if is_dataset:
         return _dataset_feed(given, {**options, **ranks})
     if isinstance(given, DataLoader) and not isinstance(given.dataset, IterableDataset):
         return given if ctx.world_size == 1 else _shared_loader(given, name, {"seed": options.get("seed", 0), **ranks})
     if type(given) is DataLoader and given.persistent_workers:
-        # What workers drew in earlier epochs could not be read again.
-        log.info("`persistent_workers` of the DataLoader of `%s` has no effect: a resume reads its epoch again", name)
+        # The numbers that workers drew in earlier epochs could not be drawn again.
+        log.info(
+            "`persistent_workers` of the DataLoader of `%s` has no effect, because a resume reads its epoch again", name
+        )
         vars(given).update(persistent_workers=False)
     if hasattr(given, "state_dict") and hasattr(given, "load_state_dict") and hasattr(given, "__iter__"):
         return given
     if is_batch or not (hasattr(given, "__iter__") or callable(given)):
         raise InputError(
-            f"The data function `{name}` returned {shortened(repr(given), 100)}, a {type(given).__name__}. Return what "
-            "gives batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
+            f"The data function `{name}` returned {shortened(repr(given), 100)}, a {type(given).__name__}. Return a "
+            "source of batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
         )
     if ctx.world_size > 1 and hasattr(given, "__iter__") and "ctx" not in inspect.signature(function).parameters:
         raise InputError(
@@ -130,7 +132,7 @@ def _dataset_feed(dataset: Any, options: Mapping[str, Any]) -> ArrowFeed:
 
 
 def _shared_loader(loader: DataLoader[Any], name: str, options: Mapping[str, Any]) -> Any:
-    """The share of one rank in `loader`, over rows that can be asked for by number.
+    """Return the share of one rank in `loader`, whose rows have numbers.
 
     Raises:
         InputError: Its order is torch's own, the same on all ranks, and cannot be shared.
@@ -155,18 +157,18 @@ def _shared_loader(loader: DataLoader[Any], name: str, options: Mapping[str, Any
 
 
 class RepeatedRead:
-    """Batches of an iterable, or of a callable that returns the next one, that keeps no position.
+    """Batches of an iterable, or of a callable that returns the next batch, without a position.
 
-    A resume reads the batches again that were taken of the pass, with the random states with which it was begun, and
-    says so; of a callable that draws random numbers nothing is read again, since the states of the checkpoint say what
-    it draws next. On several ranks random numbers come from the seed, the rank and the number of the batch.
+    A resume reads the batches of the pass again, with the random states from its start, and logs that. A callable that
+    draws random numbers is not called again, because the random states of the checkpoint determine its next batch. On
+    several ranks, random numbers come from the seed, the rank and the number of the batch.
 
     Args:
         given: The iterable or the callable.
-        again: Gives it anew, for the next pass of an iterator and after a resume.
-        name: For messages.
-        ctx: Of this rank.
-        seed: Of the random numbers on several ranks.
+        again: Returns it again, for the next pass of an iterator and after a resume.
+        name: Name in messages.
+        ctx: Context of this rank.
+        seed: Seed of the random numbers on several ranks.
     """
 
     def __init__(self, given: Any, again: Callable[[], Any], name: str, ctx: StepContext, *, seed: int = 0) -> None:
@@ -175,7 +177,7 @@ class RepeatedRead:
         self._rank, self._world_size, self._seed = ctx.rank, ctx.world_size, seed
         self._passes = self._taken = 0
         self._begun: dict[str, Any] | None = None
-        """Random states with which the pass was begun, on one process; None between passes."""
+        """Random states at the start of the pass, on one process; None between passes."""
         self._draws = False
         """Whether the callable draws random numbers."""
         self._resumes = False
@@ -184,7 +186,7 @@ class RepeatedRead:
         return len(self._given)
 
     def __iter__(self) -> Iterator[Any]:
-        # All at the first batch: Lightning makes an iterator before that, which it does not use.
+        # All of this happens at the first batch: Lightning makes an iterator earlier that it does not use.
         taken, self._resumes = self._taken if self._resumes else 0, False
         if not taken:
             self._passes += 1
@@ -201,11 +203,11 @@ class RepeatedRead:
     def _anew(self) -> Iterator[Any]:
         given = self._again() if self._given is None else self._given
         batches: Iterator[Any] = _calls(given) if self._is_callable else iter(given)
-        self._given = None if batches is given else given  # an iterator is used up
+        self._given = None if batches is given else given  # an iterator can be read only once
         return batches
 
     def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """`batches`, with the random numbers of this rank."""
+        """Yield `batches`, drawn from the random numbers of this rank."""
         while True:
             with isolated_random_numbers() if self._world_size > 1 else nullcontext():
                 if self._world_size > 1:
@@ -218,10 +220,10 @@ class RepeatedRead:
             yield batch
 
     def _read_again(self, taken: int) -> Iterator[Any]:
-        """The batches that follow on `taken` ones, which are read for nothing.
+        """Read and drop `taken` batches; return the following ones.
 
         Raises:
-            InputError: There are fewer.
+            InputError: There are fewer than `taken`.
         """
         self._taken = 0
         states: list[Any] = []
@@ -234,22 +236,22 @@ class RepeatedRead:
                 states = [*states[:1], _host_states()]
         if self._taken < taken:
             raise InputError(
-                f"`{self._name}` gave {self._taken} batches; {taken} were taken of this pass before the checkpoint. "
+                f"`{self._name}` returned {self._taken} batches, but this pass had {taken} before the checkpoint. "
                 "Resume with the data of the checkpoint, or start a new run."
             )
-        said = f"`{self._name}` keeps no position: {taken} batches that were taken of this pass were read again"
+        report = f"`{self._name}` keeps no position: {taken} batches of this pass were read again"
         if states[0] == states[-1] or self._world_size > 1:
-            log.info(said)
+            log.info(report)
         else:
             log.warning(
-                f"{said}, and random numbers drawn between them. Where these decide which rows come later, as in a "
-                "shuffle buffer, the run is not bit-equal to one that was never interrupted: return a map-style "
-                "dataset, or give the iterable `state_dict` and `load_state_dict`"
+                f"{report}, and random numbers were drawn between them. If these choose later rows, as in a shuffle "
+                "buffer, the run is not bit-equal to an uninterrupted one: return a map-style dataset, or give the "
+                "iterable `state_dict` and `load_state_dict`"
             )
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches were taken of the pass, and what it was begun with."""
+        """Return the number of batches taken from the pass, and the random states from its start."""
         return {
             "passes": self._passes,
             "taken": self._taken,
@@ -259,17 +261,17 @@ class RepeatedRead:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batches that were taken.
+        """Continue after the batches that were taken.
 
         Raises:
-            InputError: It was saved on another number of ranks within a pass, or is of another kind of source.
+            InputError: The state was saved within a pass on another number of ranks, or by another kind of source.
         """
         if "taken" not in state or "passes" not in state:
             raise InputError(f"The position belongs to another kind of source; it has {', '.join(sorted(state))}.")
         if state["taken"] and not state["draws"] and state["world_size"] != self._world_size:
             raise InputError(
-                f"`{self._name}` shares its batches by itself: a position within a pass on {state['world_size']} ranks "
-                f"is none on {self._world_size}. Resume with as many, or return a map-style dataset."
+                f"`{self._name}` shares its batches itself, so a position within a pass on {state['world_size']} ranks "
+                f"does not apply to {self._world_size}. Resume with as many ranks, or return a map-style dataset."
             )
         self._passes, self._taken = state["passes"], state["taken"]
         self._begun, self._draws = state["begun"], state["draws"]
@@ -291,22 +293,22 @@ def _host_states() -> tuple[bytes, str, tuple[Any, ...]]:
 
 
 class DatasetSource:
-    """Rows of a dataset with ``__getitem__`` and ``__len__``, all of them shuffled among each other.
+    """Rows of a dataset with ``__getitem__`` and ``__len__``, shuffled over the complete dataset.
 
     Args:
-        dataset: Where workers are asked for, it is sent to them; it may have ``__getitems__``, which gets a list.
+        dataset: Sent to workers, if there are any. Its ``__getitems__``, if it has one, gets a list of row numbers.
     """
 
     schema = pa.schema([])
     fingerprint = "dataset"
-    """The number of rows is part of each position; what is in them only the user knows."""
+    """Constant, because only the user knows the contents; the number of rows is part of each position."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.group_rows = (len(dataset),)
 
     def batches(self, spec: Spec, position: Position, workers: int, *, opened: ExitStack) -> Iterator[Any]:
-        """The batches of an epoch from `position` on. Workers of the next one see what changed in the dataset."""
+        """Return the batches of an epoch from `position` on. Changes of the dataset reach workers in the next epoch."""
         steps, seed = _rows_of_steps(spec, position), spec.layout.order.seed
         make = partial(_batch, self.dataset, spec.collate, of_worker=workers > 0)
         if workers:
@@ -315,7 +317,7 @@ class DatasetSource:
 
 
 def _rows_of_steps(spec: Spec, position: Position) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """For each step of an epoch what random numbers of workers depend on, and the rows of our rank."""
+    """Yield, for each step of an epoch, the seed of its random numbers in workers, and the rows of this rank."""
     share, order = spec.layout.share(position.rows), spec.layout.order
     spans = [
         (order.window_permutation(epoch, 0, 0, order.rows) if order.shuffle else np.arange(order.rows))[first:end]
@@ -330,7 +332,7 @@ def _rows_of_steps(spec: Spec, position: Position) -> Iterator[tuple[tuple[int, 
 def _batch(
     dataset: Any, collate: Callable[[Any], Any] | None, step: tuple[tuple[int, ...], list[int]], *, of_worker: bool
 ) -> Any:
-    """The batch of a step; a worker draws it from random numbers that neither a resume nor other workers change."""
+    """Return the batch of a step; in a worker its random numbers depend on neither a resume nor other workers."""
     entropy, rows = step
     if of_worker:
         draw_from(entropy)

@@ -22,7 +22,7 @@ def _are_different(columns: Collection[Any]) -> bool:
 class FeedOptions:
     """Settings of a feed: order, batches and processes.
 
-    A dataclass and no struct, since `ArrowFeed` takes its fields as arguments of its own.
+    This is a dataclass, not a struct, because `ArrowFeed` takes the fields as arguments.
     """
 
     batch_size: Positive = 32
@@ -33,7 +33,7 @@ class FeedOptions:
         Annotated[
             Sequence[NonBlank],
             Meta(min_length=1),
-            Rule("a list of different column names", _are_different, way_out="Leave it out for all of them."),
+            Rule("a list of different column names", _are_different, way_out="Omit it to read all columns."),
             example(["image", "label"]),
         ]
         | None
@@ -42,7 +42,7 @@ class FeedOptions:
     shuffle: bool = False
     """A different order in each epoch: of row groups, and of rows within `shuffle_window`."""
     seed: Count = 0
-    """Seed of the order, which depends only on this and the epoch; in a job the job's `seed` by default."""
+    """Seed of the order. The order depends only on it and the epoch; in a job it is the job's `seed` by default."""
     epochs: Annotated[Positive, example(3)] | None = None
     """Passes over the data; by default it repeats without end."""
     drop_last: bool = False
@@ -54,13 +54,13 @@ class FeedOptions:
     """Size of the window, in rows, within which rows are shuffled; they are in memory meanwhile."""
     workers: Count = 0
     """Processes that decode and collate; 0 uses the training process. Order and position are the same for any
-    number. Tensors pass through `/dev/shm`, which has 64 MiB in a container by default."""
+    number. Tensors pass through `/dev/shm`; in a container it has 64 MiB by default."""
     pin_memory: bool | None = None
-    """Hand out the tensors of `collate` in pinned memory, from which `.to(device, non_blocking=True)` does not wait; by
-    default where there is an accelerator."""
+    """Hand out the tensors of `collate` in pinned memory, so that `.to(device, non_blocking=True)` does not wait; on by
+    default if there is an accelerator."""
     copy_ahead: bool = False
-    """Hand out tensors on the accelerator, copied while the step before trains; needs `collate` `torch`, or `workers`:
-    another `collate` would be called a step early, and would draw other random numbers after a resume."""
+    """Hand out tensors on the accelerator, copied during the step before; needs `collate` `torch`, or `workers`.
+    Another `collate` would be called a step early, and would draw other random numbers after a resume."""
     # The text first: jsonargparse would save it as an instance that cannot be serialized.
     collate: str | Callable[[Any], Any] | None = None
     """Converts record batches: `torch` gives a dictionary of tensors, lists padded with zeros and their lengths under

@@ -1,7 +1,7 @@
-"""Batches that the processes of a torch data loader make, in the same order for any number of them.
+"""Batches made by the worker processes of a torch data loader, in the same order for any number of workers.
 
-The loader brings blocks of steps back in order. Which rows a step has follows from its number, so the position is
-counted where the batches are handed out, and what the workers hold ready does not matter.
+The loader returns blocks of steps in order. The number of a step determines its rows, so the position counts the
+batches that were handed out, whatever the workers hold ready.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IPC = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=F
 
 
 class _Made(Dataset[Any]):
-    """What `make` makes of an item."""
+    """A dataset that applies `make` to each item."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self._make = make
@@ -45,7 +45,7 @@ def _as_it_is(made: Any) -> Any:
 def made_by_workers(
     make: Callable[[Any], Any], items: Iterator[Any], workers: int, *, ahead: int, seed: int, opened: ExitStack
 ) -> Iterator[Any]:
-    """What `workers` processes make of `items`, in order; they end with `opened`, and outlive a stop signal.
+    """Apply `make` to `items` in `workers` processes, in order. They end with `opened` and ignore stop signals.
 
     Raises:
         InputError: The processes cannot be started.
@@ -57,7 +57,7 @@ def made_by_workers(
         num_workers=workers,
         prefetch_factor=max(ahead, 1),
         collate_fn=_as_it_is,
-        # Its own: the default would draw from the training process's random numbers.
+        # The default would draw from the training process's random numbers.
         generator=torch.Generator().manual_seed(seed),
     )
     try:
@@ -65,8 +65,8 @@ def made_by_workers(
     except OSError as error:
         raise InputError(
             f"{workers} data workers could not be started: {error.strerror or error}. They need room in /dev/shm, "
-            "processes (`ulimit -u`, or the container's limit on pids) and open files (`ulimit -n`); make room, or "
-            "train with fewer `workers`, of which 0 needs none of it."
+            "processes (`ulimit -u`, or the container's limit on pids) and open files (`ulimit -n`). Raise these "
+            "limits, or train with fewer `workers`; 0 needs none of them."
         ) from error
     opened.callback(made._shutdown_workers)  # type: ignore[attr-defined]
     return _with_way_out(made)
@@ -79,7 +79,7 @@ def _with_way_out(batches: Iterator[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         except RuntimeError as error:
-            # A collate function of torch takes shared memory itself, a worker whose memory is short is killed.
+            # A collate function of torch allocates shared memory itself; a worker that gets too little is killed.
             if NO_SPACE in str(error) or "shared memory" in str(error):
                 raise hand_over_error(f"{NO_SPACE}: {str(error).strip().rpartition(chr(10))[2]}") from None
             raise
@@ -87,10 +87,10 @@ def _with_way_out(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def arrow_batches(spec: Spec, position: Position, workers: int, *, ahead: int, opened: ExitStack) -> Iterator[Any]:
-    """The batches of a pass from `position` on, which workers decode in blocks of about one row group.
+    """Yield the batches of a pass from `position` on; workers decode them in blocks of about one row group.
 
     Raises:
-        InputError: The processes cannot be started, or one of them had it; then the batches before it have come.
+        InputError: The processes cannot be started, or one of them raised it; the batches before it are yielded first.
     """
     share, group_rows = spec.layout.share(position.rows), spec.layout.order.group_rows
     own_rows = share.batch_size if share.shard == "row_groups" else share.step_rows
@@ -104,7 +104,7 @@ def arrow_batches(spec: Spec, position: Position, workers: int, *, ahead: int, o
 
 
 def _block(spec: Spec, position: Position, steps: range) -> tuple[Any, str | None]:
-    """The batches of a block, and the error that ended it after these; record batches as one Arrow IPC stream."""
+    """Return the batches of a block and the error that ended it; record batches as one Arrow IPC stream."""
     made: list[Any] = []
     error = None
     try:
@@ -120,13 +120,13 @@ def _block(spec: Spec, position: Position, steps: range) -> tuple[Any, str | Non
 
 
 def entropy_of(spec: Spec, position: Position, step: int) -> tuple[int, ...]:
-    """The seed of the random numbers of a step: it depends on its rows, not the number of workers, nor a resume."""
+    """Return the seed of a step's random numbers. It depends on its rows, not on the number of workers or a resume."""
     rows_left = position.rows - spec.layout.share(position.rows).consumed(step)
     return (spec.layout.order.seed, 2, position.epoch, rows_left, spec.rank)
 
 
 def draw_from(entropy: Sequence[int]) -> None:
-    """Seed the generators of the host, those of Python, NumPy and torch, which a user's code draws from."""
+    """Seed the generators of Python, NumPy and torch (host) for the user's code."""
     words = np.random.SeedSequence(entropy).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
@@ -134,7 +134,7 @@ def draw_from(entropy: Sequence[int]) -> None:
 
 
 def _packed(spec: Spec, batches: list[pa.RecordBatch]) -> bytes:
-    """The batches as one stream: a slice that is pickled would take its whole parent along."""
+    """Return the batches as one stream: pickling a slice would include all rows of its parent."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, spec.source.schema, options=_IPC) as writer:
         for batch in batches:

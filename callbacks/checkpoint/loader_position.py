@@ -1,8 +1,8 @@
 """A plain ``DataLoader`` that continues in the middle of an epoch.
 
-The loader, with workers, shuffling and all, gives the batches that a plain loop gets from it. What is added is its
-position: the random state from which the sampler drew the order of the epoch, and the number of batches taken. A resume
-draws that order again and skips their rows without reading them. The random states of workers are part of the position.
+The loader yields the same batches as in a plain loop, including workers and shuffling. Its position is added: the
+random state from which the sampler drew the order of the epoch, and the number of batches taken. A resume draws that
+order again and skips the rows of those batches without reading them. The random states of workers belong to it.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ log = logging.getLogger(__name__)
 
 _POSITIONS = "loader_positions"
 _IS_EARLY = "data_is_set_up_early"
-"""The member of a loop whose data was set up before its state was restored."""
+"""Attribute of a loop whose data was set up before its state was restored."""
 _BEGUN = "epoch_begun_with"
-"""The member of a position that no other state of a loader has."""
+"""Key that only positions made here have."""
 WORKERS = "genlight_workers"
-"""The member of a loader's state that ranks do not have alike: states of its workers and of its dataset."""
+"""Key in a loader's state for the states of its workers and its dataset, which differ between ranks."""
 _FETCHED = "fetched_batches"
-"""The member of a checkpoint, and of a loop, that has the batches which Lightning has fetched ahead, of each rank."""
+"""Key in a checkpoint and attribute of a loop: the batches of each rank that Lightning has fetched ahead."""
 _ENDED = "ended_loaders"
-"""The member of a checkpoint, and of a loop, that says which of several loaders had already ended in the epoch."""
+"""Key in a checkpoint and attribute of a loop: which of several loaders have already ended in the epoch."""
 
 require_names("torch", _MultiProcessingDataLoaderIter, "_try_put_index", "_prefetch_factor")
 
@@ -81,10 +81,11 @@ _DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def with_position(loader: Any, world_size: int) -> Any:
-    """`loader` with a position, if it is a plain ``DataLoader`` over rows whose order torch decides; else as it is.
+    """Return `loader` with a position if it is a plain ``DataLoader`` over rows whose order torch decides.
 
-    On several ranks a checkpoint has one position for all of them, so that ranks which draw orders of their own have
-    none. A loader of torchdata, which has a position, keeps the random states of its workers as well.
+    Any other loader is returned unchanged. On several ranks a checkpoint has one position for all of them, so loaders
+    whose order differs between ranks get none. Loaders of torchdata have a position; they also keep the random states
+    of their workers.
     """
     if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__):
         return loader if isinstance(loader, _KeepsWorkers) else _derived(loader, _KeepsWorkers)
@@ -101,21 +102,21 @@ def keep_positions(
     before_first_batch: Callable[[pl.Trainer], None],
     before_iterators: Callable[[pl.Trainer], None],
 ) -> None:
-    """Have Lightning's own loop use the training loaders of `trainer` with positions, from the next fit on.
+    """Make Lightning's own loop use training loaders with positions from the next fit on.
 
     Args:
-        trainer: The loop of a trainer class does all of this itself.
-        before_first_batch: Called when an epoch begins, before the loop takes a batch, which may draw random numbers.
+        trainer: Its loop must be Lightning's own; the loop of a trainer class does all of this itself.
+        before_first_batch: Called when an epoch begins, before the first batch, which may draw random numbers.
         before_iterators: Called once the loaders exist and have their positions.
     """
     loop = trainer.fit_loop
     if type(loop) is not FitLoop:
         return
-    if loop._combined_loader is not None:  # a callback asked for the loaders in its `setup`, and got them as they are
+    if loop._combined_loader is not None:  # made earlier, for the `setup` of a callback
         loop._combined_loader.reset()
         loop._combined_loader = None
 
-    def load_states() -> None:  # the last that Lightning does before it makes iterators
+    def load_states() -> None:  # the last step of Lightning before it makes iterators
         combined = loop._combined_loader
         assert combined is not None
         found = [with_position(loader, trainer.world_size) for loader in combined.flattened]
@@ -137,9 +138,9 @@ def keep_positions(
             begin_and_leave(positioned)
         elif fetched is None and trainer.is_global_zero:
             log.warning(
-                "The batch that follows on the checkpoint is lost: Lightning had fetched it, to know whether the one "
-                "before was the last of a loader without length, and the checkpoint does not hold it, since its type "
-                "cannot be stored, or this rank did not exist. Give the loader `__len__`."
+                "The batch after the checkpoint is lost. Lightning had fetched it to know whether the batch before it "
+                "was the last one of a loader without length. The checkpoint does not contain it, because its type "
+                "cannot be stored or this rank did not exist. Give the loader `__len__`."
             )
         elif fetched:
             parts = [batches_of_loaders(combined, batch) for batch in fetched]
@@ -176,9 +177,9 @@ def _restore_epoch(loop: FitLoop) -> None:
 
 
 def set_up_data(loop: FitLoop, set_up: Callable[[], None]) -> None:
-    """Set up the data of `loop` by `set_up`, also if somebody asks for it before the state of the loop is restored.
+    """Set up the data of `loop` by `set_up`, also before the state of the loop is restored.
 
-    ``trainer.estimated_stepping_batches``, which schedules need, does so in `configure_optimizers`.
+    ``trainer.estimated_stepping_batches``, which schedules need, asks for the data in `configure_optimizers`.
     """
     is_restored = loop._loaded_from_state_dict
     if loop._combined_loader is None and loop.trainer.ckpt_path is not None and not is_restored:
@@ -197,7 +198,7 @@ def set_up_data(loop: FitLoop, set_up: Callable[[], None]) -> None:
 
 
 def forget_positions(trainer: pl.Trainer) -> None:
-    """End what `keep_positions` began."""
+    """Undo `keep_positions`."""
     for name in ("_load_combined_loader_states", "setup_data", _IS_EARLY, _FETCHED, _ENDED):
         vars(trainer.fit_loop).pop(name, None)
     trainer.fit_loop.epoch_loop.__dict__.pop("on_run_start", None)
@@ -211,9 +212,9 @@ def is_stateful(loader: Any) -> bool:
 def set_positions_aside(
     trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any], channel: Channel
 ) -> None:
-    """Move what genlight adds to the states of loaders in `checkpoint` to `parts`, which are genlight's. Collective.
+    """Move genlight's additions to the states of loaders from `checkpoint` to `parts`. Collective.
 
-    A Trainer without `keep_positions`, whose loaders are plain, refuses states that none of its loaders takes.
+    A Trainer without `keep_positions` would refuse states that none of its plain loaders can load.
     """
     if _POSITIONS in parts:
         return  # moved already, if two callbacks save into folders of their own
@@ -235,7 +236,7 @@ def set_positions_aside(
 
 
 def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any]) -> None:
-    """Give what `set_positions_aside` has moved to the loop of `trainer`, before it is restored."""
+    """Move the states back that `set_positions_aside` has moved, before the loop of `trainer` is restored."""
     states, rank = checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", []), trainer.global_rank
     for index, state in parts.pop(_POSITIONS, ()) if type(trainer.fit_loop) is FitLoop else ():
         states.insert(index, state)
@@ -250,9 +251,9 @@ def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts
 
 
 def _fetched_ahead(loop: FitLoop) -> list[Any] | None:
-    """The batches that Lightning took from loaders without length to know which is the last; None if not storable.
+    """Return the batches that Lightning has fetched ahead from loaders without length; None if they cannot be stored.
 
-    The positions of these loaders are behind them.
+    The positions of these loaders are after these batches.
     """
     fetcher, combined = loop._data_fetcher, loop._combined_loader
     if (
@@ -274,9 +275,9 @@ def _is_ours(state: Any) -> bool:
 
 
 def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """The generators that `loaders` and their samplers were given, each once, in the order of the loaders.
+    """Return the generators of `loaders` and their samplers, each once, in the order of the loaders.
 
-    A loader of torchdata keeps its position, but not what its iterator drew from such a generator beside the order.
+    A loader of torchdata keeps its position, but not the further numbers that its iterator drew from such a generator.
     """
     holders = (holder for loader in loaders for holder in (loader, getattr(loader, "sampler", None)))
     found = (getattr(holder, "generator", None) for holder in holders)
@@ -284,9 +285,9 @@ def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
 
 
 def warn_of_lost_positions(trainer: pl.Trainer, *, is_within_epoch: bool) -> None:
-    """Say what the training loaders cannot restore, and name those without a state, which begin with their first batch.
+    """Warn of what the training loaders cannot restore, and of loaders without a state, which start again.
 
-    A loader whose ``begins_anew`` is true does so on purpose. Its ``lost_on_resume``, if it has one, says what is lost.
+    A loader whose ``begins_anew`` is true starts again on purpose. Its ``lost_on_resume``, if set, is the warning.
     """
     for loader in CombinedLoader(trainer.train_dataloader).flattened:  # a list of batches is one loader
         lost, begins_anew = getattr(loader, "lost_on_resume", None), getattr(loader, "begins_anew", False)
@@ -295,13 +296,13 @@ def warn_of_lost_positions(trainer: pl.Trainer, *, is_within_epoch: bool) -> Non
         keeps_no_workers = isinstance(loader, DataLoader) and not isinstance(loader, PositionedLoader | _KeepsWorkers)
         if is_within_epoch and is_stateful(loader) and keeps_no_workers and loader.num_workers:
             log.warning(
-                "Random numbers drawn in the workers of the %s are not those of an uninterrupted run: its class keeps "
-                "a state of its own, which has none of them.",
+                "Random numbers drawn in the workers of the %s differ from an uninterrupted run, because the state of "
+                "this class does not include them.",
                 type(loader).__name__,
             )
         if is_within_epoch and not begins_anew and not is_stateful(loader):
             log.warning(
-                "The run continues within an epoch, but its %s keeps no position: it begins with its first batch. "
+                "The run continues within an epoch, but its %s keeps no position and starts with its first batch. "
                 "Use torchdata.stateful_dataloader.StatefulDataLoader (`pip install torchdata`), which takes the same "
                 "arguments, give yours `state_dict` and `load_state_dict`, or save between epochs.",
                 type(loader).__name__,
@@ -309,9 +310,9 @@ def warn_of_lost_positions(trainer: pl.Trainer, *, is_within_epoch: bool) -> Non
 
 
 def begin_and_leave(loaders: Iterable[Any]) -> None:
-    """Have loaders take up their position behind the last batch of an epoch, so that the next pass is a new one.
+    """Move loaders past the last batch of an epoch, so that the next pass is a new one.
 
-    There may be batches left, if ``limit_train_batches`` or a shorter loader beside them ended the epoch.
+    Batches may be left if ``limit_train_batches`` or a shorter loader ended the epoch.
     """
     with isolated_random_numbers():
         for loader in loaders:
@@ -328,7 +329,7 @@ class PositionedLoader(DataLoader[Any]):
     draw continue as well, in this process and in as many workers as the checkpoint was saved with.
 
     Args:
-        loader: What it is made of. Workers that `loader` has started already are not used.
+        loader: The loader to extend. Workers that it has already started are not used.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -344,13 +345,13 @@ class PositionedLoader(DataLoader[Any]):
         self._is_seeded = True
         """Whether the epoch drew the seed of new workers before it drew its order."""
         self._to_restore: dict[str, Any] | None = None
-        """The state of workers and dataset that the first pass after a resume continues with."""
+        """State of the workers and the dataset for the first pass after a resume."""
         self.lost_on_resume: str | None = None
         """The reason why random numbers of workers cannot be restored, for a warning."""
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # All of this at the first batch, as in a plain loop. Lightning makes iterators earlier, and does not use some.
+        # All of this happens at the first batch, as in a plain loop: Lightning makes iterators that it does not use.
         restored, self._to_restore = self._to_restore or {}, None
         for generator, state in zip(self._own_generators(), restored.get("own", ()), strict=False):
             set_state(generator, state)
@@ -383,17 +384,17 @@ class PositionedLoader(DataLoader[Any]):
             return super().__iter__()
 
     def _rest(self, begun: Mapping[str, Any], restored: Mapping[str, Any]) -> Iterator[Any]:
-        """The batches of an epoch that follow on those taken."""
+        """Return the remaining batches of an epoch."""
         order = self._order(begun)
         batches = self._start({"started": begun, **restored})
-        # Each worker gets the batches that it would have got, and keeps its part in later epochs.
+        # Each worker gets the same batches as in an uninterrupted run, also in later epochs.
         hand_out(batches, order, first_worker=self._batches)
         if self.persistent_workers:
             self._iterator = batches
         return cast("Iterator[Any]", batches)
 
     def _order(self, begun: Mapping[str, Any]) -> Iterator[Any]:
-        """The order of an epoch without the batches taken; generators are as when that many had been taken."""
+        """Return the order of an epoch without the batches already taken; generators end up as after those batches."""
         with isolated_random_numbers():
             self._set_random_states(begun)
             if self._is_seeded:
@@ -401,11 +402,11 @@ class PositionedLoader(DataLoader[Any]):
             order = iter(self._index_source)
             deque(islice(order, self._batches), maxlen=0)
             first = [] if self._batches else list(islice(order, 1))  # the order is drawn with its first item
-        # No item is asked for sooner than without the resume: after its last one, a sampler of torch draws once more.
+        # Ask for no item earlier than an uninterrupted run: after its last one, a sampler of torch draws once more.
         return chain(first, order)
 
     def _start(self, restored: Mapping[str, Any]) -> Any:
-        """An iterator whose workers continue from `restored`. Its first pass has no batches, the next ones have all."""
+        """Return an iterator whose workers continue from `restored`. Its first pass is empty, later ones complete."""
         before = [generator.get_state() for generator in generators_of([self])]
         self._started = restored["started"]
         loader: DataLoader[Any] = object.__new__(DataLoader)
@@ -433,7 +434,7 @@ class PositionedLoader(DataLoader[Any]):
 
     @property
     def _index_source(self) -> Any:
-        """The sampler that decides which rows each batch has."""
+        """The sampler that chooses the rows of each batch."""
         return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     def _random_states(self) -> dict[str, Any]:
@@ -446,14 +447,14 @@ class PositionedLoader(DataLoader[Any]):
             generator.set_state(state.cpu())
 
     def _own_generators(self) -> list[Any]:
-        """The generators that the dataset and the collate function hold, if they are called in this process."""
+        """Return the generators of the dataset and the collate function, if these run in this process."""
         if self.num_workers:
             return []
         known = {id(generator) for generator in generators_of([self])}
         return [each for each in own_generators(self.dataset, self.collate_fn) if id(each) not in known]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for a checkpoint; its member `WORKERS` may differ between ranks."""
+        """Return the position for a checkpoint; its entry `WORKERS` may differ between ranks."""
         return {
             _BEGUN: self._begun,
             "batches": self._batches,
@@ -479,7 +480,7 @@ class PositionedLoader(DataLoader[Any]):
         """Continue after the batches that were taken.
 
         Raises:
-            InputError: The loader has another number of rows on this rank, or orders or batches them otherwise.
+            InputError: The loader has another number of rows on this rank, another sampler or another batch size.
         """
         now = self.state_dict()
         names = [name for name in ("rows", "batch_size", "sampler") if state[name] != now[name]]
@@ -516,7 +517,7 @@ class PositionedLoader(DataLoader[Any]):
 
 
 def _derived(loader: Any, mixin: type, **attributes: Any) -> Any:
-    """`loader` as an object of a class that derives from `mixin` and from its own; the two share all attributes."""
+    """Return `loader` as an object of a class derived from `mixin` and its own class; both share all attributes."""
     kind = type(loader)
     derived: Any = object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
     object.__setattr__(derived, "__dict__", vars(loader))
@@ -525,7 +526,7 @@ def _derived(loader: Any, mixin: type, **attributes: Any) -> Any:
 
 
 class _GivesBack:
-    """A loader whose next pass begins with batches that were taken from it before."""
+    """A loader whose next pass begins with batches that were already fetched from it."""
 
     given_back: list[Any]
 
@@ -551,7 +552,7 @@ class _KeepsWorkers(DataLoader[Any]):
         restored, self._restored = getattr(self, "_restored", {}), {}
         if not hasattr(self, "_states"):
             self._states, self._begun_with = WorkerStates(), []
-        # What torchdata reads again, the workers draw again.
+        # Workers draw numbers again for the batches that torchdata reads again.
         states = restored.get("begun" if restored.get("reads_again") else "states", ())
         isolated = isolated_random_numbers() if restored else contextlib.nullcontext()
         with isolated, self._states.attached(self, states):
@@ -580,7 +581,7 @@ class _KeepsWorkers(DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of torchdata, and the random states."""
+        """Return the state of torchdata together with the random states."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         snapshot = state.get("_snapshot", {}).get("_worker_snapshots", {})
         since = state.get("_steps_since_snapshot", 0)
@@ -593,7 +594,7 @@ class _KeepsWorkers(DataLoader[Any]):
         return {**state, WORKERS: workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave."""
+        """Continue from a result of `state_dict`."""
         self._restored = state.get(WORKERS) or {}
         self._continues = True
         super().load_state_dict({name: value for name, value in state.items() if name != WORKERS})  # type: ignore[misc]
@@ -606,7 +607,7 @@ def _is_read_again(worker: Mapping[str, Any]) -> bool:
 
 
 class _HeldBack:
-    """A sampler that gives nothing at first, so that workers can be started without work."""
+    """A sampler that is empty at first, so that workers start without work."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -620,12 +621,12 @@ class _HeldBack:
 
 
 def hand_out(iterator: Any, indices: Iterable[Any], *, first_worker: int) -> None:
-    """Have an `iterator` of torch that has no work hand out these batches of indices.
+    """Make a torch `iterator` without work hand out these batches of indices.
 
     Args:
-        iterator: It is in an empty pass.
-        indices: The first goes to `first_worker`, counted around, the next to the worker after it.
-        first_worker: Of as many workers as there are; without workers it has no effect.
+        iterator: An iterator in an empty pass.
+        indices: The first goes to `first_worker`, each following one to the next worker.
+        first_worker: Taken modulo the number of workers; without workers it has no effect.
     """
     iterator._sampler_iter = iter(indices)
     workers = iterator._num_workers

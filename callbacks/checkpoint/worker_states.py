@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SEARCHED_ITEMS = 1_000
-"""A longer list or dictionary holds data, and is not searched for generators."""
+"""Maximum size of a list or dictionary that is searched for generators; longer ones hold data."""
 _SEARCHED_OBJECTS = 10_000
 _ATOMS = (str, bytes, int, float, complex, type, types.ModuleType, torch.Tensor, np.ndarray, type(None))
 
@@ -57,7 +57,7 @@ class WorkerStates:
         """Have the workers that `loader` starts in this block send their states; the loader itself stays as it is.
 
         Args:
-            loader: Reads its collate function and its `worker_init_fn` when it starts workers.
+            loader: The loader, which reads its collate function and `worker_init_fn` when it starts workers.
             restored: States with which the workers continue, one for each; if empty, they begin as torch seeds them.
         """
         if loader.num_workers == 0:
@@ -74,7 +74,7 @@ class WorkerStates:
             loader.collate_fn, loader.worker_init_fn = collate, init
 
     def take(self, delivery: Any) -> Any:
-        """The batch that a worker sent, whose states are kept; a batch of this process as it is."""
+        """Return the batch of a delivery and keep the worker's states; return a batch of this process unchanged."""
         if not isinstance(delivery, _Delivery):
             return delivery
         if delivery.states is not None:
@@ -120,14 +120,14 @@ class _Sender:
 
 
 def _begin(sender: _Sender, init: Callable[[int], None] | None, states: Sequence[Any], worker: int) -> None:
-    """In a new worker, which torch has seeded."""
+    """Prepare a new worker that torch has already seeded."""
     if init is not None:
         init(worker)
     sender.begin(states[worker])
 
 
 def _random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:
-    """The random states of the host in this process, and those of `generators`, as plain values and arrays."""
+    """Return the random states of the host and of `generators` as plain values and arrays."""
     return {
         "python": state_of(random),
         "numpy": np.random.get_state(legacy=False),
@@ -137,7 +137,7 @@ def _random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _restore_random_states(states: dict[str, Any], generators: Sequence[Any] = ()) -> None:
-    """Take over what `_random_states` gave."""
+    """Restore a result of `_random_states`."""
     set_state(random, states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(torch.from_numpy(states["torch"]))
@@ -146,7 +146,7 @@ def _restore_random_states(states: dict[str, Any], generators: Sequence[Any] = (
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a generator of random numbers, as plain values and arrays."""
+    """Return the state of a generator of random numbers as plain values and arrays."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy()
     if isinstance(generator, np.random.Generator):
@@ -158,7 +158,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Take over what `state_of` gave."""
+    """Restore a result of `state_of`."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.from_numpy(state))
     elif isinstance(generator, np.random.Generator):
@@ -170,7 +170,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def own_generators(*roots: Any) -> list[Any]:
-    """The generators of random numbers that `roots` hold, each once, in an order that does not change.
+    """Return the generators of random numbers that `roots` hold, each once, in a stable order.
 
     Attributes, closures and small containers are searched, not the data in them.
     """

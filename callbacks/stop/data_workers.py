@@ -36,7 +36,7 @@ from .signals import REASON_OF_SIGNAL
 __all__ = ["NO_SPACE", "hand_over_error", "protected_workers", "start_workers"]
 
 _ENTRY = "_get_iterator"
-"""The factory by which a loader makes its workers, however it is called; a kind of loader may have one of its own."""
+"""Method of a loader that makes its iterator and workers; subclasses may override it."""
 
 require_names("torch", DataLoader, _ENTRY)
 require_names("torch", _MultiProcessingDataLoaderIter, "_try_get_data")
@@ -149,10 +149,10 @@ def _asking(kind: type) -> type:
 
 @contextlib.contextmanager
 def _signals_held_back(loader: DataLoader[Any]) -> Iterator[None]:
-    """Processes that are started in this block are sent no stop signal before they call `_begin`."""
+    """Block stop signals for processes started in this block, until they call `_begin`."""
     context = loader.multiprocessing_context or multiprocessing
     method = context.get_start_method()
-    if method == "forkserver":  # it would hand the mask on to every process that it ever makes
+    if method == "forkserver":  # every process that it makes later would inherit the mask
         yield
         return
     if method == "spawn":  # starts a helper first, after which Python 3.11 lets signals through
@@ -165,9 +165,9 @@ def _signals_held_back(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 def _begin(leash: Connection, init: Callable[[int], None] | None, worker: int) -> None:
-    """In the main thread of a new worker, before anything of the user's."""
+    """Prepare a new worker, in its main thread, before any code of the user runs there."""
     for number in REASON_OF_SIGNAL:
-        # Neither ignored nor blocked: programs that a worker starts would inherit that, and never end on SIGTERM.
+        # A handler: programs that a worker starts would inherit an ignored or blocked signal, and never end on SIGTERM.
         signal.signal(number, lambda *_: None)
     Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
     threading.Thread(target=_end_with, args=(leash, os.getppid()), name="genlight-leash", daemon=True).start()
@@ -177,7 +177,7 @@ def _begin(leash: Connection, init: Callable[[int], None] | None, worker: int) -
 
 
 def _send_failure(queue: Queue[Any], error: Exception, unsent: Any) -> None:
-    """Send `error` in place of a batch that could not be sent. Python would only print it, and torch wait for ever."""
+    """Send `error` in place of a batch. Python would only print it, and torch would wait forever."""
     task, content = unsent
     failure = _NotHandedOver(error)
     # torchdata's loaders send a batch with the number of the worker and its state.
@@ -185,7 +185,7 @@ def _send_failure(queue: Queue[Any], error: Exception, unsent: Any) -> None:
 
 
 class _NotHandedOver(ExceptionWrapper):
-    """Travels in place of a batch; torch calls `reraise` when it takes the batch."""
+    """Sent in place of a batch; torch calls `reraise` when it receives it."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__((type(error), error, error.__traceback__))  # type: ignore[no-untyped-call]

@@ -49,7 +49,7 @@ def test_with_fewer_rows_left_than_ranks_the_step_before_gives_some_up(rows_file
 def test_batches_of_one_row_that_ranks_cannot_share_come_before_the_next_epoch(rows_file, ids):
     path = rows_file(10)
     feeds = [ArrowFeed(path, batch_size=1, rank=r, world_size=3, epochs=2) for r in range(3)]
-    with pytest.warns(UserWarning, match="The last 2 rows of the last epoch are left out: 3 ranks cannot share them"):
+    with pytest.warns(UserWarning, match="The last 2 rows of the last epoch are not used: 3 ranks cannot share them"):
         ranks = [ids(feed.iter_batches()) for feed in feeds]
     steps = [flat(step) for step in zip(*ranks, strict=True)]
     assert steps == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1], [2, 3, 4], [5, 6, 7]]

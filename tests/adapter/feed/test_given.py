@@ -246,10 +246,10 @@ def generate():
 @pytest.mark.parametrize(
     ("function", "world_size", "message"),
     [
-        (needs_split, 1, r"requires `split`; .* `def data\(ctx\): return lambda: needs_split"),
-        (lambda: (torch.ones(2), torch.ones(2)), 1, r"returned \(tensor.*, a tuple\. Return what gives"),
-        (lambda: torch.ones(2), 1, r"returned tensor.*, a Tensor\. Return what gives"),
-        (lambda: 3, 1, r"returned 3, a int\. Return what gives batches"),
+        (needs_split, 1, r"requires `split`, .* `def data\(ctx\): return lambda: needs_split"),
+        (lambda: (torch.ones(2), torch.ones(2)), 1, r"returned \(tensor.*, a tuple\. Return a source of"),
+        (lambda: torch.ones(2), 1, r"returned tensor.*, a Tensor\. Return a source of"),
+        (lambda: 3, 1, r"returned 3, a int\. Return a source of batches"),
         (generate, 2, "Each of 2 ranks would train the batches that `generate` returns"),
         (
             lambda: DataLoader(rows(), 4, sampler=WeightedRandomSampler([1.0] * 20, 20)),
@@ -269,7 +269,7 @@ def test_what_cannot_resume_exactly_or_has_no_effect_is_said_by_name(caplog):
             yield np.random.rand(1)
 
     first = feed_of(buffered, context(), {"shuffle": True})
-    assert "`shuffle`: no effect, since `" in caplog.text
+    assert "`shuffle`: no effect, because `" in caplog.text
     take(first, 4)
     again = feed_of(buffered, context(), {})
     again.load_state_dict(first.state_dict())
