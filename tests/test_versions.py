@@ -1,4 +1,4 @@
-"""The table of releases is what pytest said, and a release that nobody tried is told."""
+"""The table of releases has the results of pytest, and an untested release is recognized."""
 
 from __future__ import annotations
 

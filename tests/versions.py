@@ -28,7 +28,7 @@ SHOW = "import platform, torch; print(platform.python_version(), torch.__version
 
 
 def releases_of_torch() -> list[str]:
-    """The lowest release that pyproject.toml takes, and the newest that is said to be tested."""
+    """Return the lowest release that pyproject.toml allows, and the newest that is declared as tested."""
     from genlight.callbacks.lightning_internals import NEWEST_TORCH
 
     lowest = re.search(r'"torch>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
@@ -37,7 +37,7 @@ def releases_of_torch() -> list[str]:
 
 
 def with_torch(release: str) -> tuple[str, dict[str, str]]:
-    """This Python and the environment in which it finds a release of torch, which is installed if it is absent."""
+    """Return this Python and an environment with a release of torch; install the release if it is absent."""
     folder = INSTALLED / f"torch-{release}"
     if not (folder / "torch").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), f"torch=={release}.*"]
@@ -46,7 +46,7 @@ def with_torch(release: str) -> tuple[str, dict[str, str]]:
 
 
 def with_python(release: str) -> tuple[str, dict[str, str]] | None:
-    """The Python of an environment with everything that the tests need; None if this machine has no such release.
+    """Return the Python of an environment with everything that the tests need; None without that release.
 
     torch is the newest that an index offers: the pinned one may be a build for one release of Python only.
     """
@@ -70,7 +70,7 @@ def with_python(release: str) -> tuple[str, dict[str, str]] | None:
 
 
 def measure(python: str, environ: dict[str, str], tests: list[str]) -> str:
-    """The row of the releases that `python` finds in `environ`."""
+    """Run the tests and return the row of the table for the releases that `python` finds in `environ`."""
     environ = {**os.environ, **environ}
     found = subprocess.run([python, "-c", SHOW], env=environ, capture_output=True, text=True, check=True).stdout.split()
     done = subprocess.run(
@@ -86,7 +86,7 @@ def measure(python: str, environ: dict[str, str], tests: list[str]) -> str:
 
 
 def row(python: str, torch: str, date: dt.date, output: str) -> str:
-    """What the last line of pytest says, as a row of the table."""
+    """Return the row of the table for the last line of pytest."""
     last = output.strip().splitlines()[-1]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
     failed = counts.get("failed", 0) + counts.get("error", 0)
@@ -94,7 +94,7 @@ def row(python: str, torch: str, date: dt.date, output: str) -> str:
 
 
 def written(page: str, rows: Iterable[str]) -> str:
-    """The page with `rows` in the place of those of the same releases, in order."""
+    """Return the page with `rows` instead of the rows of the same releases, in order."""
 
     def releases(line: str) -> tuple[str, ...]:
         return tuple(cell.strip() for cell in line.split("|")[1:3])

@@ -1,4 +1,4 @@
-"""WASR telemetry: every key, whole lines, many writers, the path, and what is refused."""
+"""WASR telemetry: keys, complete lines, concurrent writers, the path, and refused values."""
 
 from __future__ import annotations
 

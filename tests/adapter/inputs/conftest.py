@@ -23,7 +23,7 @@ STALL_S = 100.0
 
 @dataclass
 class Resource:
-    """What the server knows of one path, and how it misbehaves."""
+    """The content and the faults of one path of the server."""
 
     content: bytes = b""
     etag: str | None = '"v1"'
@@ -32,7 +32,7 @@ class Resource:
     token: str | None = None
     """Bearer token without which it answers 401."""
     break_after: list[int] = field(default_factory=list)
-    """Of the coming answers, how many bytes of the body are sent before the connection is cut."""
+    """For each of the next answers, the bytes of the body to send before cutting the connection."""
     fail_first: list[int] = field(default_factory=list)
     """Statuses of the coming answers."""
     ranges: bool = True
@@ -42,7 +42,7 @@ class Resource:
     headers: dict[str, str] = field(default_factory=dict)
     before_answer: object = None
     stall_after: int | None = None
-    """After so many bytes of the body the rest waits until the server is closed."""
+    """Number of body bytes after which the answer stalls until the server is closed."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class FileServer:
         self.server.server_close()
 
     def stall(self):
-        """Do not go on with an answer."""
+        """Abort an answer."""
         self.stalled.put(None)
         self.waited_in_vain |= not self.closing.wait(STALL_S)
 

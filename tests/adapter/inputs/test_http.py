@@ -1,4 +1,4 @@
-"""Files from web servers: whole, checked, cached, resumed; the token to its own origins alone."""
+"""Files from web servers: complete, checked, cached, resumed; the token is sent only to its origins."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_partial_file_that_lost_bytes_goes_on_and_one_that_gained_some_is_fetc
 
 
 def test_a_part_that_a_system_wrote_before_it_went_down_counts_only_with_a_digest(server, fetch, sha256, monkeypatch):
-    """What it had not yet written to the disk may be missing, in the middle too."""
+    """Bytes that were not yet on the disk may be missing, even in the middle."""
     for known in ({}, {"digest": f"sha256:{sha256(CONTENT)}"}):
         url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
         with pytest.raises(InputError):

@@ -28,7 +28,7 @@ def hub(hub_with):
 
 @pytest.fixture
 def fetch(hub, retry):
-    with httpx2.Client() as client:  # huggingface_hub has one of its own
+    with httpx2.Client() as client:  # huggingface_hub uses a separate client
         transport = Transport(client, retry)
         yield lambda text, kind="model": fetch_from_hub(kind, parse_ref(text), transport)
 

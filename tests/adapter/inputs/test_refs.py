@@ -1,4 +1,4 @@
-"""What the text of a reference means."""
+"""Parsing of references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repositories of a tensor hub: tags become digests, and a digest names the same files for ever."""
+"""Repositories of a tensor hub: tags become digests, and a digest always names the same files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two runs, as a command says it and as a page has it."""
+"""Differences between two runs, in the command and on the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``genlight ls`` and ``genlight stop``: which run lives, how far each is, and how one is asked to end."""
+"""``genlight ls`` and ``genlight stop``: state and progress of runs, and requests to stop."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def three(request):
 
 
 def canvas(page):
-    """Where the curves lie in the window, after they were scrolled to."""
+    """Scroll to the curves and return their position in the window."""
     page.locator(".chart").scroll_into_view_if_needed()
     return page.locator(".u-over").bounding_box()
 

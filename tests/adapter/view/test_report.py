@@ -62,7 +62,7 @@ def test_a_page_says_what_happened_and_what_differs(page):
 def test_samples_are_embedded_where_they_are_pictures(page):
     files = {file["name"].rpartition("/")[2]: file for file in data_of(page)["runs"][0]["samples"][-1]["files"]}
     assert files["picture.png"]["source"].startswith("data:image/png;base64,")
-    assert "no picture" in files["fake.png"]["note"]
+    assert "not a picture" in files["fake.png"]["note"]
 
 
 def test_a_huge_picture_and_one_that_leads_out_are_named_and_left_out(runs, tmp_path):

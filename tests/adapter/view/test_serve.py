@@ -28,7 +28,7 @@ SECRET = b"\x89PNG\r\n\x1a\nsecret"
 
 @pytest.fixture(scope="module")
 def folder(runs, tmp_path_factory):
-    """A folder with a run that holds links out of it, and a secret beside it."""
+    """A folder with a run that has links to files outside it, and a secret next to it."""
     place = tmp_path_factory.mktemp("served")
     (place / "secret.png").write_bytes(SECRET)
     below = place / "runs"
@@ -171,7 +171,7 @@ def test_no_file_stays_open_however_a_transfer_ends(kept_open, get, path):
 def test_a_checkpoint_behind_a_link_is_sent_only_from_within_the_run(kept_open):
     site, _ = kept_open
     status, _, body = ask(site, "/checkpoint?run=linked&name=final")
-    assert (status, b"outside of the run's folder" in body) == (404, True)
+    assert (status, b"outside the run's folder" in body) == (404, True)
     assert ask(site, "/checkpoint?run=inside&name=final")[2][:10] == b"final.json"
 
 

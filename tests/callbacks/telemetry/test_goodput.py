@@ -1,4 +1,4 @@
-"""What `Goodput` measures is where the time of a training went, and a run that is killed accounts for all of it."""
+"""`Goodput` measures how a training spent its time; a killed run accounts for all of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.messages import refusal
 
 
 class Slow:
-    """Sleeps in what it does, so that each part can be told from the others."""
+    """Sleeps in each hook, so that the parts can be distinguished."""
 
     def setup(self, ctx): ...
 

@@ -1,4 +1,4 @@
-"""What a heartbeat says: throughput, operations, power, memory; and that it changes nothing else."""
+"""Content of a heartbeat: throughput, operations, power, memory; it changes nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 
 class Trains:
-    """A layer that is trained on what a batch is; `metrics` are told beside the loss."""
+    """A layer trained on the batches; it reports `metrics` in addition to the loss."""
 
     def __init__(self, **metrics: float) -> None:
         self.metrics = metrics
@@ -133,7 +133,7 @@ def test_a_formula_that_fails_ends_the_count_and_not_the_step(fit, path: Path, m
 
 
 class Counts:
-    """A trainer without torch, which says what it does."""
+    """A trainer without torch that reports its steps."""
 
     def __init__(self, **metrics: float) -> None:
         self.metrics = metrics
@@ -174,7 +174,7 @@ def test_what_cannot_be_measured_is_taken_from_the_metrics_and_a_zero_counts(
 
 
 def test_throughput_after_a_resume_leaves_out_the_steps_before(fit, path: Path, tmp_path: Path) -> None:
-    """Of 3 steps that this attempt made, not of 100."""
+    """The rate counts the 3 steps of this attempt, not all 100."""
     fit(Counts(), [Checkpoint(tmp_path / "c", save_final=True), Heartbeat(50, path=path)], steps=97,
         enable_checkpointing=True)  # fmt: skip
     from genlight.adapter import ContractModule

@@ -1,4 +1,4 @@
-"""What the writer of an event log accepts, writes and refuses."""
+"""The writer of an event log: accepted and refused events, and the lines it writes."""
 
 from __future__ import annotations
 

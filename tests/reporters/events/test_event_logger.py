@@ -418,7 +418,7 @@ def test_a_run_without_a_name_gets_one_of_its_own():
 
 
 def test_texts_are_left_to_the_loggers_that_take_them(tmp_path, path, caplog):
-    """A list of loggers gets what a CSV file takes; the log warns once of each name, and has the numbers beside it."""
+    """Other loggers accept texts; the event log warns once for each name and still gets the numbers."""
 
     class LogsTexts(Callback):
         def on_train_batch_end(self, trainer, *_):

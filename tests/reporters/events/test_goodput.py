@@ -1,4 +1,4 @@
-"""The parts of a run's wall time are what its attempts said, and sum to the whole."""
+"""The parts of a run's wall time match the reports of its attempts, and sum to the total."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ attempts = st.lists(
         st.floats(0, 10),  # start-up
         st.lists(st.tuples(st.floats(0.1, 9), st.floats(0, 1), st.integers(1, 50)), max_size=5),
         st.floats(0, 5),  # after the last figures
-        st.floats(0, 1),  # how much of what was done the next one keeps
+        st.floats(0, 1),  # share of the steps that the next attempt keeps
     ),
     min_size=1,
     max_size=5,

@@ -158,7 +158,7 @@ def test_a_torn_line_that_cannot_be_cut_off_is_cut_off_before_the_next(path, mon
 
 
 class Interrupt(BaseException):
-    """Stands for a KeyboardInterrupt, which pytest would take for its own."""
+    """Used instead of a KeyboardInterrupt, because that would end pytest."""
 
 
 @pytest.mark.timeout(300, method="thread")  # the signal method needs the very timer that interrupts here

@@ -1,4 +1,4 @@
-"""What happens in a run reaches the event log that the run has opened."""
+"""The events of a run reach the event log that the run has opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def log(tmp_path):
 
 
 def told(log):
-    """Each event as its kind and what matters of it."""
+    """Return each event as its kind and its main value."""
     return [
         (event["event"], event.get("name") or event.get("path"), event.get("step")) for event in read_events(log.path)
     ]
@@ -101,7 +101,7 @@ def test_a_log_that_cannot_be_written_ends_the_run(log, fit, counting_trainer):
 
 
 def test_the_metrics_up_to_a_checkpoint_are_in_the_log_before_it_is_saved(tmp_path, fit, counting_trainer):
-    """A run that goes on from it does not report them again, if the process is killed in the middle of the save."""
+    """If the process is killed during the save, a resumed run would not report them again."""
     seen = []
 
     class Looking(Hook):

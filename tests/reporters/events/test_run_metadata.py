@@ -1,4 +1,4 @@
-"""What a record and an event log say of how a run came to be."""
+"""The origin of a run in checkpoint records and event logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "comm
 
 @pytest.fixture
 def project(tmp_path):
-    """A repository with one committed file, which no git configuration of this machine changes."""
+    """A repository with one committed file, independent of the git configuration of this machine."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "trainer.py").write_text("x = 1\n")

@@ -1,4 +1,4 @@
-"""What the queue remembers of an artifact's files, and the links that keep them."""
+"""The stored facts about an artifact's files, and the links that keep the files."""
 
 import contextlib
 import os

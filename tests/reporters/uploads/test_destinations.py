@@ -1,4 +1,4 @@
-"""Destinations beside the contract's: file systems of fsspec and a Hugging Face repository."""
+"""Targets that are not in the contract: file systems of fsspec and a Hugging Face repository."""
 
 import base64
 import errno
@@ -52,7 +52,7 @@ def test_an_object_store_gets_the_same(files):
 
 @pytest.fixture
 def send(chaos, uploader_for, write_checkpoint, tmp_path):
-    """Queues a checkpoint for a target, which `prepare` may change, as its files; returns the uploader."""
+    """Queue a checkpoint for a target and return the uploader; `prepare` may change the target or the files."""
 
     def queued(prepare=lambda record, files: None):
         uploader = uploader_for(chaos, start=False, targets=[f"file://{tmp_path}/archive"], file_store_url=None)
@@ -137,15 +137,15 @@ def test_an_uploader_sends_to_every_target_and_then_the_message(chaos, uploader_
 
 
 class NoCredentialsError(Exception):
-    """As botocore raises it, which knows no `PermissionError`."""
+    """An error like botocore's, which is not a `PermissionError`."""
 
 
 class EndpointConnectionError(Exception):
-    """As botocore raises it, which knows no `ConnectionError`."""
+    """An error like botocore's, which is not a `ConnectionError`."""
 
 
 class Broken(fsspec.implementations.memory.MemoryFileSystem):
-    """A target that raises `errors` in turn, the last one for ever; None lets a file through."""
+    """A target that raises `errors` in turn and repeats the last one; None accepts a file."""
 
     protocol = "broken"
     errors: ClassVar[list[Exception | None]] = []
@@ -161,7 +161,7 @@ class Broken(fsspec.implementations.memory.MemoryFileSystem):
 
 @pytest.fixture
 def broken():
-    """Makes ``broken://`` a target that raises the errors it is given."""
+    """Register ``broken://`` as a target that raises the given errors."""
     fsspec.register_implementation("broken", Broken, clobber=True)
     Broken.store.clear()
 
@@ -240,7 +240,7 @@ def test_a_target_works_without_any_endpoint(chaos, uploader_for, write_checkpoi
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's API as a commit needs."""
+    """The part of the hub's API that a commit needs."""
 
     protocol_version = "HTTP/1.1"
 
@@ -303,7 +303,7 @@ DELIVER = textwrap.dedent(
 
 @pytest.fixture
 def deliver_to_hub(hub, tmp_path):
-    """In a process of its own: huggingface_hub reads its endpoint once, at import."""
+    """Runs in a separate process, because huggingface_hub reads its endpoint once, at import."""
 
     def deliver(branch="", endpoint=f"http://127.0.0.1:{hub.server_port}"):
         environment = os.environ | {

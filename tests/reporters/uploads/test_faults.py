@@ -30,7 +30,7 @@ PASSING = [
 
 
 def timeout_for(fault):
-    """A server that says nothing is given up soon, any other one late."""
+    """The timeout is short for a server that sends nothing, and long for any other."""
     return {"timeout_s": 0.4} if fault == "stall" else {}
 
 
@@ -42,7 +42,7 @@ def wait_until(condition):
 
 
 def settle_once_tried(uploader):
-    """What settling tells, when the oldest thing that is left was tried at all."""
+    """Settle after the oldest remaining entry was tried at least once; return the error."""
     result = None
 
     def is_tried():
@@ -74,7 +74,7 @@ def test_a_retry_after_a_lost_acknowledgement_has_the_same_idempotency_key(chaos
     assert uploader.settle() is None
     assert uploader.queue.entries("metrics") == []
     requests = chaos.requests("/metrics")
-    assert len(requests) == 3 or (fault == "stall" and len(requests) > 3)  # a busy server may be given up once more
+    assert len(requests) == 3 or (fault == "stall" and len(requests) > 3)  # a busy machine may add a timeout
     assert len({request["key"] for request in requests}) == 1
 
 
@@ -283,7 +283,7 @@ def test_what_neither_arrived_nor_could_be_kept_is_said_to_be_lost_to_the_next_s
 
 
 def test_a_file_that_the_disk_cannot_read_is_named_and_tried_again(chaos, uploader_for, write_checkpoint, caplog):
-    """As one that a network file system has lost for a moment."""
+    """A network file system may lose a file for a moment."""
     uploader = uploader_for(chaos, start=False)
     record, files = write_checkpoint(1)
     uploader.enqueue("checkpoint", record, files, step=1)

@@ -1,4 +1,4 @@
-"""The queue on disk: what survives, what is left out, what is never written."""
+"""The queue on disk: entries that survive, entries that are skipped, and values that are never written."""
 
 import json
 import subprocess
@@ -108,7 +108,7 @@ def test_a_damaged_entry_is_an_error_that_names_the_file(open_queue, damage):
     with pytest.raises(UploadError, match=f"The upload {path} is damaged"):
         open_queue()
     path.unlink()
-    open_queue()  # the lock was given back
+    open_queue()  # the lock was released
 
 
 def test_entries_of_more_than_nine_digits_stay_in_order(open_queue):
@@ -225,7 +225,7 @@ def test_what_was_added_before_a_kill_is_there_after_it(tmp_path):
         step = max([step, *seen]) + 1
         steps = [each.step for each in read_entries(tmp_path)]
         assert steps[:step] == list(range(step))
-        step = len(steps)  # one more may have been written than was told
+        step = len(steps)  # one more may have been written than was reported
     (tmp_path / ".tmp-000000001.json-1-x").touch()
     Queue(tmp_path).close()
     assert not list(tmp_path.glob(".tmp-*"))
@@ -268,7 +268,7 @@ def test_what_was_delivered_is_remembered_for_as_long_as_it_could_be_queued_agai
 
 
 def test_what_was_delivered_and_is_still_there_as_waiting_is_not_sent_again(open_queue):
-    """As a kill between the two leaves it."""
+    """A kill between the two writes leaves this state."""
     queue = open_queue()
     (queue.root / "a").touch()
     queue.finish(delivered := add(queue, "checkpoint", 1))
