@@ -93,7 +93,7 @@ def run_all(history: list[Attempt], source: Any, folder: Path, **options: Any) -
         for number, attempt in enumerate([*history, LAST]):
             audits.append(folder / f"attempt-{number}")
             state = run(attempt, source, state, audits[-1], **options)
-    given_up = sum(int(str(w.message).split()[2]) for w in caught if "left out" in str(w.message))
+    given_up = sum(int(str(w.message).split()[2]) for w in caught if "not used" in str(w.message))
     return trained_rows(audits), given_up
 
 

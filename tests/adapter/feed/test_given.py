@@ -275,7 +275,7 @@ def test_what_cannot_resume_exactly_or_has_no_effect_is_said_by_name(caplog):
     again.load_state_dict(first.state_dict())
     assert isinstance(again, RepeatedRead)
     take(again, 1)
-    assert "random numbers drawn between them" in caplog.text
+    assert "random numbers were drawn between them" in caplog.text
 
     short = feed_of(lambda: iter([[1]]), context(), {})
     short.load_state_dict(first.state_dict())

@@ -131,7 +131,7 @@ def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others(parse):
     assert size == "Invalid `dataset.batch_size`. Expected an integer >= 1, but received 0."
     assert columns == (
         'Invalid `dataset.columns`. Expected a list of different column names, but received ["a", "b", "a"]. '
-        "Leave it out for all of them."
+        "Omit it to read all columns."
     )
 
 
