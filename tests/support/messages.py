@@ -24,12 +24,17 @@ from typing import Any
 
 import pytest
 
+from genlight.adapter.plumbing.text import shortened
+
 __all__ = ["CATALOGUE", "Messages", "refusal"]
 
 TESTS = Path(__file__).resolve().parents[1]
 CATALOGUE = TESTS / "messages.json"
 PINNED = ((3, 11), "2.13.0", "2.6.6")
 """Python, torch and Lightning that the catalogue was written with; others word their own errors differently."""
+
+LONGEST = 2000
+"""Characters of a message that the catalogue keeps."""
 
 Catalogue = dict[str, dict[str, list[str]]]
 """The messages of each test, in the order in which they appear, by file and name."""
@@ -48,7 +53,7 @@ class Messages:
         file, _, name = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].partition("::")
         file = file.removeprefix("tests/")
         seen = self.seen.setdefault(file, {}).setdefault(name, [])
-        seen.append(f"{type(error).__name__}: {_without_places(str(error))}")
+        seen.append(shortened(f"{type(error).__name__}: {_without_places(str(error))}", LONGEST))
         if self.writing or _versions() != PINNED:
             return
         expected = self.expected.get(file, {}).get(name, [])[len(seen) - 1 : len(seen)]

@@ -115,7 +115,7 @@ def test_a_broken_transfer_goes_on_where_it_broke(server, fetch):
 
 def test_a_later_process_goes_on_where_an_earlier_one_broke(server, fetch, retry):
     url = server.put("/a", CONTENT, break_after=[4_000_000, 0, 0, 0])
-    with refusal(InputError):
+    with pytest.raises(InputError):
         fetch(url)
     server.requests.clear()
     server.resources["/a"].break_after = []
