@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def test_its_commands_run_as_they_stand(tmp_path):
     environ = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"}
-    assert run_snippets(PAGE, tmp_path, environ=environ) == 6
+    assert run_snippets(PAGE, tmp_path, environ=environ) == 7
 
     assert (tmp_path / "demo/runs/first/checkpoints/final.json").exists()
     assert json.loads((tmp_path / "result.json").read_text()) == {"text": "hello"}

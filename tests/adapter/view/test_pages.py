@@ -106,7 +106,7 @@ def test_pictures_show_over_steps_and_events_are_filtered(browser, three):
         assert page.locator("output").first.inner_text() == "step 40"
         page.locator(".steps").first.press("Home")
         assert page.locator("output").first.inner_text() == "step 20"
-        assert "no picture" in page.locator(".samples").first.inner_text()
+        assert "not a picture" in page.locator(".samples").first.inner_text()
 
         events = page.locator("section", has=page.locator(".kind")).first
         assert "started" in events.locator("tbody").inner_text()

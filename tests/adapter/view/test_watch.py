@@ -53,7 +53,7 @@ def test_everything_of_a_run_is_there_and_scrolls(runs, tmp_path):
     (folder / "uploads/000000001.json").write_text("{}")
     with Terminal(["watch", str(folder)], columns=100, rows=120) as terminal:
         terminal.shows(
-            "picture.png", "fake.png  no picture", "a <b>cat</b>", "1 wait", "ranks", "accelerator cpu", "machine"
+            "picture.png", "fake.png  not a picture", "a <b>cat</b>", "1 wait", "ranks", "accelerator cpu", "machine"
         )
         terminal.press("q")
         assert terminal.ended() == 0
