@@ -141,7 +141,7 @@ class Runs:
         ),
         (
             {"class_path": "genlight.callbacks.EarlyStopping", "init_args": {"monitor": "val/acc", "patience": 5}},
-            "EarlyStopping(monitor='val/acc'): the metrics of step 1 do not have it; there are train/loss",
+            "EarlyStopping(monitor='val/acc'): the metrics of step 1 do not have it; the reported names are train/loss",
         ),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_run_that_starts_over_drops_earlier_rows_and_reports_it(run, caplog):
     code, folder = run("v", checkpoint_every=0)
     assert code == 0
     assert [step for step, _ in logged(CSVLogger, folder)] == list(range(1, STEPS + 1))
-    assert "6 rows of an earlier attempt are deleted" in caplog.text
+    assert "deleting its 6 rows of an earlier attempt" in caplog.text
 
 
 class Line(pl.LightningModule):

@@ -171,7 +171,7 @@ def test_a_resume_names_changed_settings_that_may_change_bits(project, monkeypat
     finally:
         torch.use_deterministic_algorithms(False)
 
-    warned = [text for text in caplog.messages if "may not have the same bits" in text]
+    warned = [text for text in caplog.messages if "may not have the same numbers" in text]
     assert [said in text for text in warned] == ([] if said is None else [True])
     capsys.readouterr()
     assert main(["diff", str(project / "copy"), str(project / "runs" / "told")]) == 0

@@ -43,7 +43,7 @@ def test_one_different_bit_is_found_at_the_next_check_on_every_rank(outcomes):
         assert found.startswith("ReplicaDriftError: after step 3 1 of 9 tensors differ between ranks")
         assert "the first is net.2.weight: rank 0 (" in found
         assert re.search(r"rank 0 \(\S+ at 0\) and rank 1 \(\S+ at 0\) hold different values", found)
-        assert "an update that not every rank made" in found
+        assert "an update that some ranks did not make" in found
         assert "after step 4 " in rank["one bit at 2 checked 4"]
 
 

