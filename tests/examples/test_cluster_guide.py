@@ -1,12 +1,12 @@
 """The page about clusters does what it says; ``tests/slurm`` runs what needs one."""
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from genlight.adapter.runner.transport import read_result
 from support.snippets import run_snippets
 
 PAGE = Path(__file__).parents[2] / "examples/guides/cluster.md"
@@ -19,4 +19,4 @@ def test_its_commands_run_as_they_stand(tmp_path):
     assert run_snippets(PAGE, tmp_path, environ=environ) == 7
 
     assert (tmp_path / "demo/runs/first/checkpoints/final.json").exists()
-    assert json.loads((tmp_path / "result.json").read_text()) == {"text": "hello"}
+    assert read_result(tmp_path / "out/result.pickle")["text"] == "hello"

@@ -458,7 +458,9 @@ def test_checkpoints_of_an_earlier_fit_are_replaced_only_on_request(genlight, tm
 
     code, words = genlight(**works)
     assert code == 2
-    assert "'c' holds checkpoints already: continue from them with `--resume auto`, choose another `dirpath`, or" in words
+    assert (
+        "'c' holds checkpoints already: continue from them with `--resume auto`, choose another `dirpath`, or" in words
+    )
     assert record.read_bytes() == first
     assert genlight("fit", "--resume", "never", **works)[0] == 0
     assert record.read_bytes() != first
