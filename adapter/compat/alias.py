@@ -31,7 +31,7 @@ MODULES = (
 """Modules of ``gen_worker.trainer``."""
 
 _ADAPTER = "genlight.adapter"
-_OLD_NAMES = f"{__package__}.old_names"
+_OLD_NAMES = f"{_ADAPTER}.compat.old_names"
 _TRAINER = "gen_worker.trainer"
 _SIX_HOOKS = (
     "genlight.callbacks.compat",

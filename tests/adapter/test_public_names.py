@@ -194,6 +194,12 @@ def test_no_import_of_genlight_makes_a_second_copy_under_a_bare_name():
     assert done.returncode == 0, done.stderr
 
 
+def test_pytest_makes_no_second_copy_under_a_bare_name():
+    """A second copy answers imports of ``gen_worker`` too, with classes of its own."""
+    bare = [name for name in sys.modules if name.partition(".")[0] in ("adapter", "callbacks", "reporters")]
+    assert bare == []
+
+
 def test_the_version_is_that_of_the_distribution():
     import genlight.adapter
     from genlight.adapter.cli.command_line import version_text
