@@ -6,15 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import random
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -23,16 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext
 from ..plumbing.counted_dict import CountedDict
+from ..plumbing.generators import GENERATORS
 
-__all__ = ["ATOMS", "GENERATORS", "SEARCHED_ITEMS", "Reference", "below", "key_text", "uncompiled"]
+__all__ = ["ATOMS", "SEARCHED_ITEMS", "Reference", "below", "key_text", "uncompiled"]
 
 SEARCHED_ITEMS = 10_000
 """A container with more items than this is data, such as a replay buffer, and is not searched."""
 ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
 """Types without children, except for functions that close over variables."""
-
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""Types of random number generators that a trainer may keep."""
 
 _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})

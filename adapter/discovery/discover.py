@@ -23,7 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
-from .children import ATOMS, GENERATORS, Reference, below, uncompiled
+from ..plumbing.generators import GENERATORS
+from .children import ATOMS, Reference, below, uncompiled
 
 __all__ = ["Discovered", "Found", "check_devices", "check_unchanged", "discover", "walk", "walk_both"]
 

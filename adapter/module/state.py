@@ -8,7 +8,6 @@ differ from rank zero's.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +43,7 @@ from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import kept_by_wrappers
 from ..gradients.fsdp.state import whole_payload
 from ..gradients.fsdp.tensors import whole_numbers
+from ..plumbing.generators import set_state, state_of
 from .built_settings import SET_BY_SCHEDULERS, BuiltSettings
 from .plugin_loading import optional_hook
 from .replaced import Replaced, without_functions
@@ -194,7 +194,7 @@ class TrainerState:
             parts[_ON_DEVICE] = on_device
         parts[_BUILT] = self._built_settings.record()
         if now.generators:
-            parts[_GENERATORS] = {found.path: _random_state(found.value) for found in now.generators}
+            parts[_GENERATORS] = {found.path: state_of(found.value) for found in now.generators}
         resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
         if resized:
             parts[_RESIZED] = resized
@@ -299,7 +299,7 @@ class TrainerState:
         states = dict(parts.get(_GENERATORS, {}))
         for found in now.generators:  # last: generators that the class restores itself have this state already
             if found.path in states:
-                _set_random_state(found.value, states.pop(found.path))
+                set_state(found.value, states.pop(found.path))
         if states and is_first:
             log.warning(
                 "The checkpoint has the state of %s, which does not exist after `configure` and `load_state_dict`. If "
@@ -344,33 +344,6 @@ def _move_to_device(payload: Mapping[str, Any], on_device: Sequence[bool], devic
     for tensor, was_there in zip(tensors, on_device, strict=False):
         if was_there:
             tensor.data = tensor.data.to(device)
-
-
-def _random_state(generator: Any) -> Any:
-    """Return the state of one of `GENERATORS`, as plain values and tensors."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        version, words, gauss = generator.getstate()
-        # The 625 words as one tensor, because that is stored and compared far faster than separate numbers.
-        return {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss}
-    return generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else _bits(generator).state
-
-
-def _set_random_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.cpu())
-    elif isinstance(generator, random.Random):
-        generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        _bits(generator).state = state
-
-
-def _bits(generator: np.random.Generator) -> Any:
-    """Return the bit generator of a NumPy generator, untyped: each class of them has another type of state."""
-    return generator.bit_generator
 
 
 def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[Mapping[str, Any]]) -> None:

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import InputError, UnstorableStateError
 from ...adapter.plumbing.devices import isolated_random_numbers
+from ...adapter.plumbing.generators import set_state
 from ..lightning_internals import (
     DataFetcher,
     FitLoop,
@@ -46,7 +47,7 @@ from ..lightning_internals import (
 from .codec.state_tree import encode
 from .codec.tensors import TensorTable
 from .sharded.rank_channel import Channel
-from .worker_states import WorkerStates, own_generators, set_state, state_of
+from .worker_states import WorkerStates, own_generators, state_as_arrays
 
 __all__ = [
     "begin_and_leave",
@@ -473,7 +474,7 @@ class PositionedLoader(DataLoader[Any]):
             "draws": self._workers.draws,
             "started": self._started if are_needed else None,
             "states": list(self._workers.states) if are_needed else [],
-            "own": [state_of(generator) for generator in self._own_generators()],
+            "own": [state_as_arrays(generator) for generator in self._own_generators()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -585,11 +586,12 @@ class _KeepsWorkers(DataLoader[Any]):
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         snapshot = state.get("_snapshot", {}).get("_worker_snapshots", {})
         since = state.get("_steps_since_snapshot", 0)
+        own = [] if self.num_workers else own_generators(self.dataset, self.collate_fn)
         workers = {
             "states": self._history[max(-1 - since, -len(self._history))],
             "begun": self._begun_with,
             "reads_again": any(_is_read_again(each) for each in snapshot.values()),
-            "own": [] if self.num_workers else [state_of(g) for g in own_generators(self.dataset, self.collate_fn)],
+            "own": [state_as_arrays(generator) for generator in own],
         }
         return {**state, WORKERS: workers}
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.devices import random_states, restore_random_states
+from ...adapter.plumbing.generators import set_state, state_of
 from ..optimizer_state import has_separate_state, restore_as_stored, unusual_devices
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, content_digests, restore_flags
@@ -66,10 +67,8 @@ def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
 
 def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     """Return the random state of this process and of `generators`, as plain values and tensors."""
-    version, words, gauss = random.getstate()
     return {
-        # One tensor of the 625 words is stored far faster than as many numbers.
-        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
+        "python": state_of(random),
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(legacy=False),
         "devices": random_states(),
@@ -83,8 +82,7 @@ def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = (
     Returns:
         The parts that could not be restored here, in words, such as a device that this process does not have.
     """
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    set_state(random, state["python"])
     torch.set_rng_state(state["torch"].cpu())
     np.random.set_state(state["numpy"])
     _restore_generators(state, generators)

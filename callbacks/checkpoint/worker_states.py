@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-__all__ = ["WorkerStates", "own_generators", "set_state", "state_of"]
+from ...adapter.plumbing.generators import GENERATORS, set_state, state_of
+
+__all__ = ["WorkerStates", "own_generators", "state_as_arrays"]
 
 log = logging.getLogger(__name__)
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SEARCHED_ITEMS = 1_000
 """Maximum size of a list or dictionary that is searched for generators; longer ones hold data."""
 _SEARCHED_OBJECTS = 10_000
@@ -129,10 +130,10 @@ def _begin(sender: _Sender, init: Callable[[int], None] | None, states: Sequence
 def _random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:
     """Return the random states of the host and of `generators` as plain values and arrays."""
     return {
-        "python": state_of(random),
+        "python": state_as_arrays(random),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state().numpy(),
-        "own": [state_of(generator) for generator in generators],
+        "own": [state_as_arrays(generator) for generator in generators],
     }
 
 
@@ -145,28 +146,14 @@ def _restore_random_states(states: dict[str, Any], generators: Sequence[Any] = (
         set_state(generator, state)
 
 
-def state_of(generator: Any) -> Any:
-    """Return the state of a generator of random numbers as plain values and arrays."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    version, words, gauss = generator.getstate()
-    return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Restore a result of `state_of`."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.from_numpy(state))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+def state_as_arrays(generator: Any) -> Any:
+    """Return the state of a generator without tensors, which workers would send in shared memory, one file each."""
+    state = state_of(generator)
+    if isinstance(state, torch.Tensor):
+        return state.numpy()
+    if isinstance(generator, random.Random) or generator is random:
+        return {**state, "words": state["words"].numpy().astype(np.uint32)}
+    return state
 
 
 def own_generators(*roots: Any) -> list[Any]:
@@ -182,7 +169,7 @@ def own_generators(*roots: Any) -> list[Any]:
         if id(value) in seen or isinstance(value, _ATOMS):
             continue
         seen.add(id(value))
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, GENERATORS):
             if not isinstance(value, random.SystemRandom):  # it has no state
                 found[id(value)] = value
             continue
