@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 from support.trainers import quiet_trainer
 
-__all__ = ["STEPS", "Batches", "ChangesAtStepThree", "Trains", "fit"]
+__all__ = ["STEPS", "Batches", "ChangesAtStepThree", "Sees", "Trains", "fit", "seed", "trainer_with_checkpoints"]
 
 STEPS = 6
 
@@ -34,6 +36,36 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+
+def seed(number: int) -> None:
+    """Seed the generators of torch, Python and NumPy."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+class Sees:
+    """Keeps the rows that it saw, and draws a number in each step."""
+
+    def setup(self, ctx: Any) -> None:
+        seed(5)
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        return {"seen": []}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return raw
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        state["seen"].append([*batch.flatten().tolist(), torch.rand(()).item()])
+        return StepResult({"loss": 0.0})
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"seen": list(state["seen"])}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["seen"] = payload["seen"]
 
 
 class Trains:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from genlight.adapter.contract.types import StepResult
 from zoo.small import Base
+from zoo.updates import AdjointFunction
 
 
 class Weights(Base):
@@ -298,25 +299,6 @@ class WritesItsRank(Weights):
         return super().train_step(batch, state, ctx)
 
 
-class Adjoint(torch.autograd.Function):
-    """Calls a module without a graph, and computes gradients of its parameters in backward."""
-
-    @staticmethod
-    def forward(ctx, module, x, *parameters):
-        ctx.module = module
-        ctx.save_for_backward(x, *parameters)
-        with torch.no_grad():
-            return module(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, *parameters = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            found = torch.autograd.grad(ctx.module(x), [x, *parameters], gradient, allow_unused=True)
-        return (None, *found)
-
-
 class OdeAdjoint(torch.autograd.Function):
     """Like torchdiffeq's: keeps parameters on the context, sums several calls, and turns None into zeros."""
 
@@ -359,7 +341,7 @@ class Reversible(torch.autograd.Function):
 
 
 def adjoint(module, x):
-    return Adjoint.apply(module, x, *module.parameters())
+    return AdjointFunction.apply(module, x, *module.parameters())
 
 
 def adjoint_and_call(module, x):

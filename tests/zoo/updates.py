@@ -245,29 +245,32 @@ class PenaltyInEachRow(Base):
         return (rows + 0.01 * sum(p.square().sum() for p in model.parameters())).mean()
 
 
+class AdjointFunction(torch.autograd.Function):
+    """Calls a module without a graph, and computes gradients of its parameters in backward."""
+
+    @staticmethod
+    def forward(ctx, module, x, *parameters):
+        ctx.module = module
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.module(x)
+            found = torch.autograd.grad(y, [x, *parameters], gradient.to(y.dtype), allow_unused=True)
+        return (None, *found)
+
+
 class Adjoint(Base):
     """Like torchdiffeq's adjoint: backward calls the module again and computes gradients of its parameters."""
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, module, x, *parameters):
-            ctx.module = module
-            ctx.save_for_backward(x, *parameters)
-            with torch.no_grad():
-                return module(x)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            x, *parameters = ctx.saved_tensors
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                y = ctx.module(x)
-                found = torch.autograd.grad(y, [x, *parameters], gradient.to(y.dtype), allow_unused=True)
-            return (None, *found)
 
     def model(self):
         return nn.ModuleDict({"flow": mlp(6, 6), "head": nn.Linear(6, 1)})
 
     def loss(self, batch, state):
         flow, head = state["model"]["flow"], state["model"]["head"]
-        return mse_loss(head(self.Function.apply(flow, batch["x"], *flow.parameters())), batch["y"])
+        return mse_loss(head(AdjointFunction.apply(flow, batch["x"], *flow.parameters())), batch["y"])

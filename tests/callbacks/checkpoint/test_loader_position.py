@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.arrow_feed import ArrowFeed
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.checkpoint.loader_position import PositionedLoader, with_position
 from support.messages import refusal
-from support.resumed_fit import trainer_with_checkpoints
+from support.resumed_fit import Sees, seed, trainer_with_checkpoints
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -40,35 +40,6 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, torch.rand(())])
-
-
-def seed(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
-
-
-class Sees:
-    """Keeps the rows that it saw, and draws a number in each step."""
-
-    def setup(self, ctx: Any) -> None:
-        seed(5)
-
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        return {"seen": []}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["seen"].append([*batch.flatten().tolist(), torch.rand(()).item()])
-        return StepResult({"loss": 0.0})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {"seen": list(state["seen"])}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        state["seen"] = payload["seen"]
 
 
 def loader(kind: str, batch_size: int = 3) -> DataLoader[Any]:

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from genlight.adapter import ContractModule, StepResult, TrainingCanceled, TrainingJobSpec
+from genlight.adapter import ContractModule, TrainingCanceled, TrainingJobSpec
 from genlight.adapter.feed.data_module import FunctionDataModule
 from genlight.callbacks import Checkpoint, StopRequests
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.stop import data_workers, stop_requests
+from support.resumed_fit import Sees
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="stop")
@@ -82,29 +83,6 @@ def workers_end_soon(monkeypatch):
     gc.collect()  # a failed fit keeps its iterators in a circle
     for worker in multiprocessing.active_children():
         worker.join(60)
-
-
-class Sees:
-    """Keeps the rows that it saw, and draws a number in each step."""
-
-    def setup(self, ctx: Any) -> None:
-        torch.manual_seed(5)
-
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        return {"seen": []}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["seen"].append([*batch.flatten().tolist(), torch.rand(()).item()])
-        return StepResult({"loss": 0.0})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {"seen": list(state["seen"])}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        state["seen"] = payload["seen"]
 
 
 class Plain(pl.LightningModule):
