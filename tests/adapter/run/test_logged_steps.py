@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 from torch.utils.data import DataLoader
 
 from genlight.adapter.run.run import RunOptions, run_job
@@ -63,6 +65,8 @@ def logged(kind, folder):
 def run(tmp_path, monkeypatch):
     """Runs the job once: with loggers of a version, a step at which it fails, and a cadence of checkpoints."""
     monkeypatch.chdir(tmp_path)
+    # TensorBoard reads files of one second and process in the order of this number as text: 9 would come after 10.
+    monkeypatch.setattr(event_file_writer, "_global_uid", AtomicCounter(10))
     name = f"fails_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{name}.py").write_text(TRAINER)
 
