@@ -20,8 +20,6 @@ from .plumbing.text import as_list
 from .run.ranks import LAUNCH_ID
 from .run.run import RunOptions, attempt_job
 
-__all__ = ["train_loop"]
-
 require_linux(__name__)
 
 ENVIRONMENT = {"class_path": "ray.train.lightning.RayLightningEnvironment"}

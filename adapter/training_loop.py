@@ -29,8 +29,6 @@ from .contract.types import (
 from .module.module import ContractModule
 from .plumbing.devices import accelerator, isolated_random_numbers, release_memory
 
-__all__ = ["BatchStream", "run_training_loop"]
-
 log = logging.getLogger(__name__)
 
 

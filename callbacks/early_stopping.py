@@ -17,8 +17,6 @@ from .hook.cadence import Boundaries, crossed
 from .hook.events import callbacks_of, is_number, step_metrics
 from .hook.hook import Hook, skippable
 
-__all__ = ["EarlyStopping", "StopVote"]
-
 log = logging.getLogger(__name__)
 
 AGREE_EVERY = 10

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["are_finite"]
-
-
 _NORMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 _WIDENED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 """Types for which torch cannot compute a norm."""

@@ -23,8 +23,6 @@ from .hook.events import callbacks_of
 from .hook.hook import Hook, skippable
 from .upload_artifacts import UploadArtifacts
 
-__all__ = ["JobProgress"]
-
 REDRAWN_EVERY_S = 0.1
 WINDOW_S = 30.0
 """Period over which speed is measured; it covers at least two readings."""

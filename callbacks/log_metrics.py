@@ -19,8 +19,6 @@ from .hook.hook import Hook, skippable
 from .lightning_internals import logger_connector, set_callback_metrics
 from .telemetry.goodput import data_wait_s
 
-__all__ = ["LogMetrics", "rollout_means"]
-
 log = logging.getLogger(__name__)
 
 

@@ -23,8 +23,6 @@ from typing_extensions import override
 from ..adapter.plumbing.durable import write_bytes_durably
 from .lightning_internals import logged_step
 
-__all__ = ["keep_logged_steps"]
-
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.csv"

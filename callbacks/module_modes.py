@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import lightning.pytorch as pl
 
-__all__ = ["keep_modes"]
-
 log = logging.getLogger(__name__)
 
 _reported: weakref.WeakKeyDictionary[pl.LightningModule, set[str]] = weakref.WeakKeyDictionary()

@@ -20,19 +20,6 @@ from torch.optim import Optimizer
 
 from .checkpoint.sharded.slices import sharded_like, unsharded
 
-__all__ = [
-    "has_separate_state",
-    "map_values",
-    "named_values",
-    "parameters_of",
-    "put_setting",
-    "restore_as_stored",
-    "restore_groups",
-    "settings_and_counters",
-    "unusual_devices",
-    "with_step_hooks",
-]
-
 Place = tuple[Any, ...]
 """Number of a parameter, or another key of ``optimizer.state``, followed by keys and indices below it."""
 

@@ -23,20 +23,6 @@ from .hook.events import get_entry, is_own_loop, log_to_loggers, model_of, numbe
 from .hook.hook import Hook, forwarding_hook, judge
 from .log_metrics import rollout_means
 
-__all__ = [
-    "TRAINER_HOOK_EVENTS",
-    "CheckpointHook",
-    "EvaluationHook",
-    "MetricsHook",
-    "TrainerHook",
-    "TrainerHookAdapter",
-    "TrainerState",
-    "log_model_parameters",
-    "setup_wandb_metrics",
-    "should_run",
-    "trainer_state_of",
-]
-
 log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_genlight_trainer_state"

@@ -19,13 +19,12 @@ from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import QUEUE_DIRECTORY, UploadConfig, Uploader
 from ..reporters.uploads.destinations import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
-from .checkpoint.policy import savers_of, wait_after_failure
+from .checkpoint.policy import savers_of
 from .checkpoint.selection import enqueue, find_checkpoint, never_queued
+from .checkpoint.store import wait_after_failure
 from .hook.cadence import Boundaries, step_cadence
 from .hook.events import callbacks_of
 from .hook.hook import Hook, RunContext
-
-__all__ = ["UploadArtifacts"]
 
 log = logging.getLogger(__name__)
 

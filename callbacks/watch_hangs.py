@@ -20,8 +20,6 @@ from ..adapter.plumbing.durable import create_file, make_directory
 from ..adapter.plumbing.threads import started
 from .hook.hook import Hook, RunContext
 
-__all__ = ["WatchHangs"]
-
 log = logging.getLogger(__name__)
 
 EXIT_HUNG = 1

@@ -30,8 +30,6 @@ from .hook.events import fire, get_entry, run_state_of, timed
 from .hook.hook import Hook, skippable
 from .module_modes import keep_modes
 
-__all__ = ["WriteSamples"]
-
 log = logging.getLogger(__name__)
 
 _SAMPLES_DUE = "samples_due"

@@ -21,18 +21,6 @@ from ..adapter.plumbing.redaction import hide_environment
 from .events.event_log import checked_step, checked_text
 from .events.json_lines import LineFile, Position, complete_lines, decode_line, decode_object, encode_json
 
-__all__ = [
-    "DEFAULT_PATH",
-    "OPTIONAL_EVENT_FIELDS",
-    "PATH_VARIABLE",
-    "REQUIRED_EVENT_FIELDS",
-    "default_metrics_path",
-    "make_run_id",
-    "read_events",
-    "telemetry_path",
-    "write_event",
-]
-
 PATH_VARIABLE: Final = "WORLDFLUX_METRICS_PATH"
 """The environment variable that names the file."""
 DEFAULT_PATH: Final = Path(".worldflux", "metrics.jsonl")

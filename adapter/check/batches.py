@@ -16,9 +16,6 @@ from ..job.config import RunConfig
 from ..job.lightning_objects import epochs_of, make_data
 from ..module.plugin_loading import loader_of_class, optional_hook
 
-__all__ = ["NO_DATA", "halves", "job_batches"]
-
-
 NO_DATA = "The job names no data: add `dataset.parquet_paths`, `data` or `mock_batches`."
 """The message for a class that needs data."""
 

@@ -40,8 +40,6 @@ from .ranks import REFUSED, RESUMED, SHARDED, RanksError, train_on_ranks
 from .snapshot import Snapshot, compare_snapshots, flatten, live_weights
 from .subject import Observer, Subject
 
-__all__ = ["CHECKS", "run_checks"]
-
 TRAINED = ("optimizer state", "weight")
 """Kinds of values compared between two trainings. Optimizer states reveal a scaled gradient. Weights do not: Adam's
 steps are the same for any multiple of a gradient."""

@@ -47,8 +47,6 @@ from .snapshot import (
 )
 from .subject import Observer
 
-__all__ = ["Comparison", "compare_job", "step_comparison"]
-
 KINDS_OF_UPDATES: Final = ("weight before", "gradient", "setting", "optimizer state", "weight")
 """Kinds compared for an update, in the order in which they arise."""
 _RUN_PREFIX = "trainer/"

@@ -18,8 +18,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..plumbing.devices import isolated_random_numbers
 
-__all__ = ["quiet", "seeded", "turn_off_dropout", "where_raised"]
-
 
 def turn_off_dropout(modules: Iterable[nn.Module]) -> None:
     """Turn off dropout layers, and dropout inside other layers."""

@@ -22,8 +22,6 @@ from .isolation import quiet, where_raised
 from .plain_loop import PlainLoop, plain_context
 from .snapshot import live_weights
 
-__all__ = ["one_step"]
-
 MOST_SHOWN = 12
 """Maximum number of columns or metrics in a finding."""
 

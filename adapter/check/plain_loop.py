@@ -28,8 +28,6 @@ from ..plumbing.redaction import safe_str
 from .batches import NO_DATA
 from .snapshot import KINDS, Snapshot, snapshot
 
-__all__ = ["PlainLoop", "new_trainer", "plain_context", "plain_steps"]
-
 
 class PlainLoop:
     """A trainer class in a plain loop: sets it up, configures it, and calls its own hooks.

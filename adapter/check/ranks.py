@@ -23,8 +23,6 @@ from ...callbacks.checkpoint import list_checkpoints
 from .snapshot import Snapshot
 from .subject import Observer, Subject
 
-__all__ = ["REFUSED", "RESUMED", "SHARDED", "RanksError", "start_rank", "train_on_ranks"]
-
 WORLD_SIZE = 2
 RESUMED = " resumed"
 """Suffix of the name of a job that was resumed half-way."""

@@ -33,22 +33,6 @@ from ..discovery.children import key_text, uncompiled
 from ..discovery.discover import Discovered, Found, discover, walk_both
 from ..plumbing.devices import random_states
 
-__all__ = [
-    "EVERYTHING",
-    "KINDS",
-    "Recording",
-    "Snapshot",
-    "as_numbers",
-    "compare_snapshots",
-    "describe",
-    "distance",
-    "flatten",
-    "leaves",
-    "live_weights",
-    "snapshot",
-    "values_of_optimizer",
-]
-
 KINDS: Final = ("metric", "setting", "optimizer state", "weight")
 """Kinds compared between two loops, in the order in which a step makes them, so that a cause precedes its effects."""
 

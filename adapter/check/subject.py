@@ -24,8 +24,6 @@ from ..module.plugin_loading import load_trainer_plugin, on_sys_path
 from .isolation import quiet, seeded, turn_off_dropout
 from .snapshot import EVERYTHING, Snapshot, snapshot
 
-__all__ = ["Subject", "Observer"]
-
 
 class Observer(Hook):
     """Observes a training before its first step and after each step, before other callbacks report or save the step.

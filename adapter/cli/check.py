@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..check.subject import Subject
     from ..job.config import RunConfig
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""

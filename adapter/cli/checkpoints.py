@@ -21,20 +21,18 @@ from ...callbacks.checkpoint.format.headers import RAW, TORCH_TYPES
 from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.format.slice_index import rank_of
 from ...callbacks.checkpoint.selection import (
-    Listed,
     best_first,
     find_checkpoint,
     folder_of_checkpoints,
     list_checkpoints,
     monitored,
 )
+from ...callbacks.checkpoint.storage import Listed
 from ..contract.exceptions import BrokenCheckpointError, UsageError
 from ..plumbing.text import size_text
 from ..view.checkpoints import checkpoint_facts
 from .parser import add_json
 from .terminal import aligned, brief, print_error, say, say_json
-
-__all__ = ["add_arguments", "run"]
 
 _SHOWN_ENTRIES = 40
 _FACTS = (

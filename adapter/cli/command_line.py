@@ -36,9 +36,6 @@ from .terminal import (
     print_error,
 )
 
-__all__ = ["main"]
-
-
 ANYWHERE = ("checkpoints", "events", "init", "path")
 """Commands that only read and write files, on every operating system."""
 

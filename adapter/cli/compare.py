@@ -15,8 +15,6 @@ from .terminal import aligned, print_error, say
 if TYPE_CHECKING:
     from ..check.compare import Comparison
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""

@@ -14,8 +14,6 @@ from ..view.summary import summary_of
 from .parser import add_json, run_folder
 from .terminal import aligned, brief, print_error, say, say_json
 
-__all__ = ["add_arguments", "run"]
-
 _WIDEST = 60
 
 

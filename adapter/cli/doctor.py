@@ -37,8 +37,6 @@ from ..run.training import imported_trainer, prepare_training
 from .parser import add_overrides
 from .terminal import aligned, brief, say, say_finding
 
-__all__ = ["add_arguments", "diagnose", "run"]
-
 LITTLE_SPACE_BYTES = 1 << 30
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
 Outcomes = Iterator[tuple[Level, str]]

@@ -22,8 +22,6 @@ from ..contract.exceptions import UsageError
 from .parser import add_json
 from .terminal import brief, print_error, say, say_json
 
-__all__ = ["add_arguments", "run"]
-
 _OMITTED = ("event", "job", "metadata", "packages", "schema_version", "seq", "step", "timestamp_ms")
 """Fields that appear elsewhere in a line, or are too long for it."""
 

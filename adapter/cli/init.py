@@ -15,8 +15,6 @@ from pathlib import Path
 from ..contract.exceptions import UsageError
 from .terminal import say
 
-__all__ = ["add_arguments", "run"]
-
 _DATA_SCRIPT = "make_data.py"
 _TEMPLATES = ("README.md", "job.json", _DATA_SCRIPT, "my_trainer.py")
 """Listed by name, since editors may leave other files next to them."""

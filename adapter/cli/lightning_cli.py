@@ -45,8 +45,6 @@ from ..run.start import ExitHints, move_checkpoints_aside, newest_start, refuse_
 from ..run.this_rank import is_rank_zero
 from .parser import refuse, suggest_name
 
-__all__ = ["GenlightCLI", "checkpoints_of", "run_lightning_cli"]
-
 log = logging.getLogger(__name__)
 
 MOST_VALUES = 100_000

@@ -19,8 +19,6 @@ from ..view.summary import RunSummary, figures_of, find_runs, summary_of
 from .parser import folder_of_runs
 from .terminal import aligned, print_error, say, say_json, styled
 
-__all__ = ["add_arguments", "run"]
-
 _HEADER = ("STATE", "RUN", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "UPLOADS", "HOW IT ENDED")
 _STYLES = {"completed": "ok", "stopped": "warning", "failed": "fault", "lost": "fault"}
 _WATCH_EVERY_S = 2.0

@@ -16,17 +16,6 @@ from typing_extensions import override
 from ..plumbing.text import nearest
 from .terminal import visible
 
-__all__ = [
-    "CommandParser",
-    "add_json",
-    "add_overrides",
-    "at_least",
-    "folder_of_runs",
-    "refuse",
-    "run_folder",
-    "suggest_name",
-]
-
 Number = TypeVar("Number", int, float)
 
 LONGEST_USAGE = 10

@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from ...callbacks.checkpoint.selection import Listed, best_first, folder_of_checkpoints, list_checkpoints, monitored
+from ...callbacks.checkpoint.selection import best_first, folder_of_checkpoints, list_checkpoints, monitored
+from ...callbacks.checkpoint.storage import Listed
 from ..contract.exceptions import UsageError
 from ..view.checkpoints import checkpoint_facts
 from .terminal import print_error, say
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

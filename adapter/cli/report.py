@@ -17,8 +17,6 @@ from ..plumbing.text import size_text
 from .parser import run_folder
 from .terminal import say
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""

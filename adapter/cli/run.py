@@ -10,8 +10,6 @@ import json
 
 from .parser import add_overrides
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""

@@ -18,8 +18,6 @@ from ..contract.exceptions import UsageError
 from .parser import folder_of_runs
 from .terminal import say
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""

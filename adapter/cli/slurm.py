@@ -34,8 +34,6 @@ from ..runner.transport import FunctionFailedError, read_pickle, read_result, tr
 from .parser import add_overrides
 from .terminal import print_error, say, visible
 
-__all__ = ["add_arguments", "run"]
-
 _GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
 """GPUs of a node, with their type if the cluster has several."""
 _OPTION = re.compile(r"[a-z][a-z-]*(=[!-~]+)?")

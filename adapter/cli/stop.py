@@ -15,8 +15,6 @@ from ..view.summary import summary_of
 from .parser import run_folder
 from .terminal import print_error, say
 
-__all__ = ["add_arguments", "run"]
-
 _POLL_S = 0.5
 
 

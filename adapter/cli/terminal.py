@@ -26,23 +26,6 @@ from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.redaction import redact
 from ..plumbing.text import printable, shortened
 
-__all__ = [
-    "VisibleFormatter",
-    "aligned",
-    "brief",
-    "print_error",
-    "fill_closed_descriptors",
-    "escape_unencodable",
-    "ignoring_broken_pipe",
-    "say",
-    "say_finding",
-    "say_json",
-    "styled",
-    "exit_on_broken_pipe",
-    "visible",
-]
-
-
 STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
 _MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault", "skip": "skipped"}
 

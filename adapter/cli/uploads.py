@@ -23,8 +23,6 @@ from ..plumbing.text import size_text
 from .parser import add_json, add_overrides
 from .terminal import aligned, print_error, say, say_json
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""

@@ -18,8 +18,6 @@ from threading import Thread
 
 from ..contract.exceptions import UsageError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""

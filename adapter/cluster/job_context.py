@@ -19,11 +19,6 @@ from typing import TypeVar
 
 from ..plumbing.settings import render_text
 
-__all__ = [
-    *("JobContext", "build_job_context", "current_job_context", "derived_port"),
-    *("expand_hostlist", "in_srun_task", "rank_errors"),
-]
-
 MOST_HOSTS = 65_536
 """Slurm's own limit on a range; here it limits the entire list."""
 

@@ -19,8 +19,6 @@ from typing_extensions import override
 from ..plumbing.text import as_list
 from .job_context import JobContext, current_job_context, derived_port, in_srun_task
 
-__all__ = ["SlurmEnvironment", "placed_by_launcher", "placement_fault"]
-
 _NOT_GIVEN = (None, "auto", -1, "-1")
 """The values of `devices` that leave the decision to the launcher."""
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"

@@ -38,36 +38,6 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-__all__ = [
-    "AuthError",
-    "BrokenCheckpointError",
-    "CheckpointError",
-    "ContractError",
-    "EvaluationError",
-    "EventLogError",
-    "FailureCategory",
-    "GenlightError",
-    "HookOrderError",
-    "InputError",
-    "MonitorError",
-    "NonfiniteError",
-    "RankFailedError",
-    "RecoveryError",
-    "ReplayWriterError",
-    "ReplicaDriftError",
-    "StartupContractError",
-    "StopReason",
-    "ThreadLimitError",
-    "TrainerPathError",
-    "TrainingCanceled",
-    "TrainingHungError",
-    "UnloadableCheckpointError",
-    "UnstorableStateError",
-    "UnwrittenCheckpointError",
-    "UploadError",
-    "UsageError",
-]
-
 FailureCategory = Literal["startup", "input", "auth", "model-load", "train-step", "upload"]
 """The source of a failure, for the operator. The exception's type and origin decide it, never its text."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["RunState"]
-
 
 @dataclass(slots=True)
 class RunState:

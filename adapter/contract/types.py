@@ -11,41 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from .exceptions import StartupContractError, TrainingCanceled
-
 if TYPE_CHECKING:
     from .run_state import RunState
 
-__all__ = [
-    # the trainer's side
-    "TRAINER_API_VERSION",
-    "OPTIONAL_HOOKS",
-    "REQUIRED_HOOKS",
-    "TrainerPlugin",
-    "TrainingJobSpec",
-    "StepContext",
-    "StepResult",
-    "StepControlHints",
-    # the caller's side
-    "TrainingReporter",
-    "ArtifactWriter",
-    "ArtifactUploader",
-    # the orchestrator's side
-    "TrainerAuthContext",
-    "JobLifecycleClient",
-    "LifecycleLease",
-    "ResolveClient",
-    "ResolvedRef",
-    "InputDownloader",
-    "DownloadedInputs",
-    "ModelRuntimeConfig",
-    "ModelRuntimeLoader",
-    "ArrowFeedConfig",
-    "BatchSource",
-    # raised to either
-    "StartupContractError",
-    "TrainingCanceled",
-]
 
 TRAINER_API_VERSION = "v1"
 """The only version of the trainer contract that exists."""

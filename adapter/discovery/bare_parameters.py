@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-__all__ = ["BareParameters"]
-
 
 class BareParameters(nn.Module):
     """Holds tensors such as SAC's ``log_alpha`` for device moves, casts and state dicts.

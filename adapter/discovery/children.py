@@ -22,8 +22,6 @@ from ..contract.types import StepContext
 from ..plumbing.counted_dict import CountedDict
 from ..plumbing.generators import GENERATORS
 
-__all__ = ["ATOMS", "SEARCHED_ITEMS", "Reference", "below", "key_text", "uncompiled"]
-
 SEARCHED_ITEMS = 10_000
 """A container with more items than this is data, such as a replay buffer, and is not searched."""
 ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)

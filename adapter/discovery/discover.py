@@ -26,8 +26,6 @@ from ..contract.exceptions import ContractError
 from ..plumbing.generators import GENERATORS
 from .children import ATOMS, Reference, below, uncompiled
 
-__all__ = ["Discovered", "Found", "check_devices", "check_unchanged", "discover", "walk", "walk_both"]
-
 T = TypeVar("T")
 
 _NAMED_AT_MOST = 6

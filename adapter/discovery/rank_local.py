@@ -14,8 +14,6 @@ from ...callbacks.optimizer_state import named_values, parameters_of, settings_a
 from ..contract.exceptions import ContractError
 from .discover import Discovered, Found
 
-__all__ = ["EVERYTHING_SHARED", "RankLocal", "rank_local_of"]
-
 _SHARDS_ITS_STATE = "ZeroRedundancyOptimizer"
 """Name of torch's class; importing the class takes as long as importing torch itself."""
 

@@ -27,8 +27,6 @@ from ...callbacks.optimizer_state import (
 from .children import Reference
 from .discover import Discovered, Found, walk
 
-__all__ = ["KeptByWrapper", "kept_by_wrappers", "walk_optimizer", "with_inner_optimizers"]
-
 _SETTINGS = (bool, int, float, complex, str, type(None), list, tuple, torch.Tensor)
 """Kinds of settings that a checkpoint can store."""
 

@@ -26,8 +26,6 @@ from .position import Layout, Order, Position
 from .row_plan import Share
 from .sources import Source, open_source
 
-__all__ = ["ArrowFeed", "ParquetArrowBatchFeeder", "imported"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -16,8 +16,6 @@ from .position import Layout, Order, Piece, Position
 from .row_plan import cut
 from .sources import Source
 
-__all__ = ["ReadAhead", "Rows", "Spec", "decoded", "rebatched"]
-
 CHUNK_BYTES = 32 << 20
 FIRST_CHUNK_BYTES = 1 << 18
 """Size of the first chunk, for which training waits; later chunks are larger."""

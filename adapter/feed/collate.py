@@ -21,8 +21,6 @@ from torch.utils.dlpack import from_dlpack
 from ..contract.exceptions import InputError
 from ..plumbing.devices import accelerator
 
-__all__ = ["copied_ahead", "pinned", "to_torch"]
-
 
 def to_torch(batch: pa.RecordBatch) -> dict[str, Any]:
     """The columns of `batch` by name.

@@ -13,8 +13,6 @@ from ..contract.exceptions import InputError
 from ..contract.types import StepContext, TrainingJobSpec
 from .arrow_feed import ArrowFeed, imported
 
-__all__ = ["ArrowDataModule", "FunctionDataModule", "MockDataModule"]
-
 _OF_TRAINING = ("shuffle", "seed", "drop_last", "shuffle_window")
 
 

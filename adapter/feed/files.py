@@ -24,8 +24,6 @@ from ..contract.exceptions import InputError
 from ..plumbing.text import HUB_LOGIN, closest
 from ..plumbing.urls import PATTERN_CHARACTERS, path_of_url
 
-__all__ = ["DataFile", "PathLike", "expand"]
-
 PathLike: TypeAlias = str | os.PathLike[str]
 
 DATA_SUFFIXES = (".parquet", ".parq")

@@ -38,8 +38,6 @@ from .batching import Spec
 from .position import Position
 from .workers import draw_from, entropy_of, made_by_workers
 
-__all__ = ["DatasetSource", "RepeatedRead", "call_with_context", "feed_of"]
-
 log = logging.getLogger(__name__)
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

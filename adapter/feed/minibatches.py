@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Minibatches"]
-
 
 class Minibatches:
     """Columns of equal length, as dictionaries of `batch_size` rows.

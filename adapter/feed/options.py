@@ -11,8 +11,6 @@ from msgspec import Meta
 from ..plumbing.settings import Count, NonBlank, Positive, Rule, example
 from .row_plan import Shard
 
-__all__ = ["FeedOptions"]
-
 
 def _are_different(columns: Collection[Any]) -> bool:
     return 0 < len(columns) == len({repr(column) for column in columns})

@@ -25,8 +25,6 @@ from msgspec.structs import replace
 from ..contract.exceptions import InputError
 from .row_plan import Share, Span, cut
 
-__all__ = ["Layout", "Order", "Piece", "Position"]
-
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 

@@ -27,8 +27,6 @@ from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.safe_open import read_regular
 from ..plumbing.text import shortened
 
-__all__ = ["ReplayBuffer", "ReplayFeed", "SumTree"]
-
 FANOUT = 128
 """Leaves of a group. Of a million, the cumulative sum of all groups and that of some groups take about as long."""
 

@@ -20,8 +20,6 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-__all__ = ["Share", "Shard", "Span"]
-
 Shard: TypeAlias = Literal["rows", "row_groups"]
 
 Span: TypeAlias = tuple[int, int, int]

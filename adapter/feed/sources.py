@@ -23,8 +23,6 @@ from ..contract.exceptions import InputError
 from ..plumbing.text import closest, shortened
 from .files import DataFile, expand
 
-__all__ = ["Source", "open_source"]
-
 _MOST_ERRORS = 40
 _JOINED_BITS = 32
 """Narrower indices of dictionaries may not have room for the values of several row groups together."""

@@ -22,8 +22,6 @@ from ..contract.exceptions import InputError
 from .batching import CHUNK_BYTES, Spec, decoded, rebatched
 from .position import Position
 
-__all__ = ["arrow_batches", "draw_from", "entropy_of", "made_by_workers"]
-
 _BLOCK_ROWS = 65_536
 _IPC = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=False)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import types
 
-__all__ = ["users_line"]
-
 _NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning.")
 
 

@@ -17,8 +17,6 @@ from .step_part import BackwardCall, StepPart
 from .torch_hooks import read_gradient
 from .torch_internals import without_torch_function_of_subclasses
 
-__all__ = ["ChangedGradients"]
-
 log = logging.getLogger(__name__)
 
 _CHANGED = (

@@ -31,8 +31,6 @@ from ..discovery.discover import Discovered
 from .step_part import BackwardCall, StepPart
 from .torch_internals import amp_foreach_non_finite_check_and_unscale
 
-__all__ = ["Fp16", "TrueUnitScaler"]
-
 
 class Fp16(StepPart):
     """Scales the loss of backward calls, unscales gradients, and skips updates whose gradients overflowed.

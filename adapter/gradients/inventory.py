@@ -9,8 +9,6 @@ from ..discovery.discover import Discovered
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from ..plumbing.devices import gather_objects
 
-__all__ = ["check_same_on_all_ranks"]
-
 
 def check_same_on_all_ranks(
     discovered: Discovered, group: dist.ProcessGroup | None = None, rank_local: RankLocal = EVERYTHING_SHARED

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from ..contract.exceptions import RankFailedError
 from .torch_internals import default_store
 
-__all__ = ["announce", "describe_lost", "find_lost", "find_silent", "lost_in_buffers"]
-
 ANSWERED_WITHIN_S = 2.0
 """Seconds that a running rank may take to notice a failure and to announce that it is alive."""
 

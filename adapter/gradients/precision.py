@@ -18,14 +18,6 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from .fp16 import TrueUnitScaler
 
-__all__ = [
-    "StepPrecision",
-    "explain_dtype_error",
-    "cast_inputs",
-    "contract_dtype",
-    "step_precision",
-]
-
 log = logging.getLogger(__name__)
 
 _DTYPES = {"32": "fp32", "bf16": "bf16", "16": "fp16", "64": "fp64"}

@@ -15,8 +15,6 @@ from .call_site import users_line
 from .rank_check import FIRST_STEPS
 from .refused import SKIP_HINT, refusal
 
-__all__ = ["BACKWARD", "END_OF_STEP", "UPDATE", "USED", "RankAgreement"]
-
 END_OF_STEP, BACKWARD, UPDATE, USED = "end the step", "call backward", "update by", "leave gradients of"
 """First words of the operations that every step has."""
 

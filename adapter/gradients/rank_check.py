@@ -28,17 +28,6 @@ from .lost_ranks import announce, describe_lost, find_lost, find_silent
 from .refused import SKIP_HINT
 from .torch_internals import group_timeout
 
-__all__ = [
-    "AFTER_STEP",
-    "FIRST_STEPS",
-    "LATE_EXCHANGES",
-    "MARKS",
-    "NUMBERS",
-    "ExchangePoint",
-    "RankCheck",
-    "Trigger",
-]
-
 NUMBERS = 6
 """Numbers per rank in a header."""
 LATE_EXCHANGES = 8

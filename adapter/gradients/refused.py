@@ -18,17 +18,6 @@ from ...callbacks.lightning_internals import SUPPORTED
 from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 
-__all__ = [
-    "REFUSED",
-    "REFUSED_ON_RANKS",
-    "SKIP_HINT",
-    "explain",
-    "explain_sharded_update_error",
-    "needs",
-    "refusal",
-    "refused_on_ranks",
-]
-
 WITH_ONE_DEVICE = "or use one device"
 WITH_DDP = "or use `strategy: ddp`"
 SKIP_HINT = (

@@ -58,8 +58,6 @@ from .step_part import BackwardCall, StepPart
 from .torch_internals import outside_of_graphs, warn_of_untested_torch
 from .update_guard import UpdateGuard, update_guard
 
-__all__ = ["StepHooks", "StepRouter", "step_hooks", "step_router"]
-
 
 def step_router(
     trainer: pl.Trainer,

@@ -9,8 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["BackwardCall", "StepPart"]
-
 
 @dataclass
 class BackwardCall:

@@ -46,20 +46,6 @@ from .torch_internals import (
     set_engine_run_backward,
 )
 
-__all__ = [
-    "GradientGuard",
-    "Interceptor",
-    "begin",
-    "end",
-    "hold",
-    "is_active",
-    "read_gradient",
-    "release",
-    "run_backward",
-    "wrap",
-    "write_gradient",
-]
-
 _WITHOUT_GRAPHS = tuple(
     f"{__package__}.{name}"
     for name in (

@@ -27,30 +27,6 @@ from torch.optim import Optimizer
 
 from ...callbacks.lightning_internals import NEWEST_TORCH, SUPPORTED, is_untested_torch, require_names
 
-__all__ = [
-    "TensorBase",
-    "amp_foreach_non_finite_check_and_unscale",
-    "current_graph_task_id",
-    "default_store",
-    "disabled_torch_function",
-    "engine_entry",
-    "engine_run_backward",
-    "group_timeout",
-    "initialize_sharded",
-    "keep_out_of_graphs",
-    "outside_of_graphs",
-    "post_accumulate_hooks",
-    "protected",
-    "reduce_sharded_gradients",
-    "require_fsdp",
-    "set_engine_run_backward",
-    "take_data",
-    "wait_for_reduction",
-    "warn_of_untested_torch",
-    "without_torch_function_of_subclasses",
-]
-
-
 log = logging.getLogger(__name__)
 
 

@@ -28,9 +28,6 @@ from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 from .step_part import BackwardCall, StepPart
 
-__all__ = ["UpdateGuard", "update_guard"]
-
-
 SKIPPER = "`Recover` (`on_nonfinite: skip` of a job)"
 """Name of the setting that skips updates, for errors."""
 

@@ -11,7 +11,6 @@ from ..contract.exceptions import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "load_components"]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Torch's name of each precision in `StepContext.dtype`."""

@@ -21,7 +21,6 @@ from ..plumbing.safe_open import open_regular, read_regular
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load_trainable_module_checkpoint", "save_trainable_module_checkpoint"]
 
 WEIGHTS_FILE = "lora.safetensors"
 OPTIMIZER = "optimizer"

@@ -33,8 +33,6 @@ from ..plumbing.safe_open import open_own, open_regular, read_own
 from ..plumbing.text import size_text
 from ..plumbing.urls import safe_url
 
-__all__ = ["Download", "Transport", "download", "log_arrival"]
-
 log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 10.0

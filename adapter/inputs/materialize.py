@@ -15,8 +15,6 @@ from ..plumbing.urls import has_scheme, is_http_url
 from .private_addresses import AddressGuard
 from .refs import Kind, Ref, RemoteRef, checked_ref, local_checkpoint, parquet_files
 
-__all__ = ["MaterializedInputs", "materialize_inputs", "named_inputs"]
-
 
 @dataclass(frozen=True)
 class MaterializedInputs:

@@ -20,7 +20,6 @@ from ..contract.exceptions import InputError
 if TYPE_CHECKING:
     import httpx2
 
-__all__ = ["AddressGuard", "is_private"]
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 

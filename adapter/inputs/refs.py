@@ -14,11 +14,6 @@ from ..contract.exceptions import InputError
 from ..plumbing.text import is_storable
 from ..plumbing.urls import PATTERN_CHARACTERS, is_http_url, looks_like_path, path_of_url, safe_url, url_fault
 
-__all__ = [
-    *("CozyRef", "HttpRef", "HubRef", "Kind", "Ref", "RemoteRef"),
-    *("checked_ref", "local_checkpoint", "parquet_files", "parse_ref", "resolve_path"),
-]
-
 REPOSITORY = r"(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
 HUB = re.compile(rf"{REPOSITORY}(@(?P<revision>[^:\s]+))?(:(?P<path>\S.*))?")
 COZY = re.compile(rf"{REPOSITORY}(:(?P<tag>[\w.-]+))?(@(?P<digest>sha256:[0-9a-fA-F]{{64}}))?")

@@ -36,8 +36,6 @@ from .http import Download, Transport, download, log_arrival
 from .private_addresses import AddressGuard
 from .refs import CozyRef, HttpRef, HubRef, Kind, RemoteRef, parse_ref, resolve_path
 
-__all__ = ["HttpResolveClient", "fetch_all", "fetch_checkpoint", "fetch_from_hub"]
-
 PARALLEL_TRANSFERS = 4
 RETRY = RetryPolicy()
 LOOK_EVERY_S = 0.1

@@ -36,8 +36,6 @@ from .sources import COMMENT, DEFAULT, LARGEST_FILE_BYTES, ConfigErrors, Sources
 from .spec import DatasetSpec, JobSpec, Settings
 from .standard_callbacks import faults_of_callbacks
 
-__all__ = ["JOB_NAME", "UNKNOWN_RUN_ID", "RunConfig", "read_job", "read_run_config", "resolve_run_config", "write_job"]
-
 ENVIRONMENT_ARTIFACTS_DIR = Path("/tmp/training")  # noqa: S108 -- the contract's own default for containers
 UNKNOWN_RUN_ID = "unknown"
 """The run's id in a report about a job without `run_id`."""

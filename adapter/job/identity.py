@@ -18,8 +18,6 @@ from ..plumbing.redaction import is_secret_name
 from ..plumbing.urls import safe_url
 from .spec import JobSpec
 
-__all__ = ["differing_fields", "digest_of_fields", "leaves", "logged_settings", "spec_fields"]
-
 LOGGED_ARGUMENTS = ("accelerator", "accumulate_grad_batches", "devices", "num_nodes", "strategy")
 """Arguments of the Lightning trainer that an event log shows; others may hold paths and addresses."""
 

@@ -27,8 +27,6 @@ from .parser_errors import root_cause, shortened
 from .spec import DatasetSpec
 from .standard_callbacks import callbacks_of_job
 
-__all__ = ["epochs_of", "instantiate", "instantiate_alone", "make_data"]
-
 _LISTS = ("callbacks", "logger", "plugins")
 """Trainer arguments that are lists: a job's own entries follow ours."""
 _VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")

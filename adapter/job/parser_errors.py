@@ -7,8 +7,6 @@ import textwrap
 
 from ..plumbing.failures import modules_of
 
-__all__ = ["UnusableValueError", "root_cause", "shortened"]
-
 _UNION = "Does not validate against any of the Union subtypes"
 _KEY = re.compile(r'^\s*Parser key "(?P<key>[^"]+)":', re.MULTILINE)
 _REASON = re.compile(

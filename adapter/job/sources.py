@@ -26,8 +26,6 @@ from ..plumbing.text import closest, nearest, with_unique_keys
 from ..plumbing.urls import has_scheme, looks_like_path
 from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
 
-__all__ = ["COMMENT", "DEFAULT", "JOB_VARIABLE", "VARIABLES", "ConfigErrors", "Sources", "read_sources"]
-
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
 """Names of the sources of a setting; the source of a variable is the variable's name."""
 

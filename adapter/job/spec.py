@@ -42,8 +42,6 @@ from ..plumbing.settings import (
 )
 from ..plumbing.text import is_storable, is_utf8
 
-__all__ = ["DatasetSpec", "JobSpec", "SampleRequest", "Settings", "all_keys", "key_at", "keys_at"]
-
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?", re.IGNORECASE)
 
 

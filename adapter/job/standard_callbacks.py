@@ -13,8 +13,6 @@ import msgspec
 from ..plumbing.text import nearest
 from .spec import Settings
 
-__all__ = ["STANDARD_CALLBACKS", "StandardCallback", "callbacks_of_job", "faults_of_callbacks"]
-
 
 class StandardCallback(NamedTuple):
     """One callback of the standard set."""

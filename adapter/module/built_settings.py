@@ -20,8 +20,6 @@ from ...callbacks.optimizer_state import put_setting
 from ..contract.exceptions import ContractError
 from ..discovery.discover import Discovered
 
-__all__ = ["SET_BY_SCHEDULERS", "BuiltSettings"]
-
 log = logging.getLogger(__name__)
 
 SCHEDULE, SCALER = "schedule", "scaler"

@@ -26,7 +26,6 @@ from ..contract.exceptions import StartupContractError
 if TYPE_CHECKING:
     from .module import ContractModule
 
-__all__ = ["host_evaluation"]
 
 log = logging.getLogger(__name__)
 

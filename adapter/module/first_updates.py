@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from ...callbacks.optimizer_state import parameters_of, with_step_hooks
 from ..discovery.discover import Discovered, Found
 
-__all__ = ["FirstUpdates"]
-
 log = logging.getLogger(__name__)
 
 UPDATES = 2

@@ -73,7 +73,6 @@ from .step import LoggedInSteps, Step, counts_of
 if TYPE_CHECKING:
     from .module import ContractModule
 
-__all__ = ["ContractEpochLoop", "ContractFitLoop", "install_loop", "own_epoch_loop", "start_after"]
 
 STOP_POLL_S = 0.05
 """Seconds between two checks for a stop request during a pause."""

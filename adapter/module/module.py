@@ -61,8 +61,6 @@ from .supported import (
 )
 from .trainer_files import check_result
 
-__all__ = ["ContractModule"]
-
 log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from ..contract.exceptions import ContractError
 from ..contract.types import StepContext
 from .plugin_loading import optional_hook
 
-__all__ = ["OwnHookAdapter", "attach_own_hooks", "own_hooks"]
-
 
 class OwnHookAdapter(TrainerHookAdapter):
     """Runs a hook that is part of the training: on all ranks, before other callbacks; its failures end the run.

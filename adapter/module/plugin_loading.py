@@ -17,22 +17,6 @@ from ..contract.exceptions import ContractError, TrainerPathError
 from ..contract.types import OPTIONAL_HOOKS, REQUIRED_HOOKS, StepContext, TrainerPlugin
 from ..plumbing.text import closest
 
-__all__ = [
-    "HOOK_ARGUMENTS",
-    "async_hooks",
-    "check_arguments_of_loading",
-    "check_instance",
-    "find_trainer",
-    "loader_of_class",
-    "load_trainer_plugin",
-    "make_trainer",
-    "misspelled_hooks",
-    "missing_hooks",
-    "on_sys_path",
-    "optional_hook",
-    "signature_faults",
-]
-
 _DEFAULT_NAMES = ("TRAINER", "Trainer", "trainer")
 _STUB_MODULES = tuple(f"{__package__.rpartition('.')[0]}.{name}" for name in ("contract.types", "compat.old_names"))
 """Modules of protocols. Hooks that a class inherits from these do nothing, so they do not count as its own."""

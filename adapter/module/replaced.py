@@ -24,8 +24,6 @@ from ..contract.exceptions import CheckpointError
 from ..discovery.children import uncompiled
 from ..discovery.discover import Discovered, Found
 
-__all__ = ["Replaced", "without_functions"]
-
 log = logging.getLogger(__name__)
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)

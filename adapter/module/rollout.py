@@ -24,7 +24,6 @@ from .state import PHASE
 if TYPE_CHECKING:
     from .module import ContractModule
 
-__all__ = ["Phase", "RolloutBatches", "batches_and_stats", "collect"]
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,6 @@ from .trainer_files import trainer_directory
 if TYPE_CHECKING:
     from ..gradients.step import StepRouter
 
-__all__ = ["PHASE", "STATE", "ToRestore", "TrainerState", "collect_from_ranks", "rank_channel_of", "take_own_part"]
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .loop import ContractEpochLoop
     from .module import ContractModule
 
-__all__ = ["LoggedInSteps", "Step", "counts_of", "profiler_of"]
 
 _MAY_LOG = (
     "on_train_batch_start",

@@ -13,8 +13,6 @@ from torch import Tensor
 from ..contract.exceptions import ContractError
 from ..contract.types import StepContext, StepResult
 
-__all__ = ["metric_name", "named_scalars", "scalar", "validate_result", "values_on_device"]
-
 _ALIASES = {
     "loss": "train/loss",
     "train_loss": "train/loss",

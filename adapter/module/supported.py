@@ -38,15 +38,6 @@ from ..gradients.ddp.buckets import wire_type
 from ..gradients.fsdp.strategy import FSDP2Strategy
 from ..gradients.torch_internals import require_fsdp
 
-__all__ = [
-    "check_strategy",
-    "check_trainer_arguments",
-    "defer_setups",
-    "leave_unwrapped",
-    "missing_callbacks",
-    "run_deferred_setups",
-]
-
 _SHORT_LIVED_PROCESSES = (
     "the trainer class would be set up in processes that end with training, and the process that started them would "
     "not get the result. Use ddp, which starts the script once for each device"

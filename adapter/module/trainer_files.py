@@ -12,8 +12,6 @@ from ...callbacks.checkpoint.selection import find_checkpoint
 from ..contract.exceptions import CheckpointError, ContractError
 from .plugin_loading import optional_hook
 
-__all__ = ["check_result", "trainer_directory"]
-
 
 def check_result(result: Any, output_dir: Path) -> dict[str, Any] | None:
     """Check and return the result of ``save_checkpoint``; paths within `output_dir` become relative to it.

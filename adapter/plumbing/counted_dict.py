@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["CountedDict", "uncounted"]
-
 
 class CountedDict(dict[str, Any]):
     """A dictionary that records which keys were read; an access to all at once, such as a copy, reads all of them.

@@ -18,18 +18,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from .redaction import safe_str
 
-__all__ = [
-    "LateCopy",
-    "accelerator",
-    "gather_objects",
-    "gather_results",
-    "host_group",
-    "isolated_random_numbers",
-    "random_states",
-    "release_memory",
-    "restore_random_states",
-]
-
 _Result = TypeVar("_Result")
 
 

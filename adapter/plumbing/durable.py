@@ -18,19 +18,6 @@ from pathlib import Path
 
 from .permissions import file_mode, folder_mode
 
-__all__ = [
-    "TEMPORARY_PREFIX",
-    "create_file",
-    "fsync_directory",
-    "fsync_file",
-    "make_directory",
-    "remove_debris",
-    "start_writeback",
-    "temporary_name",
-    "write_all",
-    "write_bytes_durably",
-]
-
 TEMPORARY_PREFIX = ".tmp-"
 """Start of every temporary name, to distinguish leftovers of a killed process from data and remove them."""
 

@@ -27,19 +27,6 @@ from ..contract.exceptions import (
 from .redaction import hide_environment, safe_str
 from .text import shortened
 
-__all__ = [
-    "EXIT_COMPLETED",
-    "EXIT_FAILED",
-    "EXIT_NONFINITE",
-    "EXIT_STARTUP",
-    "EXIT_STOPPED",
-    "Failure",
-    "causes_of",
-    "describe_failure",
-    "modules_of",
-    "stop_reason",
-]
-
 EXIT_COMPLETED: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_STARTUP: Final = 2

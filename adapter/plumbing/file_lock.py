@@ -23,8 +23,6 @@ except ImportError:  # on Windows
 
 from .safe_open import PRIVATE_FILE, open_own
 
-__all__ = ["FileLock", "LockHeldError", "NoLocksError", "holding_process", "is_held"]
-
 PAUSE_S = 0.05
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GENERATORS", "set_state", "state_of"]
-
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """Types of random number generators that a trainer or a dataset may keep."""
 

@@ -25,8 +25,6 @@ from ..contract.exceptions import StartupContractError
 from .failures import causes_of
 from .urls import origin_text, safe_url
 
-__all__ = ["build_client", "failure_text"]
-
 _TOKEN_ORIGIN = "genlight.token_origin"  # noqa: S105 - the name of a request extension, not a secret
 MAX_REDIRECTS = 5
 CONNECT_TIMEOUT_S = 10.0

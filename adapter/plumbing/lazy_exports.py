@@ -21,8 +21,6 @@ from importlib.metadata import version
 from types import CodeType
 from typing import Any
 
-__all__ = ["lazy_exports"]
-
 
 def lazy_exports(
     package: str, unlisted: Collection[str] = ()

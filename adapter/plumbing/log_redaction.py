@@ -16,8 +16,6 @@ from typing import Any
 
 from .redaction import hide_secrets, traceback_of
 
-__all__ = ["redacted_logs"]
-
 _OWN_FIELDS = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
 """The fields of every log record; other fields came from ``extra=``."""
 _Hide = Callable[[str], str]

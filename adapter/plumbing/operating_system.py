@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import platform
 
-__all__ = ["require_linux", "unsupported_system"]
-
 
 def unsupported_system(what: str) -> str | None:
     """Return why `what` cannot work on this operating system, or None."""

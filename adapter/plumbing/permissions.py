@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import stat
 
-__all__ = ["ROOT", "file_mode", "folder_mode", "is_own_group"]
-
 ROOT = 0
 """The user and the group of the administrator."""
 

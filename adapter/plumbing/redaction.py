@@ -25,21 +25,6 @@ from urllib.parse import parse_qsl, quote, unquote
 from .text import shortened
 from .urls import hide_urls
 
-__all__ = [
-    "HIDDEN",
-    "hide_environment",
-    "hide_secrets",
-    "is_secret_name",
-    "redact",
-    "secrets_in",
-    "secrets_of_environment",
-    "secrets_of_module",
-    "safe_str",
-    "traceback_of",
-    "map_strings",
-    "without_secrets",
-]
-
 HIDDEN: Final = "<hidden>"
 SHORTEST_SECRET = 4
 SHORTEST_OF_SECRET_NAME = 6

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Final, Literal
 
-__all__ = ["reference"]
-
 _FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PAGES: Final = {"a-jobs-keys": "job_reference.md", "all-commands": "commands.md", "the-hooks": "README.md"}
 

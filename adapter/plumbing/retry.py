@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
-__all__ = ["RetryPolicy", "TransientError", "is_transient", "parsed_date", "retry_after_s", "with_retries"]
-
 T = TypeVar("T")
 
 LONGEST_RETRY_AFTER_S = 3600.0

@@ -21,19 +21,6 @@ from collections.abc import Callable
 
 from .permissions import ROOT, is_own_group
 
-__all__ = [
-    "PRIVATE_FILE",
-    "UnsafeFileError",
-    "distrust",
-    "open_below",
-    "open_checked",
-    "open_own",
-    "open_regular",
-    "read_below",
-    "read_own",
-    "read_regular",
-]
-
 PRIVATE_FILE = 0o600
 
 

@@ -28,26 +28,6 @@ from .redaction import HIDDEN, without_secrets
 from .text import is_storable
 from .urls import hide_urls
 
-__all__ = [
-    "LINE",
-    "NONBLANK",
-    "Block",
-    "Key",
-    "Rule",
-    "alias",
-    "example",
-    "faults_of",
-    "is_read",
-    "is_true",
-    "keys_of",
-    "refusal",
-    "render_text",
-    "render_value",
-    "shown",
-    "value_of",
-    "variable",
-]
-
 LARGEST = 2**63 - 1
 """Largest integer that Arrow, torch and JSON readers in other languages can represent."""
 

@@ -9,20 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
 
-__all__ = [
-    "HUB_LOGIN",
-    "as_list",
-    "closest",
-    "folder_name",
-    "is_storable",
-    "is_utf8",
-    "nearest",
-    "printable",
-    "shortened",
-    "size_text",
-    "with_unique_keys",
-]
-
 HUB_LOGIN = "run `hf auth login`, or set `HF_TOKEN`"
 """Ways to log in to the Hugging Face hub; `hf` was called `huggingface-cli` before."""
 LONGEST_FOLDER_NAME = 120

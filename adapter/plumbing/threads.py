@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from ..contract.exceptions import ThreadLimitError
 
-__all__ = ["DaemonThreads", "carry_out", "started"]
-
 T = TypeVar("T")
 
 

@@ -13,20 +13,6 @@ import re
 from collections.abc import Iterable
 from urllib.parse import unquote
 
-__all__ = [
-    "PATTERN_CHARACTERS",
-    "has_scheme",
-    "hide_urls",
-    "is_http_url",
-    "looks_like_path",
-    "origin_of",
-    "origin_text",
-    "path_of_url",
-    "safe_url",
-    "trusted_origins",
-    "url_fault",
-]
-
 # Python remembers for good that a codec is missing. If its import failed once, because no file could be opened say, no
 # URL could be read any more in this process. So it is imported with this module.
 assert encodings.idna is not None

@@ -9,8 +9,6 @@ from ...reporters.events.event import RESUMED_METRIC, STOP_REASONS, Completed, F
 from ...reporters.events.reader import typed_events
 from ..contract.exceptions import EventLogError
 
-__all__ = ["Attempt", "has_trained", "last_attempts"]
-
 
 @dataclass
 class Attempt:

@@ -17,8 +17,6 @@ from ..contract.exceptions import GenlightError, InputError
 from ..contract.types import JobLifecycleClient
 from ..plumbing.threads import DaemonThreads, started
 
-__all__ = ["Lease"]
-
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)

@@ -61,8 +61,6 @@ from .session import Session
 from .start import RUNS_FILE
 from .this_rank import host_name
 
-__all__ = ["NodeCheck", "continue_runs", "fit", "join", "node_faults"]
-
 log = logging.getLogger(__name__)
 
 LARGEST_BYTES = 1 << 20

@@ -16,21 +16,6 @@ from ..plumbing.durable import make_directory, remove_debris, temporary_name, wr
 from ..plumbing.file_lock import FileLock, LockHeldError, NoLocksError, is_held
 from ..plumbing.safe_open import PRIVATE_FILE, distrust, read_own
 
-__all__ = [
-    "LOCK_NAME",
-    "STOP_NAME",
-    "artifact_dir_faults",
-    "directory_fault",
-    "last_holder",
-    "lock_artifacts",
-    "lock_directory",
-    "lock_holder",
-    "prepare_artifact_dirs",
-    "request_stop",
-    "untrusted_dirs",
-    "withdraw_stop",
-]
-
 LOCK_NAME = ".lock"
 STOP_NAME = ".stop"
 """The file that asks the run that holds the directory to stop, from any host that shares it."""

@@ -49,25 +49,6 @@ from .this_rank import host_name
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = [
-    "FOLDER",
-    "LAUNCH_ID",
-    "POLL_S",
-    "Check",
-    "FailedElsewhere",
-    "RankFiles",
-    "RankProcesses",
-    "RankWatch",
-    "RankZero",
-    "agent_check",
-    "failed_ranks",
-    "first_cause",
-    "kill_paused",
-    "after_patience",
-    "paused_ranks",
-    "stopped_before_meeting",
-    "warn_of_absent_ranks",
-]
 
 log = logging.getLogger(__name__)
 

@@ -32,15 +32,6 @@ from ..plumbing.redaction import hide_secrets, safe_str, traceback_of
 from ..plumbing.reference_page import reference
 from .this_rank import host_name, this_rank
 
-__all__ = [
-    "explain",
-    "is_input_error",
-    "log_failure",
-    "show_results",
-    "shown_path",
-    "working_directory",
-]
-
 log = logging.getLogger(__name__)
 
 FAILURES_DIRECTORY: Final = "failures"

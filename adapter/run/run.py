@@ -37,8 +37,6 @@ from .start import move_old_artifacts_aside
 from .this_rank import is_rank_zero
 from .training import train
 
-__all__ = ["run_job", "run_training_runtime_from_env"]
-
 require_linux(__name__)
 
 log = logging.getLogger(__name__)

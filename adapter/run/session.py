@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from ...reporters.uploads import Uploader
     from .control_plane import Lease
 
-__all__ = ["Completion", "FollowerSession", "Session"]
 
 log = logging.getLogger(__name__)
 

@@ -24,17 +24,6 @@ from ..plumbing.durable import fsync_directory, make_directory, write_bytes_dura
 from ..plumbing.redaction import HIDDEN
 from ..plumbing.safe_open import read_regular
 
-__all__ = [
-    "RUNS_FILE",
-    "Start",
-    "ExitHints",
-    "decide_start",
-    "move_checkpoints_aside",
-    "move_old_artifacts_aside",
-    "newest_start",
-    "refuse_to_overwrite",
-]
-
 log = logging.getLogger(__name__)
 
 IN_USE = "startup.artifacts_in_use"

@@ -7,8 +7,6 @@ import socket
 
 from ..cluster.job_context import in_srun_task
 
-__all__ = ["host_name", "is_rank_zero", "this_rank"]
-
 
 def this_rank() -> int:
     """Return the rank of this process from the launcher's environment; 0 without a launcher."""

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from ..contract.types import TrainerPlugin
 
-__all__ = ["check_plugin", "imported_trainer", "prepare_training", "train"]
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,6 @@ from ..plumbing.redaction import without_secrets
 from .contexts import CompletedContext, RunBeginContext, RunEndContext, bind_job_context, emit
 from .transport import prepare_output, read_pickle, travelling, write_failure, write_result
 
-__all__ = ["main"]
-
 log = logging.getLogger("genlight.runner")
 
 

@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 from ..cluster.job_context import JobContext
 
-__all__ = ["CompletedContext", "RunBeginContext", "RunEndContext", "bind_job_context", "emit"]
-
 log = logging.getLogger("genlight.runner")
 
 NAME = "job"

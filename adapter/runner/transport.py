@@ -26,11 +26,6 @@ from ..plumbing.redaction import hide_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, open_checked
 from .contexts import RunEndContext
 
-__all__ = [
-    *("FunctionFailedError", "ResultFormat", "failure_file", "prepare_output", "read_pickle", "read_result"),
-    *("travelling", "write_failure", "write_pickle", "write_result"),
-]
-
 ResultFormat = Literal["json", "pickle"]
 
 _PICKLE_STARTS = b"\x80"

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord, name_of
-from ...callbacks.checkpoint.selection import Listed, folder_of_checkpoints, list_checkpoints
-from ...callbacks.checkpoint.storage import missing_file, verify_files
+from ...callbacks.checkpoint.selection import folder_of_checkpoints, list_checkpoints
+from ...callbacks.checkpoint.storage import Listed, missing_file, verify_files
 from ..contract.exceptions import BrokenCheckpointError
-
-__all__ = ["checkpoint_facts", "checkpoints_of_run"]
 
 
 def checkpoints_of_run(folder: Path) -> list[Listed]:

@@ -12,8 +12,6 @@ from ..job.config import read_job
 from ..job.identity import leaves
 from .summary import RunSummary
 
-__all__ = ["About", "Difference", "differences", "facts_of_run"]
-
 About = Literal["configuration", "data", "code", "versions", "results"]
 _ORDER: tuple[About, ...] = ("configuration", "data", "code", "versions", "results")
 _DATA_KEYS = ("data", "dataset", "inputs", "mock_batches")

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...callbacks.checkpoint.selection import Listed
+from ...callbacks.checkpoint.storage import Listed
 from ...reporters.events.attempts import Attempts
 from ...reporters.events.event import ROLLED_BACK_METRIC, Completed, Event, Failed, Metric
 from ...reporters.events.goodput import Ledger
@@ -29,8 +29,6 @@ from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from .checkpoints import checkpoint_facts, checkpoints_of_run
 from .differences import facts_of_run
 from .summary import RunSummary, Starts, summary_of
-
-__all__ = ["BEGINNING_BYTES", "Budget", "Curve", "History", "history_of", "picture_kind", "thinned"]
 
 FAULT_PREFIX = "diagnosis/"
 MOST_EVENTS = 2000

@@ -37,8 +37,6 @@ from .history import BEGINNING_BYTES, Budget, History, history_of, picture_kind
 from .page import facts_of, page_of, stamp
 from .summary import RunSummary, Starts, find_runs, modified_ms, summary_of
 
-__all__ = ["Runs", "application"]
-
 COOKIE = "genlight_token"
 MOST_AT_ONCE = 20
 """Maximum number of runs on a page."""

@@ -36,8 +36,6 @@ from ..plumbing.safe_open import open_regular
 from ..run.folder import LOCK_NAME, last_holder
 from .checkpoints import checkpoints_of_run
 
-__all__ = ["RunSummary", "Starts", "State", "figures_of", "find_runs", "is_run", "loss_among", "summary_of"]
-
 State = Literal["running", "stopped", "completed", "failed", "lost"]
 
 _BLOCK_BYTES = 1 << 20

@@ -25,8 +25,6 @@ from ..run.folder import request_stop
 from .history import Budget, History, history_of
 from .summary import Starts, figures_of, is_run
 
-__all__ = ["WatchRuns"]
-
 READ_EVERY_S = 1.0
 NEWEST = 4
 """Number of checkpoints, steps with samples and findings to show."""

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from .plugins import DurableCheckpointIO as DurableCheckpointIO
     from .policy import Checkpoint as Checkpoint, WritesTrainerFiles as WritesTrainerFiles
     from .selection import (
-        Listed as Listed,
         Retention as Retention,
         find_checkpoint as find_checkpoint,
         find_final as find_final,
         list_checkpoints as list_checkpoints,
         newest_valid as newest_valid,
     )
-    from .storage import delete_checkpoint as delete_checkpoint, sweep as sweep, verify as verify
+    from .storage import Listed as Listed, delete_checkpoint as delete_checkpoint, sweep as sweep, verify as verify
     from .store import CheckpointStore as CheckpointStore, save as save
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -13,8 +13,6 @@ from typing import Any
 from ...adapter.contract.exceptions import GenlightError, ThreadLimitError
 from ...adapter.plumbing.threads import carry_out, started
 
-__all__ = ["Background", "Pending"]
-
 log = logging.getLogger(__name__)
 
 

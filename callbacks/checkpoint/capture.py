@@ -43,17 +43,6 @@ from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, CheckpointRe
 from .format.slice_index import SlicedTensor, part_folder
 from .storage import STATE_MARKER, Staging
 
-__all__ = [
-    "CONTRACT_KEY",
-    "Captured",
-    "Frozen",
-    "HostBuffer",
-    "capture",
-    "describe_omitted",
-    "frozen_in",
-    "tensor_files",
-]
-
 log = logging.getLogger(__name__)
 
 CONTRACT_KEY = "genlight"

@@ -21,8 +21,6 @@ from .format.record import MODEL_FILE, STATE_FILE, CheckpointRecord, FileEntry, 
 from .format.slice_index import SLICES_FILE, SlicedTensor, is_of_tensors, parse_slices
 from .storage import open_file_of, read_proven
 
-__all__ = ["read_contents", "read_header", "sliced_tensors"]
-
 
 def read_header(record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
     """Return the tensors of a safetensors file of `record`, reading only its header.

@@ -43,8 +43,6 @@ from .capture import CONTRACT_KEY
 from .loading import Base, load, load_weights
 from .selection import find_checkpoint
 
-__all__ = ["export_lightning", "export_pretrained", "export_safetensors", "keep_configurations", "read_base"]
-
 log = logging.getLogger(__name__)
 
 _FOLDER = "genlight-pretrained"

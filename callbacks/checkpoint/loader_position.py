@@ -49,18 +49,6 @@ from .codec.tensors import TensorTable
 from .sharded.rank_channel import Channel
 from .worker_states import WorkerStates, own_generators, state_as_arrays
 
-__all__ = [
-    "begin_and_leave",
-    "forget_positions",
-    "generators_of",
-    "keep_positions",
-    "put_positions_back",
-    "set_positions_aside",
-    "set_up_data",
-    "warn_of_lost_positions",
-    "with_position",
-]
-
 log = logging.getLogger(__name__)
 
 _POSITIONS = "loader_positions"

@@ -43,8 +43,6 @@ from .format.slice_index import Box, SlicedTensor, StoredSlice, is_of_tensors, p
 from .sharded.slices import WholeTensor, view_of_part
 from .storage import check_file, open_file_of, verify_files
 
-__all__ = ["Base", "StoredSlices", "load", "load_record", "load_torch_file", "load_weights"]
-
 Base = Mapping[str, Any]
 """The model's tensors by name; a load takes those that its checkpoint omits from here."""
 

@@ -34,8 +34,6 @@ from .sharded.slices import keep_sharded, sharded_like
 from .storage import is_record
 from .store import CheckpointStore, wait_after_failure
 
-__all__ = ["DurableCheckpointIO", "remove_plugin", "install_plugin", "keep_sharded_for", "rank_groups_of", "url_faults"]
-
 
 class DurableCheckpointIO(CheckpointIO):
     """Writes each checkpoint completely or not at all, verifies it on loading, and stores no pickle.

@@ -44,8 +44,6 @@ from .storage import Listed, Staging, files_in_the_way, move_out_of_the_way, req
 from .store import CheckpointStore, wait_after_failure
 from .writing import require_shared_directory
 
-__all__ = ["Checkpoint", "WritesTrainerFiles", "savers_of", "wait_after_failure"]
-
 log = logging.getLogger(__name__)
 
 _ADAM_STATES = 2

@@ -35,22 +35,6 @@ from .loader_position import generators_of, warn_of_lost_positions
 from .sharded.rank_channel import Channel
 from .sharded.slices import sharded_like, unsharded
 
-__all__ = [
-    "Differing",
-    "ResumeState",
-    "apply_differences",
-    "capture_parts",
-    "capture_rng",
-    "differences_of_ranks",
-    "digests_of",
-    "gradients_of_rank",
-    "restore_gradients",
-    "restore_optimizers_as_stored",
-    "restore_rng",
-    "restore_rng_of_rank",
-    "uncompiled_name",
-]
-
 log = logging.getLogger(__name__)
 
 SHARDED_GRADIENTS = "sharded_gradients"

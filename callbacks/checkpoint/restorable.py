@@ -22,8 +22,6 @@ from .contents import read_contents
 from .format.headers import TypedShape
 from .format.record import CheckpointRecord
 
-__all__ = ["check_contents"]
-
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 _Version = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)*([._-]?(a|b|rc|dev|post)[._-]?\d*)*(\+[A-Za-z0-9._-]+)?$")]
 _PYTHON_WORDS = (625,)

@@ -29,25 +29,6 @@ from .storage import Listed, missing_file, record_of_folder, records_in, verify_
 if TYPE_CHECKING:
     from ...reporters.uploads import Uploader
 
-__all__ = [
-    "WRITER",
-    "Listed",
-    "Retention",
-    "add_score",
-    "best_first",
-    "enqueue",
-    "find_checkpoint",
-    "find_final",
-    "folder_of_checkpoints",
-    "list_checkpoints",
-    "monitored",
-    "never_queued",
-    "newest_complete",
-    "newest_valid",
-    "own_records",
-    "require",
-    "to_delete",
-]
 
 log = logging.getLogger(__name__)
 

@@ -68,35 +68,6 @@ from .format.record import (
     step_name,
 )
 
-__all__ = [
-    "STATE_MARKER",
-    "Listed",
-    "Staging",
-    "check_file",
-    "checkpoint_files",
-    "commit",
-    "delete_checkpoint",
-    "files_in_the_way",
-    "folders_of_checkpoints",
-    "count_folder_names",
-    "hash_file",
-    "is_record",
-    "missing_file",
-    "move_out_of_the_way",
-    "name_checkpoint_in_errors",
-    "open_file_of",
-    "read_proven",
-    "record_of_folder",
-    "records_in",
-    "require_replaceable",
-    "require_space",
-    "stage",
-    "sweep",
-    "verify",
-    "verify_files",
-    "write_file",
-]
-
 log = logging.getLogger(__name__)
 
 _Parsed = TypeVar("_Parsed")

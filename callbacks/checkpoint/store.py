@@ -36,8 +36,6 @@ from .sharded.rank_channel import ALONE, Channel, RankGroups
 from .storage import Listed, Staging, count_folder_names, delete_checkpoint, require_space, stage
 from .writing import write_checkpoint
 
-__all__ = ["CheckpointStore", "save", "wait_after_failure"]
-
 log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from ...adapter.plumbing.generators import GENERATORS, set_state, state_of
 
-__all__ = ["WorkerStates", "own_generators", "state_as_arrays"]
-
 log = logging.getLogger(__name__)
 
 _SEARCHED_ITEMS = 1_000

@@ -43,8 +43,6 @@ from .format.slice_index import SLICES_FILE, SlicedTensor, StoredSlice, part_fol
 from .sharded.rank_channel import Channel
 from .storage import commit, hash_file, name_checkpoint_in_errors, stage, write_file
 
-__all__ = ["require_shared_directory", "write_checkpoint"]
-
 log = logging.getLogger(__name__)
 
 VISIBLE_WITHIN_S = 10.0

@@ -17,8 +17,6 @@ from ..job_progress import JobProgress
 from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
 from .trainer_view import TrainerView, view_of
 
-__all__ = ["CallbackList"]
-
 
 class CallbackList(Hook):
     """Calls its callbacks in order; it is a Lightning callback that works in any ``Trainer``.

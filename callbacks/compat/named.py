@@ -30,20 +30,6 @@ from ..job_progress import JobProgress
 from ..telemetry.heartbeat import Heartbeat
 from .trainer_view import TrainerView, view_of
 
-__all__ = [
-    "HOOKS",
-    "Callback",
-    "CheckpointCallback",
-    "DiagnosisCallback",
-    "EarlyStoppingCallback",
-    "EvalCallback",
-    "HeartbeatCallback",
-    "LoggingCallback",
-    "ProgressCallback",
-    "TakesView",
-    "TrainingReportCallback",
-]
-
 HOOKS: Final = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end")
 """The six hooks."""
 

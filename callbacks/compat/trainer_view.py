@@ -27,8 +27,6 @@ from ...adapter.plumbing.safe_open import open_regular
 from ..early_stopping import StopVote
 from ..hook.events import is_number, model_of, run_state_of, step_metrics
 
-__all__ = ["TrainerView", "load_checkpoint", "save_checkpoint", "view_of"]
-
 ESSENTIAL: Final = ("model_state_dict", "optimizer_state_dict", "global_step")
 """Without these a file is not a checkpoint."""
 

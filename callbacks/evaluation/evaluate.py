@@ -16,8 +16,6 @@ from ..hook.events import publish_scores, timed
 from ..hook.hook import Hook, skippable
 from ..module_modes import keep_modes
 
-__all__ = ["Evaluate", "scores_of"]
-
 log = logging.getLogger(__name__)
 
 

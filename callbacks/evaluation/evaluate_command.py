@@ -26,8 +26,6 @@ from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook, judge, skippable
 from ..stop.stop_requests import StopRequests
 
-__all__ = ["EvaluateCommand"]
-
 LONGEST_OUTPUT = 1 << 20
 """Maximum bytes of standard output, and of standard error, before a command is killed."""
 POLL_S = 0.05

@@ -22,8 +22,6 @@ from ..telemetry.run_events import RunEvents
 from .readings import Probe
 from .rules import LOSSES_KEPT, Case, Fault, History, Reading, find_faults
 
-__all__ = ["Diagnosis"]
-
 log = logging.getLogger(__name__)
 
 

@@ -25,8 +25,6 @@ from ..optimizer_state import parameters_of, with_step_hooks
 from ..replicas.digest import digest_of_all
 from .rules import Reading
 
-__all__ = ["Probe", "scaled_by"]
-
 LATENT_METRICS = {"latent_std": 1.0, "z_std": 1.0, "latent_var": 0.5, "z_var": 0.5}
 """Metrics for the spread of latent values, the first that is there counts, with the power that makes a deviation of
 it."""

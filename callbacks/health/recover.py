@@ -36,8 +36,6 @@ from .readings import scaled_by
 from .rules import Case, Fault, History, Reading, find_faults
 from .watch_nonfinite import WatchNonfinite
 
-__all__ = ["Recover"]
-
 log = logging.getLogger(__name__)
 
 Rung = Literal["skip", "lower_lr", "roll_back"]

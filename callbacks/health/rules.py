@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["LOSSES_KEPT", "Case", "Fault", "History", "Reading", "find_faults"]
-
 LOSSES_KEPT = 256
 NORMS_KEPT = 20
 NORMS_FOR_MEDIAN = 5

@@ -17,8 +17,6 @@ from ..hook.events import log_to_loggers
 from ..hook.hook import Hook, ending_the_run, skippable
 from .readings import scaled_by
 
-__all__ = ["NONFINITE_STEP", "WatchNonfinite"]
-
 log = logging.getLogger(__name__)
 
 Policy = Literal["warn", "stop"]

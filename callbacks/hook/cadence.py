@@ -8,18 +8,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = [
-    "NEVER",
-    "Boundaries",
-    "Pace",
-    "crossed",
-    "next_multiple",
-    "rewind",
-    "step_cadence",
-    "steps_within",
-    "suppressed",
-]
-
 NEVER = sys.maxsize
 """The `next_due_step` of a hook that does not wait for a step."""
 

@@ -14,27 +14,6 @@ import lightning.pytorch as pl
 
 from ...adapter.contract.run_state import RunState
 
-__all__ = [
-    "FIGURES_FIELD",
-    "awaits_module_hook",
-    "callbacks_of",
-    "get_entry",
-    "facts_to_store",
-    "fire",
-    "is_number",
-    "is_own_loop",
-    "log_to_loggers",
-    "model_of",
-    "numbers_of",
-    "publish_figures",
-    "publish_metrics",
-    "publish_scores",
-    "run_state_of",
-    "share_run_state",
-    "step_metrics",
-    "timed",
-]
-
 log = logging.getLogger(__name__)
 
 FIGURES_FIELD = "figures"

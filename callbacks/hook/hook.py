@@ -36,21 +36,6 @@ if TYPE_CHECKING:
     from ..checkpoint.format.record import RecordMeta
     from ..stop.sources import StopSources
 
-__all__ = [
-    "HOOK_EVENTS",
-    "Hook",
-    "RunContext",
-    "ending_the_run",
-    "in_order",
-    "join_run",
-    "judge",
-    "listeners",
-    "order_callbacks",
-    "report_failures",
-    "skippable",
-    "skipping_hook",
-    "forwarding_hook",
-]
 
 log = logging.getLogger(__name__)
 

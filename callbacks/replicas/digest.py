@@ -11,8 +11,6 @@ from torch._utils import _flatten_dense_tensors
 
 from ..checkpoint.codec.tensors import content_digests, device_digest
 
-__all__ = ["digest_of_all"]
-
 SMALL_BYTES = 64 * 1024
 """Tensors up to this size are concatenated first, because a call costs more than copying them."""
 

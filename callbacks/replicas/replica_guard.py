@@ -22,8 +22,6 @@ from ..hook.hook import Hook
 from ..optimizer_state import named_values, settings_and_counters
 from .digest import digest_of_all
 
-__all__ = ["ReplicaGuard"]
-
 STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
 """Steps after which a digest has left its device, and after which all ranks have sent theirs; no step waits."""

@@ -33,8 +33,6 @@ from ...adapter.contract.exceptions import InputError
 from ..lightning_internals import require_names
 from .signals import REASON_OF_SIGNAL
 
-__all__ = ["NO_SPACE", "hand_over_error", "protected_workers", "start_workers"]
-
 _ENTRY = "_get_iterator"
 """Method of a loader that makes its iterator and workers; subclasses may override it."""
 

@@ -17,15 +17,6 @@ from typing import Any
 from ...adapter.contract.exceptions import StopReason, ThreadLimitError
 from ...adapter.plumbing.threads import started
 
-__all__ = [
-    "REASON_OF_SIGNAL",
-    "StopSignals",
-    "announces_time_limit",
-    "exit_on_signal",
-    "job_end_time_s",
-    "launcher_grace_s",
-]
-
 _REASONS: dict[str, StopReason] = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
 
 REASON_OF_SIGNAL = {signal.Signals[name]: why for name, why in _REASONS.items() if hasattr(signal, name)}

@@ -13,8 +13,6 @@ from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.safe_open import open_regular
 from .signals import StopSignals, job_end_time_s
 
-__all__ = ["Deadline", "StopSources", "cancel_file_is_set", "process_age_s"]
-
 _NO = frozenset({b"0", b"false", b"f", b"no", b"n", b"off"})
 _LONGEST_WORD = 64
 """Maximum bytes, blanks included, of a cancel file with a word of `_NO`."""

@@ -28,8 +28,6 @@ from .data_workers import protected_workers
 from .signals import StopSignals, launcher_grace_s
 from .sources import StopSources
 
-__all__ = ["Agreement", "StopRequests"]
-
 log = logging.getLogger(__name__)
 
 ROUND_S = 0.05

@@ -13,8 +13,6 @@ from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
 from ..stop.sources import process_age_s
 
-__all__ = ["Goodput", "data_wait_s"]
-
 LOOK_EVERY_STEPS = 10
 """How often it looks at the clock."""
 

@@ -23,8 +23,6 @@ from ..hook.hook import Hook, skippable
 from .run_events import RunEvents
 from .system_monitor import read_nvml
 
-__all__ = ["Heartbeat"]
-
 log = logging.getLogger(__name__)
 
 

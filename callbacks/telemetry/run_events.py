@@ -12,8 +12,6 @@ from ...adapter.contract.exceptions import EventLogError
 from ...reporters.telemetry import make_run_id, write_event
 from ..hook.events import run_state_of
 
-__all__ = ["RunEvents", "run_id_of"]
-
 log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from ..hook.cadence import Pace
 from ..hook.events import FIGURES_FIELD, publish_figures
 from ..hook.hook import Hook, skippable
 
-__all__ = ["SystemMonitor", "read_nvml"]
-
 log = logging.getLogger(__name__)
 
 _Figures = TypeVar("_Figures")

@@ -9,8 +9,6 @@ import math
 
 from .event import RESUMED_METRIC, ROLLED_BACK_METRIC, Completed, Event, Failed, Metric, Started
 
-__all__ = ["Attempts", "evaluation_stage"]
-
 
 def evaluation_stage(started: Started) -> str | None:
     """Return ``validate``, ``test`` or ``predict`` if that is all the attempt does; None if it trains."""

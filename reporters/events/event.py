@@ -13,26 +13,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...adapter.contract.exceptions import FailureCategory, StopReason
 
-__all__ = [
-    "MAX_STEP",
-    "RESUMED_METRIC",
-    "ROLLED_BACK_METRIC",
-    "SCHEMA_VERSION",
-    "STOP_REASONS",
-    "TERMINAL_EVENTS",
-    "Checkpoint",
-    "Completed",
-    "Event",
-    "Failed",
-    "Metric",
-    "Sample",
-    "Started",
-    "decode_event",
-    "decode_events",
-    "event_faults",
-    "event_schema",
-]
-
 SCHEMA_VERSION: Final = "trainer_event.v1"
 FAILURE_CATEGORIES: Final = frozenset(get_args(FailureCategory))
 STOP_REASONS: Final = frozenset(get_args(StopReason))

@@ -36,8 +36,6 @@ from .json_lines import LineFile, encode_json, storable
 from .reader import count_started
 from .validation import Phase, Rules
 
-__all__ = ["EventLog", "checked_step", "checked_text", "finite_float"]
-
 log = logging.getLogger(__name__)
 
 

@@ -28,8 +28,6 @@ from .event_log import EventLog, checked_text, finite_float
 from .reader import starts_of
 from .run_metadata import changed_numerics, metadata_of_module, numerics
 
-__all__ = ["EventLogger", "RecordEvents", "has_stock_checkpoint", "last_step"]
-
 log = logging.getLogger(__name__)
 
 _LIVES_ON = "finished"

@@ -10,8 +10,6 @@ from .attempts import Attempts, evaluation_stage
 from .event import RESUMED_METRIC, Checkpoint, Completed, Event, Failed, Metric, Sample, Started
 from .reader import typed_events
 
-__all__ = ["METRIC_PREFIX", "PARTS", "Account", "Ledger", "Span", "account_of"]
-
 METRIC_PREFIX = "time/"
 """Prefix of the metrics of `genlight.callbacks.Goodput`: seconds that an attempt has spent so far."""
 

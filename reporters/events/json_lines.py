@@ -25,17 +25,6 @@ from ...adapter.plumbing.safe_open import open_regular
 if TYPE_CHECKING:
     from ...adapter.plumbing.file_lock import FileLock
 
-__all__ = [
-    "LONGEST_LINE",
-    "LineFile",
-    "Position",
-    "complete_lines",
-    "decode_line",
-    "decode_object",
-    "encode_json",
-    "has_long_holes",
-    "storable",
-]
 
 LONGEST_LINE = 16 << 20
 """Maximum size of a line in bytes. No run writes such long lines, but a log may come from an unknown source."""

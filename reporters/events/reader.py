@@ -18,7 +18,6 @@ from .json_lines import LONGEST_LINE, Position, complete_lines, decode_line
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = ["count_started", "follow", "log_of_run", "read_events", "read_metrics", "starts_of", "typed_events"]
 
 _LINES_AT_ONCE = 4096
 

@@ -25,16 +25,6 @@ from typing import Any
 from ...adapter.plumbing.redaction import HIDDEN, hide_environment, hide_secrets, is_secret_name, secrets_of_module
 from ...adapter.plumbing.text import shortened
 
-__all__ = [
-    "changed_numerics",
-    "command_line",
-    "git_state",
-    "installed_packages",
-    "metadata_of_module",
-    "numerics",
-    "run_metadata",
-]
-
 PACKAGES_OF_NUMBERS = ("genlight", "torch", "lightning", "numpy")
 """Packages whose versions may affect the exact numbers."""
 

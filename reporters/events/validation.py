@@ -30,8 +30,6 @@ from .event import (
 )
 from .json_lines import Position, complete_lines, decode_object, encode_json
 
-__all__ = ["Fault", "Phase", "Rules", "Violation", "iter_violations", "validate_events"]
-
 Phase = Literal["new", "started", "ended"]
 Fault = tuple[str, str]
 """Name of a broken rule, as in `Violation`, and the reason."""

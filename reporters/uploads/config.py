@@ -24,18 +24,6 @@ from ...adapter.plumbing.settings import (
 from ...adapter.plumbing.text import is_storable
 from ...adapter.plumbing.urls import origin_of, safe_url, trusted_origins, url_fault
 
-__all__ = [
-    "ENDPOINT",
-    "FILE_STORE",
-    "QUEUE_DIRECTORY",
-    "CapabilityToken",
-    "Deadline",
-    "FileStore",
-    "TokenOrigins",
-    "UploadConfig",
-    "UploadUrls",
-]
-
 QUEUE_DIRECTORY = "uploads"
 """Name of the queue in the artifacts directory of a run."""
 FILE_STORE, ENDPOINT = "file store", "endpoint"

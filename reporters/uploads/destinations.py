@@ -34,15 +34,6 @@ from ..events.json_lines import encode_json
 from .config import ENDPOINT, FILE_STORE, UploadConfig
 from .queue import Entry, Kind, Queue, UploadedFile
 
-__all__ = [
-    "Delivery",
-    "Interrupted",
-    "Refused",
-    "idempotency_key",
-    "remote_name",
-    "target_fault",
-]
-
 Target = Callable[[Iterable[tuple[str, Path]], str], None]
 """Uploads files. Arguments: pairs of a path at the target and a local file (the commit record last), and a title. A
 repetition must not change the result. The target has separate credentials (``HF_TOKEN``, ``AWS_…``) and never gets the

@@ -31,19 +31,6 @@ from ...adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError
 from ...adapter.plumbing.safe_open import PRIVATE_FILE, read_own
 from .config import QUEUE_DIRECTORY
 
-__all__ = [
-    "LINKS",
-    "Entry",
-    "File",
-    "Kind",
-    "Queue",
-    "UploadedFile",
-    "count_waiting",
-    "pack",
-    "read_entries",
-    "stored_path",
-]
-
 log = logging.getLogger(__name__)
 
 DELIVERED = "delivered"

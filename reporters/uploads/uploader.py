@@ -30,8 +30,6 @@ from .config import ENDPOINT, UploadConfig
 from .destinations import Delivery, Interrupted, Refused, Send, idempotency_key
 from .queue import Entry, Kind, Queue, UploadedFile, pack, stored_path
 
-__all__ = ["Uploader"]
-
 log = logging.getLogger(__name__)
 
 StrPath = str | os.PathLike[str]

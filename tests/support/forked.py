@@ -19,8 +19,6 @@ from pathlib import Path
 
 from support import SUPPORT
 
-__all__ = ["Forked", "fork_server", "run_forked"]
-
 
 @functools.cache
 def fork_server() -> Path:

@@ -26,8 +26,6 @@ import pytest
 
 from genlight.adapter.plumbing.text import shortened
 
-__all__ = ["CATALOGUE", "Messages", "refusal"]
-
 TESTS = Path(__file__).resolve().parents[1]
 CATALOGUE = TESTS / "messages.json"
 PINNED = ((3, 11), "2.13.0", "2.6.6")

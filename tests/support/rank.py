@@ -22,8 +22,6 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 
 from genlight.callbacks import Checkpoint
 
-__all__ = ["Rank", "Ranks"]
-
 
 class Ranks(LightningEnvironment):
     """Tells Lightning which rank this process is: the ranks are there already and know each other by a file."""

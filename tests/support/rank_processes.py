@@ -11,8 +11,6 @@ from pathlib import Path
 from support import SUPPORT
 from support.forked import Forked
 
-__all__ = ["run_ranks", "run_ranks_to_their_ends"]
-
 
 def run_ranks(
     program: str,

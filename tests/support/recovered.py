@@ -17,8 +17,6 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Recover
 from genlight.callbacks.checkpoint import newest_valid
 
-__all__ = ["BATCHES", "Batches", "Fragile", "digest_of", "fit_fragile", "rungs_in"]
-
 BATCHES = 80
 
 

@@ -14,8 +14,6 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 from support.trainers import quiet_trainer
 
-__all__ = ["STEPS", "Batches", "ChangesAtStepThree", "Sees", "Trains", "fit", "seed", "trainer_with_checkpoints"]
-
 STEPS = 6
 
 

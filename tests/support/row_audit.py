@@ -18,8 +18,6 @@ from genlight.adapter import ArrowFeed
 from genlight.adapter.feed.position import Position
 from genlight.adapter.feed.row_plan import cut
 
-__all__ = ["AuditedFeed", "trained_rows"]
-
 
 class AuditedFeed(ArrowFeed):
     """A feed of files with a column ``id``; `audit` is the folder of this attempt."""

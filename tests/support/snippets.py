@@ -12,8 +12,6 @@ from pathlib import Path
 
 from support.forked import Forked
 
-__all__ = ["blocks", "run_snippets"]
-
 _FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -7,8 +7,6 @@ import contextlib
 import sys
 import threading
 
-__all__ = ["NO_ROOM_BYTES", "no_thread_starts"]
-
 NO_ROOM_BYTES = 1 << 46
 """Half of the address space of a process; other things need the rest."""
 

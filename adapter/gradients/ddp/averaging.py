@@ -61,8 +61,6 @@ from ..torch_internals import group_timeout, post_accumulate_hooks
 from .buckets import BUCKET_BYTES, Bucket, grouped
 from .parameters import AveragedParameters
 
-__all__ = ["Averaging"]
-
 log = logging.getLogger(__name__)
 
 _Place = tuple[int, int]

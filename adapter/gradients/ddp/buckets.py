@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ....callbacks.lightning_internals import ddp_settings
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "Bucket", "grouped", "wire_type"]
-
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket; one is exchanged while the gradients of the next are computed (the default of DDP)."""
 FIRST_BUCKET_BYTES = 2**20

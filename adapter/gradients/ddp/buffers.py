@@ -30,8 +30,6 @@ from ..lost_ranks import lost_in_buffers
 from ..step_part import StepPart
 from .buckets import BUCKET_BYTES
 
-__all__ = ["BufferSync", "broadcast_from_zero"]
-
 IN_FLIGHT_AT_MOST = 2
 """Messages of a broadcast that may be in memory at once, in addition to the tensors themselves."""
 

@@ -14,8 +14,6 @@ from ....callbacks.optimizer_state import parameters_of
 from ...discovery.discover import Discovered, Found
 from ...discovery.rank_local import RankLocal
 
-__all__ = ["AveragedParameters"]
-
 
 class AveragedParameters:
     """The tensors whose gradients are averaged, as they were at the last `refresh`.

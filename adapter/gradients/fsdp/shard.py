@@ -43,8 +43,6 @@ from ..refused import REFUSED, WITH_DDP
 from ..torch_internals import post_accumulate_hooks, require_fsdp
 from .state import like, whole_optimizer_states, whole_state_dicts
 
-__all__ = ["Sharding", "shard", "sharding_of"]
-
 log = logging.getLogger(__name__)
 
 SHOWN_FAULTS = 5

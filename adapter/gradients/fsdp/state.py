@@ -22,8 +22,6 @@ from ....callbacks.checkpoint.sharded.slices import WholeTensor, sharded_like, w
 from ....callbacks.optimizer_state import parameters_of
 from .tensors import is_in_step
 
-__all__ = ["like", "whole_metrics", "whole_optimizer_states", "whole_payload", "whole_state_dicts"]
-
 
 def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `metrics` with full tensors in place of sharded ones, such as a norm from clipping. Collective.

@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from ....callbacks.checkpoint.sharded.slices import Box, slice_of, view_of_part
+from ....callbacks.checkpoint.format.slice_index import Box
+from ....callbacks.checkpoint.sharded.slices import slice_of, view_of_part
 from ....callbacks.optimizer_state import parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
@@ -45,8 +46,6 @@ from ..torch_internals import (
 )
 from . import tensors
 from .shard import sharding_of
-
-__all__ = ["ShardedStep", "fsdp_modules"]
 
 WATCHED_CALLS = 3
 """First calls of a unit after which its gathered weights are compared with its shards, to find writes to them."""

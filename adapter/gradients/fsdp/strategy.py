@@ -18,8 +18,6 @@ from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from .shard import Sharding, shard
 
-__all__ = ["FSDP2Strategy", "shard_for"]
-
 
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards the modules of a trainer class over all ranks by torch's ``fully_shard``.

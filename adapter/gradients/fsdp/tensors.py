@@ -34,21 +34,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ....callbacks.checkpoint.sharded.slices import Box, WholeTensor, sharded_like, slice_of, view_of_part
+from ....callbacks.checkpoint.format.slice_index import Box
+from ....callbacks.checkpoint.sharded.slices import WholeTensor, sharded_like, slice_of, view_of_part
 from ....callbacks.replicas.digest import digest_of_all
 from ..refused import refusal
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses
-
-__all__ = [
-    "begin_step",
-    "end_step",
-    "gathers_behind",
-    "hold",
-    "is_in_step",
-    "mean_over_ranks",
-    "release",
-    "whole_numbers",
-]
 
 log = logging.getLogger(__name__)
 

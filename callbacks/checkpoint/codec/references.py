@@ -15,8 +15,6 @@ import msgspec
 from ..format.headers import ELEMENT_BYTES, TypedShape, element_bytes
 from .state_tree import dtype_of
 
-__all__ = ["Stored", "check_tensor", "is_dense"]
-
 _WHOLE_NUMBERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})
 _MOST_ELEMENTS = 2**62
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -41,7 +41,6 @@ from ....adapter.plumbing.counted_dict import CountedDict, uncounted
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Path", "check", "decode", "dtype_of", "encode", "format_path", "is_sparse", "is_wrapper", "wrapped_tensors"]
 
 MAX_DEPTH = 100
 """Limit on containers within containers; deeper trees would exceed Python's recursion limit while loading."""

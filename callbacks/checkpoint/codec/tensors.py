@@ -35,7 +35,6 @@ from .state_tree import Path, format_path
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["WEIGHTS", "Entry", "TensorTable", "restore_flags", "as_uint8", "bytes_of", "content_digests", "is_plain"]
 
 WEIGHTS = ("checkpoint", "state_dict")
 """Path of the model's tensors in a checkpoint, by their names."""

@@ -15,18 +15,6 @@ import msgspec
 
 from .record import parse_json
 
-__all__ = [
-    "ELEMENT_BYTES",
-    "Offset",
-    "RAW",
-    "TORCH_TYPES",
-    "TypedShape",
-    "build_header",
-    "element_bytes",
-    "header_from",
-    "parse_header",
-]
-
 RAW = "U8"
 """Type that carries the bytes of element types that the format does not know."""
 

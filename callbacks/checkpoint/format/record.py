@@ -45,36 +45,6 @@ from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_r
 from ....adapter.plumbing.text import with_unique_keys
 from ....adapter.plumbing.urls import hide_urls
 
-__all__ = [
-    "CheckpointRecord",
-    "FINAL_NAME",
-    "FROZEN_FILE",
-    "FileEntry",
-    "LARGEST_RECORD_BYTES",
-    "LeftOut",
-    "MODEL_FILE",
-    "RECORD_MARKER",
-    "RecordMeta",
-    "SCORES_FILE",
-    "STATE_FILE",
-    "TENSORS_FILE",
-    "TRAINER_FOLDER",
-    "digest_of",
-    "is_record_of_callback",
-    "is_temporary",
-    "is_torch_file",
-    "library_versions",
-    "local_path",
-    "name_of",
-    "parse_json",
-    "read_record",
-    "record_path",
-    "record_paths",
-    "serialise_record",
-    "step_name",
-    "step_of_name",
-]
-
 MODEL_FILE = "model.safetensors"
 """Tensors of ``LightningModule.state_dict()`` under its own keys."""
 FROZEN_FILE = "frozen.safetensors"

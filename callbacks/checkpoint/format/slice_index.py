@@ -16,18 +16,6 @@ import msgspec
 from .headers import Offset, element_bytes
 from .record import TRAINER_FOLDER, parse_json
 
-__all__ = [
-    "Box",
-    "SLICES_FILE",
-    "SlicedTensor",
-    "StoredSlice",
-    "is_of_tensors",
-    "parse_slices",
-    "part_folder",
-    "rank_of",
-    "tile_exactly",
-]
-
 SLICES_FILE = "slices.json"
 _FOLDER_PREFIX = "rank-"
 

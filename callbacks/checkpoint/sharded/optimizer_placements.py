@@ -19,8 +19,6 @@ from ....adapter.contract.exceptions import UnstorableStateError
 from ...optimizer_state import parameters_of
 from .slices import shard_over, sharded_like
 
-__all__ = ["KEY", "complete_state", "place_state", "with_placements"]
-
 KEY = "placements"
 """Member of a state dict with the sharded dimension for each dimension of the mesh, by place in ``state``."""
 

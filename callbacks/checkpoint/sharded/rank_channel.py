@@ -18,8 +18,6 @@ import torch.distributed as dist
 from ....adapter.contract.exceptions import CheckpointError
 from ....adapter.plumbing.devices import gather_objects, host_group
 
-__all__ = ["ALONE", "Channel", "RankGroups"]
-
 _Result = TypeVar("_Result")
 
 LONGEST_WAIT = dt.timedelta(hours=1)

@@ -23,21 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..format.slice_index import Box, SlicedTensor
 
-__all__ = [
-    "Box",
-    "SavedSlices",
-    "WholeTensor",
-    "is_saved_by_this_rank",
-    "is_sharded",
-    "keep_sharded",
-    "shard_over",
-    "sharded_like",
-    "slice_of",
-    "unsharded",
-    "whole",
-    "view_of_part",
-]
-
 
 def view_of_part(part: Box, tensor: torch.Tensor, of: Box) -> torch.Tensor:
     """Return the view of `part` in `tensor`; `part` and `of`, the position of `tensor`, are parts of one tensor."""

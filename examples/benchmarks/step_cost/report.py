@@ -11,8 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["about", "plot", "show", "write_json"]
-
 OURS, THEIRS = "#1f6f8b", "#b8b8b8"
 
 

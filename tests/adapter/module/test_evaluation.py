@@ -155,7 +155,7 @@ def test_val_check_interval_evaluates_within_the_training_and_its_scores_reach_m
 def test_scores_of_a_validation_are_events_of_their_step_once(fit, evaluated, tmp_path):
     logger = EventLogger(tmp_path / "events.jsonl", run_id="r")
     settings = {"val_check_interval": 2, "check_val_every_n_epoch": None, "enable_checkpointing": True}
-    # No checkpoint of step 2: if it became durable before the validation, the log would take no more metrics of the step.
+    # If a checkpoint of step 2 became durable before the validation, the log would drop the scores of that step.
     fit(evaluated, [LogMetrics(1), Checkpoint(tmp_path / "c", every_n_steps=3)], steps=4, logger=logger, **settings)
 
     events = list(read_events(tmp_path / "events.jsonl"))

@@ -43,8 +43,6 @@ from typing import Any
 from support.device.build import BuildError, build
 from support.rank_processes import run_ranks
 
-__all__ = ["BuildError", "Wait", "Waiting", "load", "races", "reason_to_skip", "run_on_device", "waits"]
-
 NAME = "sim"
 PROCESS_GROUP = "simccl"
 OWN_FOLDER = os.path.dirname(__file__) + os.sep

@@ -13,8 +13,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["BuildError", "build"]
-
 SOURCE = Path(__file__).parent
 COMPILER = os.environ.get("CXX", "g++")
 OPTIONS = (

@@ -31,8 +31,6 @@ import pytest
 
 from support.device import PROCESS_GROUP, Waiting, load, run_on_device
 
-__all__ = ["names_of", "outcomes_of"]
-
 ANSWER_WITHIN_S = 60
 
 

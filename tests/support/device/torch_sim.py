@@ -8,35 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Event",
-    "Stream",
-    "cudart",
-    "current_device",
-    "current_stream",
-    "default_generators",
-    "device",
-    "device_count",
-    "empty_cache",
-    "get_amp_supported_dtype",
-    "get_rng_state",
-    "get_rng_state_all",
-    "is_available",
-    "is_initialized",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "memory_allocated",
-    "pinned_allocations",
-    "pinned_bytes",
-    "set_device",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "stream",
-    "synchronize",
-]
-
 Event = torch.Event
 Stream = torch.Stream
 current_stream = torch.accelerator.current_stream

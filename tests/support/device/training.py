@@ -10,8 +10,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from support.device import NAME, load
 
-__all__ = ["SimAccelerator", "SimDDPStrategy", "one_device"]
-
 
 class SimAccelerator(Accelerator):
     """The accelerator of ``Trainer(accelerator="sim")``, once this module is imported."""
