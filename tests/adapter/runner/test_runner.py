@@ -128,12 +128,20 @@ class Submitter:
         self.result = folder / "result"
 
     def start(
-        self, module, function, *options, args=None, kwargs=None, callbacks="[hooks.Record('records')]", **environ
+        self,
+        module,
+        function,
+        *options,
+        args=None,
+        kwargs=None,
+        callbacks="[hooks.Record('records')]",
+        runner="genlight.adapter.runner",
+        **environ,
     ):
         program = "import sys; sys.path.insert(0, '.'); import hooks; from genlight.adapter.runner.transport import *; "
         program += f"write_pickle('callbacks', {callbacks})"  # their classes are unknown to this process
         subprocess.run([sys.executable, "-c", program], cwd=self.folder, check=True)
-        command = [sys.executable, "-m", "genlight.adapter.runner", "--module", module, "--function", function]
+        command = [sys.executable, "-m", runner, "--module", module, "--function", function]
         command += ["--output-file", "result", "--callbacks-file", "callbacks", *options]
         for name, value in (("args", args), ("kwargs", kwargs)):
             if value is not None:
@@ -243,10 +251,11 @@ sys.meta_path.insert(0, Interrupts())
 """
 
 
-def test_sigterm_during_the_imports_of_the_runner_is_reported(submitter):
+@pytest.mark.parametrize("runner", ["genlight.adapter.runner", "slurm.runner"])
+def test_sigterm_during_the_imports_of_the_runner_is_reported(submitter, runner):
     (submitter.folder / "sitecustomize.py").write_text(SIGTERM_IN_AN_IMPORT)
     path = os.pathsep.join([str(submitter.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    assert submitter.run("tasks", "add", args=(1,), PYTHONPATH=path)[0] == 143
+    assert submitter.run("tasks", "add", args=(1,), runner=runner, PYTHONPATH=path)[0] == 143
 
     assert not submitter.result.exists()
     _, end, completed = submitter.records()
