@@ -19,6 +19,7 @@ from ...callbacks.stop.sources import StopSources
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import Uploader
 from ...reporters.uploads.queue import read_entries
+from ..cluster.job_context import is_rank_zero
 from ..contract.exceptions import EventLogError, GenlightError, InputError, StartupContractError, UploadError
 from ..contract.types import JobLifecycleClient
 from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
@@ -34,7 +35,6 @@ from .ranks import agent_check
 from .report import show_results
 from .session import Completion, FollowerSession, Session
 from .start import move_old_artifacts_aside
-from .this_rank import is_rank_zero
 from .training import train
 
 require_linux(__name__)

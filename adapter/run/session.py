@@ -25,6 +25,7 @@ from ...callbacks.checkpoint.selection import newest_complete
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ...reporters.events.event import Failed
+from ..cluster.job_context import this_rank
 from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled, UploadError
 from ..plumbing.failures import (
     EXIT_COMPLETED,
@@ -38,9 +39,9 @@ from ..plumbing.failures import (
 from ..plumbing.redaction import safe_str, traceback_of
 from .attempts import Attempt, last_attempts
 from .folder import STOP_NAME, withdraw_stop
-from .ranks import FailedElsewhere, RankFiles, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
+from .rank_files import RankFiles
+from .ranks import FailedElsewhere, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
 from .report import log_failure, shown_path
-from .this_rank import this_rank
 
 if TYPE_CHECKING:
     from ...callbacks.checkpoint.format.record import RecordMeta

@@ -12,7 +12,8 @@ import time
 import pytest
 
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
-from genlight.adapter.run.ranks import EXIT_FILE, RankFiles, first_cause
+from genlight.adapter.run.rank_files import EXIT_FILE, RankFiles
+from genlight.adapter.run.ranks import first_cause
 
 FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
 STOP = Failure("preempted", "preempted", resumable=True, exit_code=EXIT_STOPPED)
@@ -21,7 +22,7 @@ OWN = Failure("train-step", "train-step:RuntimeError: Connection reset by peer",
 RANK = """
 import sys, time
 from pathlib import Path
-from genlight.adapter.run.ranks import RankFiles
+from genlight.adapter.run.rank_files import RankFiles
 with RankFiles(Path(sys.argv[1])).present(3):
     print("there", flush=True)
     sys.stdin.read()

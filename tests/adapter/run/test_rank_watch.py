@@ -17,8 +17,8 @@ from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failur
 from genlight.adapter.plumbing.file_lock import FileLock
 from genlight.adapter.run import ranks
 from genlight.adapter.run.folder import LOCK_NAME, lock_directory
+from genlight.adapter.run.rank_files import RankFiles
 from genlight.adapter.run.ranks import (
-    RankFiles,
     RankWatch,
     RankZero,
     after_patience,
@@ -231,7 +231,7 @@ def test_a_rank_does_not_wait_for_a_rank_zero_that_is_gone_or_invisible(notes):
 RANK = """
 import sys
 from pathlib import Path
-from genlight.adapter.run.ranks import RankFiles
+from genlight.adapter.run.rank_files import RankFiles
 with RankFiles(Path(sys.argv[1])).present(3):
     print("there", flush=True)
     sys.stdin.read()

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from genlight.adapter.plumbing.failures import Failure
-from genlight.adapter.run.ranks import RankFiles
+from genlight.adapter.run.rank_files import RankFiles
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import read_record, verify
 from genlight.callbacks.checkpoint.format.record import RECORD_MARKER
