@@ -332,11 +332,7 @@ class GenlightCLI(LightningCLI):
         stopped = getattr(self.model, "stopped", None) or ("should_stop" if trainer.should_stop else None)
         # Later checkpoints belong to another fit, if this one continued from an older checkpoint.
         newest = next((record for record in reversed(records) if record.step <= step), None)
-        if newest is None:
-            self.completion = Completion(step, None, stopped)
-        else:
-            finite = newest.finite_weights is not False
-            self.completion = Completion(step, newest.reported_path, stopped, finite=finite)
+        self.completion = Completion.of_record(newest, step, stopped)
 
     def show_results(self) -> None:
         """Show how a training ended, and the paths of its results."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.record import step_name
+from ...callbacks.checkpoint.format.record import FINAL_NAME, step_name
 from ...callbacks.checkpoint.selection import newest_complete
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
@@ -44,7 +44,7 @@ from .ranks import FailedElsewhere, RankProcesses, RankWatch, RankZero, first_ca
 from .report import log_failure, shown_path
 
 if TYPE_CHECKING:
-    from ...callbacks.checkpoint.format.record import RecordMeta
+    from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta
     from ...reporters.events.event_log import EventLog
     from ...reporters.uploads import Uploader
     from .control_plane import Lease
@@ -76,6 +76,17 @@ class Completion:
     """False if a weight of the final checkpoint is known to be nan or infinite."""
     was_reported: bool = False
     """Whether an older runtime ended the run and has sent the terminal message."""
+
+    @classmethod
+    def of_record(cls, record: CheckpointRecord | None, step: int, stopped: str | None = None) -> Self:
+        """Return the outcome of a run whose final checkpoint is `record`; None if it saved none.
+
+        The path is the one that the trainer's hook reported, otherwise the path of the record.
+        """
+        if record is None:
+            return cls(step, None, stopped)
+        is_finite, was_reported = record.finite_weights is not False, record.is_old and record.name == FINAL_NAME
+        return cls(step, record.reported_path, stopped, finite=is_finite, was_reported=was_reported)
 
     def __str__(self) -> str:
         stopped = f" ({self.stopped})" if self.stopped else ""
