@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.plumbing.durable import temporary_name
 from genlight.adapter.run.folder import LOCK_NAME, lock_artifacts, lock_directory, prepare_artifact_dirs
 from genlight.adapter.run.start import move_old_artifacts_aside
@@ -34,13 +33,11 @@ with lock_artifacts(config):
 
 
 @pytest.fixture
-def config_of(tmp_path):
-    def resolve(*overrides, run_id="r"):
-        path = tmp_path / "job.json"
-        path.write_text(json.dumps({"run_id": run_id, "trainer": "t:T", "max_steps": 1}))
-        config = resolve_run_config(
-            spec_path=path, overrides=[f"artifacts_dir={tmp_path / 'out'}", *overrides], environ={}
-        )
+def config_of(config_of):
+    """Also makes the directories of the run."""
+
+    def resolve(*overrides):
+        config = config_of(*overrides)
         prepare_artifact_dirs(config)
         return config
 
