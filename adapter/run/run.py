@@ -100,7 +100,9 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
                 _show_results(config, completion)
         except BaseException as error:  # noqa: BLE001
             session.only_prints = session.is_rank_zero and _only_prints(session, config, options, error)
-            if session.is_rank_zero and session.folder is None and not session.only_prints:
+            has_sender = session.uploader is not None or config.uploads.terminal_url is None
+            is_open = session.folder is not None and has_sender
+            if session.is_rank_zero and not is_open and not session.only_prints:
                 _open_for_failed_start(session, config, options, error)
             code = session.fail(error)
         return code, session.cause
