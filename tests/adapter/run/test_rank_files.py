@@ -126,9 +126,10 @@ def test_locks_of_a_killed_attempt_are_not_taken_for_ranks(tmp_path, rank):
 def test_a_rank_with_a_record_is_reported_by_its_record(tmp_path, rank):
     ranks = RankFiles(tmp_path)
     ranks.scan_locks()
-    ranks.record(3, Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED))
+    ranks.record(3, FAILURE)
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
+    assert ranks.lost() == {}
     assert first_cause(OWN, 9e12, ranks, None).text == "train-step:ValueError: bad row (rank 3)"
 
 
