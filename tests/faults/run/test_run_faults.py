@@ -40,87 +40,75 @@ def fetched(path, **options):
     return {"mock_batches": ..., "dataset": {"batch_size": 4}, "inputs": urls, **options}
 
 
-def with_callbacks(class_path, **arguments):
-    return {"lightning": {"accelerator": "cpu", "callbacks": [{"class_path": class_path, "init_args": arguments}]}}
-
-
 def raises(name, at, text="injected", **more):
     return {"at": at, "raises": name, "text": text, **more}
 
 
+def startup(words, *, environ=None, **fields):
+    return Fault("startup", words, 2, fields=fields, environ=environ or {})
+
+
+def lightning(words, **arguments):
+    return startup(words, lightning={"accelerator": "cpu", **arguments})
+
+
+def callback(words, class_path, **arguments):
+    return lightning(words, callbacks=[{"class_path": class_path, "init_args": arguments}])
+
+
+def trainer(words, name, **fields):
+    return startup(words, trainer=name if ":" in name else f"fault_trainer:{name}", **fields)
+
+
 CALLBACKS = "lightning.pytorch.callbacks"
+WAITING = [{"class_path": f"fault_trainer.{name}"} for name in ("First", "Second")]
+RESUMES = {"after": {"max_steps": 3}, "fields": {"resume_from_latest": True}, "allow_changed": True, "resumable": True}
 FAULTS = {
     # settings
-    "no max_steps": Fault("startup", "startup.invalid_job_spec", 2, fields={"max_steps": ...}),
-    "max_steps of a wrong type": Fault("startup", "`max_steps`", 2, fields={"max_steps": "many"}),
-    "several faults": Fault("startup", "2 errors", 2, fields={"max_steps": 0, "metric_every": -1}),
-    "another version": Fault("startup", "trainer_api_version", 2, fields={"trainer_api_version": "v2"}),
-    "no trainer": Fault("startup", "startup.missing_trainer_import", 2, fields={"trainer": ...}),
-    "no token": Fault("startup", "startup.missing_capability_token", 2, environ={"TRAINER_ORCHESTRATED": "1"}),
-    "bad timeout": Fault("startup", "startup.invalid_timeout", 2, environ={"TRAINER_MAX_RUNTIME_SECONDS": "soon"}),
-    "no data": Fault("startup", "names no data", 2, fields={"mock_batches": ...}),
-    "unknown Lightning argument": Fault("startup", "no_such", 2, fields={"lightning": {"no_such": 1}}),
-    "no hook for a setting": Fault(
-        "startup",
-        "LacksEvaluate has no `evaluate(state, ctx)`",
-        2,
-        fields={"trainer": "fault_trainer:LacksEvaluate", "validate": {"every_n_steps": 1}},
+    "no max_steps": startup("startup.invalid_job_spec", max_steps=...),
+    "max_steps of a wrong type": startup("`max_steps`", max_steps="many"),
+    "several faults": startup("2 errors", max_steps=0, metric_every=-1),
+    "another version": startup("trainer_api_version", trainer_api_version="v2"),
+    "no trainer": startup("startup.missing_trainer_import", trainer=...),
+    "no token": startup("startup.missing_capability_token", environ={"TRAINER_ORCHESTRATED": "1"}),
+    "bad timeout": startup("startup.invalid_timeout", environ={"TRAINER_MAX_RUNTIME_SECONDS": "soon"}),
+    "no data": startup("names no data", mock_batches=...),
+    "unknown kind of upload target": startup(
+        "Invalid upload target 'nothing://x'. Protocol not", uploads={"targets": ["nothing://x"]}
     ),
-    "unknown kind of upload target": Fault(
-        "startup",
-        "Invalid upload target 'nothing://x'. Protocol not",
-        2,
-        fields={"uploads": {"targets": ["nothing://x"]}},
+    "unknown Lightning argument": lightning("no_such", no_such=1),
+    "value of a Lightning argument": lightning("cannot be used: `lightning.precision`: Expected ", precision="bf17"),
+    "two faults of Lightning arguments": lightning(
+        "`lightning.logger`: Problem with ", precision="bf17", logger="no.Such"
     ),
-    "value of a Lightning argument": Fault(
-        "startup", "cannot be used: `lightning.precision`: Expected ", 2, fields={"lightning": {"precision": "bf17"}}
+    "value that Lightning refuses in the fit": lightning(
+        "cannot be used: `val_check_interval` (9) must ", val_check_interval=9
     ),
-    "two faults of Lightning arguments": Fault(
-        "startup",
-        "`lightning.logger`: Problem with ",
-        2,
-        fields={"lightning": {"precision": "bf17", "logger": "no.Such"}},
-    ),
-    "value that Lightning refuses in the fit": Fault(
-        "startup",
-        "cannot be used: `val_check_interval` (9) must ",
-        2,
-        fields={"lightning": {"accelerator": "cpu", "val_check_interval": 9}},
-    ),
-    "callback that no trainer class can have": Fault(
-        "startup",
+    "an accelerator that is not there": lightning("startup.invalid_job_spec", accelerator="tpu"),
+    "callback that no trainer class can have": callback(
         "GradientAccumulationScheduler: the trainer class",
-        2,
-        fields=with_callbacks(f"{CALLBACKS}.GradientAccumulationScheduler", scheduling={"0": 2}),
+        f"{CALLBACKS}.GradientAccumulationScheduler",
+        scheduling={"0": 2},
     ),
-    "argument that a callback refuses": Fault(
-        "startup",
-        "cannot be used: `mode` can be min, max, got y",
-        2,
-        fields=with_callbacks(f"{CALLBACKS}.EarlyStopping", monitor="train/loss", mode="y"),
+    "argument that a callback refuses": callback(
+        "cannot be used: `mode` can be min, max, got y", f"{CALLBACKS}.EarlyStopping", monitor="train/loss", mode="y"
     ),
-    "hook that reads what nobody writes": Fault(
-        "startup",
-        "Reads reads 'nobody_writes', which no hook writes",
-        2,
-        fields=with_callbacks("fault_trainer.Reads"),
+    "hook that reads what nobody writes": callback(
+        "Reads reads 'nobody_writes', which no hook writes", "fault_trainer.Reads"
     ),
-    "hooks that wait for each other": Fault(
-        "startup",
-        "hooks wait for each other: First, Second, First; each reads what the next one writes",
-        2,
-        fields={"lightning": {"callbacks": [{"class_path": f"fault_trainer.{name}"} for name in ("First", "Second")]}},
-    ),
-    "an accelerator that is not there": Fault(
-        "startup", "startup.invalid_job_spec", 2, fields={"lightning": {"accelerator": "tpu"}}
+    "hooks that wait for each other": lightning(
+        "hooks wait for each other: First, Second, First; each reads what the next one writes", callbacks=WAITING
     ),
     # trainer classes
-    "trainer module missing": Fault("startup", "no_such_module", 2, fields={"trainer": "no_such_module:T"}),
-    "trainer attribute missing": Fault("startup", "Missing", 2, fields={"trainer": "fault_trainer:Missing"}),
-    "trainer import fails": Fault("startup", "ZeroDivisionError", 2, fields={"trainer": "breaks_on_import:T"}),
-    "trainer import exits": Fault("startup", "SystemExit", 2, fields={"trainer": "exits_on_import:T"}),
-    "trainer is a function": Fault("startup", "function", 2, fields={"trainer": "fault_trainer:function"}),
-    "trainer lacks hooks": Fault("startup", "configure", 2, fields={"trainer": "fault_trainer:LacksHooks"}),
+    "trainer module missing": trainer("no_such_module", "no_such_module:T"),
+    "trainer attribute missing": trainer("Missing", "Missing"),
+    "trainer import fails": trainer("ZeroDivisionError", "breaks_on_import:T"),
+    "trainer import exits": trainer("SystemExit", "exits_on_import:T"),
+    "trainer is a function": trainer("function", "function"),
+    "trainer lacks hooks": trainer("configure", "LacksHooks"),
+    "no hook for a setting": trainer(
+        "LacksEvaluate has no `evaluate(state, ctx)`", "LacksEvaluate", validate={"every_n_steps": 1}
+    ),
     "constructor raises": Fault("model-load", "'path'", fields={"trainer": "fault_trainer:BreaksInConstructor"}),
     "constructor exits": Fault("model-load", "SystemExit: 3", fields={"trainer": "fault_trainer:ExitsInConstructor"}),
     # inputs
@@ -146,22 +134,10 @@ FAULTS = {
     "setup exits": Fault("model-load", "SystemExit: 4", plan=raises("SystemExit", "setup", "4")),
     "configure raises": Fault("model-load", "KeyError", plan=raises("KeyError", "configure", "rank")),
     "load_state_dict raises": Fault(
-        "model-load",
-        "size mismatch",
-        resumable=True,
-        after={"max_steps": 3},
-        fields={"resume_from_latest": True},
-        allow_changed=True,
-        plan=raises("RuntimeError", "load_state_dict", "size mismatch"),
+        "model-load", "size mismatch", plan=raises("RuntimeError", "load_state_dict", "size mismatch"), **RESUMES
     ),
     "load_checkpoint raises": Fault(
-        "model-load",
-        "no adapter",
-        resumable=True,
-        after={"max_steps": 3},
-        fields={"resume_from_latest": True},
-        allow_changed=True,
-        plan=raises("FileNotFoundError", "load_checkpoint", "no adapter"),
+        "model-load", "no adapter", plan=raises("FileNotFoundError", "load_checkpoint", "no adapter"), **RESUMES
     ),
     # train-step
     "prepare_batch raises": Fault(
