@@ -45,20 +45,6 @@ def test_a_signal_while_the_last_message_is_sent_changes_nothing(job):
     assert [body["status"] for body in job.server.posted("/terminal")] == ["completed"]
 
 
-def test_a_second_signal_ends_the_process_at_once_and_the_next_start_resumes(job):
-    job.write(plan={"at": "train_step:4", "holds": 60.0}, resume_from_latest=True)
-    process = job.fork_run()
-    job.wait_until(job.reached, process)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGUSR1)
-
-    assert process.wait(120) in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
-    assert [event["event"] for event in job.events()][-1] not in ("completed", "failed")
-    job.write(resume_from_latest=True)
-    assert job.run(allow_changed=True) == 0
-    assert job.terminal_event()["event"] == "completed"
-
-
 ONE = {"accelerator": "cpu"}
 TWO = {
     "accelerator": "cpu",
