@@ -17,7 +17,7 @@ from .contract.exceptions import TrainingCanceled
 from .job.config import resolve_run_config
 from .plumbing.operating_system import require_linux
 from .plumbing.text import as_list
-from .run.ranks import LAUNCH_ID
+from .run.rank_files import LAUNCH_ID
 from .run.run import RunOptions, attempt_job
 
 require_linux(__name__)

@@ -29,6 +29,7 @@ from ...callbacks.lightning_internals import trains_in_copies
 from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
+from ..cluster.job_context import is_rank_zero
 from ..cluster.placement import placed_by_launcher, placement_fault
 from ..contract.exceptions import EventLogError, GenlightError, MonitorError, UsageError
 from ..job.parser_errors import UnusableValueError, root_cause, shortened
@@ -42,7 +43,6 @@ from ..run.folder import directory_fault, lock_directory
 from ..run.report import is_input_error, show_results, shown_path
 from ..run.session import Completion, FollowerSession, Session
 from ..run.start import ExitHints, move_checkpoints_aside, newest_start, refuse_to_overwrite
-from ..run.this_rank import is_rank_zero
 from .parser import refuse, suggest_name
 
 log = logging.getLogger(__name__)
@@ -332,11 +332,7 @@ class GenlightCLI(LightningCLI):
         stopped = getattr(self.model, "stopped", None) or ("should_stop" if trainer.should_stop else None)
         # Later checkpoints belong to another fit, if this one continued from an older checkpoint.
         newest = next((record for record in reversed(records) if record.step <= step), None)
-        if newest is None:
-            self.completion = Completion(step, None, stopped)
-        else:
-            finite = newest.finite_weights is not False
-            self.completion = Completion(step, newest.reported_path, stopped, finite=finite)
+        self.completion = Completion.of_record(newest, step, stopped)
 
     def show_results(self) -> None:
         """Show how a training ended, and the paths of its results."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..plumbing.redaction import HIDDEN, redact, secrets_in
 from ..plumbing.settings import Key, Rule, keys_of, refusal, value_of
 from ..plumbing.text import closest, nearest, with_unique_keys
 from ..plumbing.urls import has_scheme, looks_like_path
+from .identity import leaves
 from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
 
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
@@ -37,10 +38,6 @@ VARIABLES = {key.variable: name for name, key in all_keys() if key.variable}
 LARGEST_FILE_BYTES = 128 << 20
 """Maximum size of a job file, so that a device or a data file passed by mistake does not fill memory."""
 
-DEEPEST = 100
-"""Maximum depth of nesting, because code that walks through hyperparameters may recurse."""
-
-LONGEST_NAME = 60
 COMMENT = "$comment"
 _FOR_READERS = ("$schema", COMMENT)
 """Keys for an editor and for people; they are not settings."""
@@ -57,8 +54,6 @@ CODES = (
     "startup.missing_capability_token",
 )
 """Startup codes of settings. If several apply, the exception carries the first one in this order."""
-
-MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -96,8 +91,6 @@ class ConfigErrors:
             return None
         code = min((error.code for error in self.found), key=CODES.index)
         lines = [error.text if error.code == code else f"{error.code}: {error.text}" for error in self.found]
-        if len(lines) > MOST_SHOWN:
-            lines = [*lines[:MOST_SHOWN], f"and {len(lines) - MOST_SHOWN} more errors."]
         message = (
             lines[0] if len(lines) == 1 else "\n".join([f"{len(self.found)} errors", *(f"  - {x}" for x in lines)])
         )
@@ -187,8 +180,7 @@ class Sources:
 
     def _unknown(self, prefix: str, name: str, keys: Mapping[str, Key]) -> str | None:
         """Note an unknown key; return the key that was probably meant."""
-        shown = f"{prefix}{_shown(name)}"
-        meant = closest(name, keys)
+        shown, meant = f"{prefix}{name}", closest(name, keys)
         if meant is None:
             self.errors.warn(f"Unknown key `{shown}` is ignored.{'' if prefix else _offer_within_blocks(name)}")
         else:
@@ -257,47 +249,19 @@ def read_sources(
         _override(text, sources, errors)
     tokens = ((raw or {}).get("capability_token"), environ.get("TRAINER_CAPABILITY_TOKEN", "").strip())
     secrets = [token for token in tokens if isinstance(token, str) and token]
-    try:
-        for name, text in _texts(sources.merged):
-            if HIDDEN in text:
-                key = name.partition("[")[0]
-                errors.add(
-                    f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with "
-                    f"`--set {key}=...`, or remove it with `--set {key}=null`."
-                )
-            if half := _half_of_pair(text):
-                text = f"`{_shown(name)}` holds {half}, half of a surrogate pair. Write the complete character."
-                errors.add(text, name=name)
-    except RecursionError:
-        errors.add(f"The job spec is nested too deeply. Expected at most {DEEPEST} levels.")
-        sources.merged, sources.readable = {}, False
-    else:
-        secrets += [*secrets_in(sources.merged), *secrets_in(raw or {})]
-    sources.secrets = tuple(secrets)
+    sources.secrets = (*secrets, *secrets_in(sources.merged), *secrets_in(raw or {}))
+    for name, text in leaves(sources.merged):
+        if HIDDEN in json.dumps(text):
+            errors.add(
+                f"`{name}` holds {HIDDEN}, which stands for a secret that was not written. Give it with "
+                f"`--set {name}=...`, or remove it with `--set {name}=null`."
+            )
     return sources
-
-
-def _shown(name: str) -> str:
-    """Return the beginning of an untrusted name in ASCII, for a message."""
-    return name.encode("ascii", "backslashreplace").decode()[:LONGEST_NAME]
-
-
-def _half_of_pair(text: str) -> str:
-    """Return the first unpaired surrogate in `text`, escaped, or an empty text.
-
-    Nothing can write such a text. Bytes of a path that are not UTF-8 also appear as surrogates, but the file system
-    can encode those.
-    """
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError as error:
-        return f"\\u{ord(text[error.start]):x}"
-    return ""
 
 
 def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:
     text = environ.get(JOB_VARIABLE, "").strip() if given is None else os.fspath(given)
-    if not text or any(ord(character) < 32 for character in text):
+    if not text:
         errors.add(
             f"No job file was given. Name its path as an argument or in `{JOB_VARIABLE}`.",
             code="startup.missing_job_spec_path",
@@ -368,7 +332,7 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
     path = tuple(part.strip() for part in name.strip().split("."))
     if not separator or not all(path):
         # The text after the sign is not shown: it may be a token.
-        shown = f" {name.strip()[:LONGEST_NAME]}{separator}…" if separator else f" {text[:LONGEST_NAME]}"
+        shown = f" {name.strip()}{separator}…" if separator else f" {text}"
         errors.add(f"Invalid `--set{shown}`. Expected key=value or key.sub=value.")
         return
     for depth in range(len(path)):
@@ -392,23 +356,6 @@ def _offer_within_blocks(name: str) -> str:
     return f" Did you mean {' or '.join(f'`{known}`' for known in dotted if known.partition('.')[2] == inner)}?"
 
 
-def _texts(value: Any, name: str = "", levels: int = DEEPEST) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the text of every string in a decoded JSON value, including keys of objects.
-
-    Raises:
-        RecursionError: Objects and lists are nested deeper than `levels`.
-    """
-    if isinstance(value, str):
-        yield name, value
-    elif isinstance(value, (dict, list)):
-        if not levels:
-            raise RecursionError
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            place = f"{name}[{key}]" if isinstance(value, list) else f"{name}.{key}".lstrip(".")
-            yield from _texts(key, place, levels)
-            yield from _texts(inner, place, levels - 1)
-
-
 def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
     """Return the JSON object in the file at `path`, or None after noting an error."""
     job = f"The job spec {str(path)!r}"
@@ -419,10 +366,8 @@ def read_job_file(path: Path, errors: ConfigErrors) -> dict[str, Any] | None:
         errors.add(
             f"There is no job spec at {str(path)!r}. Name an existing JSON file.", code="startup.missing_job_spec_path"
         )
-    except (OSError, UnicodeEncodeError) as error:  # the path cannot be encoded
-        errors.add(f"{job} cannot be read: {getattr(error, 'strerror', error)}. Name a readable JSON file.")
-    except RecursionError:
-        errors.add(f"{job} is nested too deeply.")
+    except OSError as error:
+        errors.add(f"{job} cannot be read: {error.strerror}. Name a readable JSON file.")
     except ValueError as error:
         errors.add(f"{job} {error}")
     return None

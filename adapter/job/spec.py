@@ -119,7 +119,7 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     """Cadence, retention and content of checkpoints."""
 
     every_n_steps: Annotated[Count, example(1000)] = 0
-    """Steps between checkpoints, as `checkpoint_every`; 0 saves only the final one."""
+    """Steps between checkpoints; 0 saves only the final one."""
     every_minutes: Annotated[Minutes, example(15)] = 0
     """Minutes between checkpoints; 0 means no such cadence."""
     keep_last: Count = 2
@@ -219,7 +219,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     metric_every: Count = 10
     """Steps between metrics; 0 turns them off."""
     checkpoint_every: Count = 0
-    """Steps between checkpoints; 0 saves only the final one."""
+    """Name of `checkpoints.every_n_steps` in the older contract; give one of the two."""
     checkpoints: CheckpointsSpec = CheckpointsSpec()
     """Cadence, retention and content of checkpoints."""
     validate: ValidateSpec | None = None

@@ -41,12 +41,13 @@ from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger, trains_in_copies
 from ...callbacks.logged_steps import keep_logged_steps
 from ...reporters.events.event_logger import has_stock_checkpoint
+from ..cluster.job_context import host_name
 from ..contract.exceptions import StartupContractError, TrainingCanceled
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.redaction import safe_str, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, read_own
+from .rank_files import FOLDER
 from .ranks import (
-    FOLDER,
     POLL_S,
     RankProcesses,
     RankZero,
@@ -59,7 +60,6 @@ from .ranks import (
 from .report import explain
 from .session import Session
 from .start import RUNS_FILE
-from .this_rank import host_name
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from ..cluster.job_context import host_name, this_rank
 from ..contract.exceptions import (
     CheckpointError,
     ContractError,
@@ -30,7 +31,6 @@ from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.failures import Failure, modules_of
 from ..plumbing.redaction import hide_secrets, safe_str, traceback_of
 from ..plumbing.reference_page import reference
-from .this_rank import host_name, this_rank
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from ...callbacks.stop.sources import StopSources
 from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import Uploader
 from ...reporters.uploads.queue import read_entries
+from ..cluster.job_context import is_rank_zero
 from ..contract.exceptions import EventLogError, GenlightError, InputError, StartupContractError, UploadError
 from ..contract.types import JobLifecycleClient
 from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
@@ -34,7 +35,6 @@ from .ranks import agent_check
 from .report import show_results
 from .session import Completion, FollowerSession, Session
 from .start import move_old_artifacts_aside
-from .this_rank import is_rank_zero
 from .training import train
 
 require_linux(__name__)
@@ -100,7 +100,9 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
                 _show_results(config, completion)
         except BaseException as error:  # noqa: BLE001
             session.only_prints = session.is_rank_zero and _only_prints(session, config, options, error)
-            if session.is_rank_zero and session.folder is None and not session.only_prints:
+            has_sender = session.uploader is not None or config.uploads.terminal_url is None
+            is_open = session.folder is not None and has_sender
+            if session.is_rank_zero and not is_open and not session.only_prints:
                 _open_for_failed_start(session, config, options, error)
             code = session.fail(error)
         return code, session.cause

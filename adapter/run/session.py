@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.record import step_name
+from ...callbacks.checkpoint.format.record import FINAL_NAME, step_name
 from ...callbacks.checkpoint.selection import newest_complete
 from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ...reporters.events.event import Failed
+from ..cluster.job_context import this_rank
 from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled, UploadError
 from ..plumbing.failures import (
     EXIT_COMPLETED,
@@ -38,12 +39,12 @@ from ..plumbing.failures import (
 from ..plumbing.redaction import safe_str, traceback_of
 from .attempts import Attempt, last_attempts
 from .folder import STOP_NAME, withdraw_stop
-from .ranks import FailedElsewhere, RankFiles, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
+from .rank_files import RankFiles
+from .ranks import FailedElsewhere, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
 from .report import log_failure, shown_path
-from .this_rank import this_rank
 
 if TYPE_CHECKING:
-    from ...callbacks.checkpoint.format.record import RecordMeta
+    from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta
     from ...reporters.events.event_log import EventLog
     from ...reporters.uploads import Uploader
     from .control_plane import Lease
@@ -75,6 +76,17 @@ class Completion:
     """False if a weight of the final checkpoint is known to be nan or infinite."""
     was_reported: bool = False
     """Whether an older runtime ended the run and has sent the terminal message."""
+
+    @classmethod
+    def of_record(cls, record: CheckpointRecord | None, step: int, stopped: str | None = None) -> Self:
+        """Return the outcome of a run whose final checkpoint is `record`; None if it saved none.
+
+        The path is the one that the trainer's hook reported, otherwise the path of the record.
+        """
+        if record is None:
+            return cls(step, None, stopped)
+        is_finite, was_reported = record.finite_weights is not False, record.is_old and record.name == FINAL_NAME
+        return cls(step, record.reported_path, stopped, finite=is_finite, was_reported=was_reported)
 
     def __str__(self) -> str:
         stopped = f" ({self.stopped})" if self.stopped else ""

@@ -182,16 +182,13 @@ def _metadata(config: RunConfig, plugin: object = None) -> dict[str, Any]:
 
 
 def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Completion:
-    """Return the outcome, with the path of the final checkpoint: from the trainer's hook, otherwise the record's."""
     path = config.checkpoints_dir / f"{FINAL_NAME}.json"
     try:
-        record = read_record(path)
+        return Completion.of_record(read_record(path), step, stopped)
     except FileNotFoundError:
-        return Completion(step, None, stopped)
+        return Completion.of_record(None, step, stopped)
     except BrokenCheckpointError:  # an earlier run left it, and this one saves none
         return Completion(step, path, stopped)
-    finite = record.finite_weights is not False
-    return Completion(step, record.reported_path, stopped, finite=finite, was_reported=record.is_old)
 
 
 def imported_trainer(config: RunConfig) -> Any:

@@ -3,11 +3,7 @@
 That folder has no ``__init__``: if a package `slurm` is installed, Python takes that one and never sees this file.
 """
 
-from __future__ import annotations
-
-import sys
-
-from genlight.adapter.runner.__main__ import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_module("genlight.adapter.runner", run_name="__main__", alter_sys=True)

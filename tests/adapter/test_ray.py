@@ -1,6 +1,5 @@
 """A job as Ray's training function, without Ray itself; `tests/examples/test_ray.py` trains under Ray."""
 
-import json
 import subprocess
 import sys
 
@@ -9,16 +8,12 @@ import pytest
 from genlight.adapter import StartupContractError, TrainingCanceled
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.ray import _is_final, train_loop
+from support.jobs import write_job
 
 
 @pytest.fixture
 def job(tmp_path):
-    def written(**fields):
-        path = tmp_path / "job.json"
-        path.write_text(json.dumps({"run_id": "r", "trainer": "m:C", "max_steps": 3, "mock_batches": [1], **fields}))
-        return path
-
-    return written
+    return lambda **fields: write_job(tmp_path, **fields)
 
 
 def given_to_workers(loop):

@@ -70,18 +70,9 @@ def test_half_a_surrogate_pair_in_a_job_is_a_startup_error_with_event_and_messag
     assert end["error"] == message["error"]
     assert end["error"].startswith("startup:startup.invalid_job_spec: ")
     assert key in end["error"]
-    assert "surrogate" in end["error"]
 
 
-def test_half_a_surrogate_pair_on_the_command_line_is_one_too(job):
-    assert job.run("", 'hyperparams.name="\\ud800"') == 2
-    assert "surrogate" in job.ends[-1]["error"]
-
-
-def test_doctor_names_half_a_surrogate_pair(job, capsys):
-    from genlight.adapter.cli import main
-
-    job.run(run_id="\ud800")
-    assert main(["doctor", str(job.folder / "job.json")]) != 0
-    said = capsys.readouterr()
-    assert "surrogate pair" in said.out + said.err
+def test_a_run_whose_hyperparameters_hold_half_a_surrogate_pair_ends_with_one_event(job):
+    job.run(hyperparams={"name": "\ud800", "\udfff": 1})
+    assert len(job.ends) == 1
+    assert validate_events(job.out / "metrics" / "events.jsonl") == []

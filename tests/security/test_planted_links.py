@@ -24,7 +24,7 @@ from genlight.adapter.plumbing.safe_open import (
     read_regular,
 )
 from genlight.adapter.run.folder import lock_artifacts, lock_holder, prepare_artifact_dirs, untrusted_dirs
-from genlight.adapter.run.ranks import RankFiles
+from genlight.adapter.run.rank_files import RankFiles
 from genlight.adapter.run.run import log_of_failed_start
 from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog

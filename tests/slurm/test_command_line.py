@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from support.saving_trainer import SAVING_TRAINER
+
 pytestmark = [pytest.mark.promise(name="old names"), pytest.mark.slurm, pytest.mark.slow]
 
 MODEL = """
@@ -20,31 +22,14 @@ class Model(BoringModel):
         Path(f"fit-{trainer.global_rank}").write_text(f"{trainer.world_size} {trainer.node_rank} {trainer.local_rank}")
 """
 
-TRAINER = '''
-from pathlib import Path
+TRAINER = SAVING_TRAINER.replace(
+    "def setup(self, ctx): ...",
+    """def setup(self, ctx):
+        from pathlib import Path
 
-from gen_worker.trainer import StepResult
-
-
-class Counts:
-    def setup(self, ctx):
         Path(f"run-{ctx.rank}").write_text(f"{ctx.world_size} {ctx.job_context.world_size}")
-
-    def configure(self, ctx):
-        return {}
-
-    def prepare_batch(self, raw_batch, state, ctx):
-        return raw_batch
-
-    def train_step(self, batch, state, ctx):
-        return StepResult(metrics={"loss": 1.0})
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx):
-        """Nothing."""
-'''
+""",
+)
 
 
 def test_fit_takes_its_ranks_from_srun_and_run_in_a_batch_script_starts_its_own(slurm, tmp_path):

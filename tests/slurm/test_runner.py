@@ -80,14 +80,6 @@ def test_the_client_that_waits_tells_the_callbacks_how_the_job_ended(slurm, subm
         assert (tmp_path / f"completed-client-{job}").read_text() == f"{status} {code}"
 
 
-def test_a_function_that_fails_fails_the_job(slurm, submit, tmp_path):
-    assert slurm.wait(submit("fail")) == ("FAILED", 1)
-
-    assert not (tmp_path / "result").exists()
-    assert ends(tmp_path) == ["failure ValueError 1", "failure ValueError 1"]
-    assert "ValueError: no such thing" in (tmp_path / "out").read_text()
-
-
 def test_sigterm_from_the_scheduler_is_reported_before_the_function_ends(slurm, submit, tmp_path):
     job = submit("wait")
     slurm.until(lambda: len(list(tmp_path.glob("waits-*"))) == 2, "both tasks wait")

@@ -6,8 +6,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from genlight.adapter import SlurmEnvironment
+from genlight.adapter.cluster.job_context import this_rank
 from genlight.adapter.cluster.placement import placed_by_launcher, placement_fault
-from genlight.adapter.run.this_rank import this_rank
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="old names")

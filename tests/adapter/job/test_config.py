@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,20 +65,6 @@ def test_a_minimal_job_gets_the_documented_defaults(job, tmp_path, monkeypatch):
     assert config.warnings == ()
 
 
-def test_what_becomes_nonfinite_is_warned_of_unless_the_job_says_otherwise(job):
-    assert resolve(job()).on_nonfinite == "warn"
-    assert resolve(job(on_nonfinite="skip")).on_nonfinite == "skip"
-    assert '"warn", "stop" or "skip"' in str(refused(job(on_nonfinite="ignore")))
-
-
-def test_a_logger_that_is_only_true_is_refused_since_it_would_add_none(job):
-    for logger in (True, "wandb"):
-        assert "Invalid `lightning.logger`. Expected the path of a class" in str(
-            refused(job(lightning={"logger": logger}))
-        )
-    assert resolve(job(lightning={"logger": False})).lightning == {"logger": False}
-
-
 def test_a_jobs_runs_folder_is_beside_its_file_wherever_it_is_started_from(job, tmp_path, monkeypatch):
     """A start from another folder finds the checkpoints of the one before."""
     path = job()
@@ -95,11 +79,44 @@ def test_a_start_from_the_environment_alone_writes_to_the_containers_folder(job)
     assert config.artifacts_dir == Path("/tmp/training")
 
 
+DATASET = {"parquet_paths": ["x"]}
+DEFAULTS_OF_DATA = {"batch_size": 32, "readahead": 2, "columns": None, "shuffle": False, "seed": 0, "epochs": None}
+ORIGINS = {"TENSORHUB_URL": "https://hub.example/base", "TRAINER_TOKEN_ORIGINS": "https://data.example"}
+UPLOADS = {"metrics_url": "https://m.example/x", "terminal_url": "http://t.example:81/y?z=1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "environ", "expected"),
+    [
+        ({}, {}, {"on_nonfinite": "warn"}),
+        ({"on_nonfinite": "skip"}, {}, {"on_nonfinite": "skip"}),
+        ({"max_runtime_seconds": 5}, {"TRAINER_MAX_RUNTIME_SECONDS": "0"}, {"max_runtime_seconds": 0}),
+        ({"orchestrated": True}, {"TRAINER_ORCHESTRATED": "0"}, {"orchestrated": False}),
+        ({}, {"TRAINER_CANCELLED": "1"}, {"canceled": True}),
+        ({"hyperparams": {"lr": 1}}, {"TRAINER_PLUGIN": "other:T"}, {"trainer": "other:T", "hyperparams": {"lr": 1}}),
+        ({"lightning": {"logger": False}}, {}, {"lightning": {"logger": False}}),
+        ({"lightning": {"max_epochs": 1}}, {}, {"lightning": {"max_epochs": 1}}),
+        (
+            {"uploads": UPLOADS},
+            ORIGINS,
+            {
+                "token_origins": {
+                    *("https://m.example:443", "http://t.example:81"),
+                    *("https://hub.example:443", "https://data.example:443"),
+                }
+            },
+        ),
+    ],
+)
+def test_sources_give_these_settings(job, fields, environ, expected):
+    config = resolve(job(**fields), **environ)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
 def test_dataset_defaults_are_the_documented_ones(job):
-    dataset = resolve(job(dataset={"parquet_paths": ["a.parquet"]})).dataset
-    assert dataset is not None
-    assert (dataset.batch_size, dataset.readahead, dataset.columns) == (32, 2, None)
-    assert (dataset.shuffle, dataset.seed, dataset.epochs, dataset.shard) == (False, 0, None, "rows")
+    dataset = resolve(job(dataset=DATASET)).dataset
+    assert {name: getattr(dataset, name) for name in DEFAULTS_OF_DATA} == DEFAULTS_OF_DATA
+    assert dataset.shard == "rows"
 
 
 # The same setting from every source: setting, field of the config, (spec, environment, --set), environment variable.
@@ -108,17 +125,18 @@ PRECEDENCE = [
     ("max_runtime_seconds", lambda c: c.max_runtime_seconds, (1.0, 2.0, 3.0), "TRAINER_MAX_RUNTIME_SECONDS"),
     ("capability_token", lambda c: c.capability_token, ("s", "e", "c"), "TRAINER_CAPABILITY_TOKEN"),
     ("cancel_file_path", lambda c: c.cancel_file_path, ("/s", "/e", "/c"), "TRAINER_CANCEL_FILE"),
-    ("uploads.metrics_url", lambda c: c.uploads.metrics_url, ("http://s", "http://e", "http://c"), None),
-    ("uploads.checkpoint_url", lambda c: c.uploads.checkpoint_url, ("http://s", "http://e", "http://c"), None),
-    ("uploads.sample_url", lambda c: c.uploads.sample_url, ("http://s", "http://e", "http://c"), None),
-    ("uploads.terminal_url", lambda c: c.uploads.terminal_url, ("http://s", "http://e", "http://c"), None),
+    (
+        "uploads.metrics_url",
+        lambda c: c.uploads.metrics_url,
+        ("http://s", "http://e", "http://c"),
+        "TRAINER_UPLOAD_METRICS_URL",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("setting", "read", "values", "variable"), PRECEDENCE, ids=[row[0] for row in PRECEDENCE])
 def test_command_line_beats_environment_beats_job_spec(job, setting, read, values, variable):
     in_spec, in_environment, on_command_line = values
-    variable = variable or f"TRAINER_UPLOAD_{setting.partition('.')[2].upper()}"
     block, _, name = setting.rpartition(".")
     path = job(**({block: {name: in_spec}} if block else {name: in_spec}))
     environ = {variable: str(in_environment)}
@@ -145,13 +163,6 @@ def test_folders_come_from_the_command_line_before_the_environment(job, tmp_path
     assert (config.source_of(setting), config.source_of("max_steps")) == ("--set", "job spec")
 
 
-def test_naming_the_trainer_in_the_environment_keeps_the_rest_of_the_spec(job):
-    config = resolve(job(hyperparams={"lr": 0.1}, sample_prompts=["3"]), TRAINER_PLUGIN="other:T")
-    assert config.trainer == "other:T"
-    assert config.job.hyperparams == {"lr": 0.1}
-    assert config.sample_prompts[0].prompt == "3"
-
-
 def test_set_reaches_into_blocks_reads_json_and_keeps_texts_as_typed(job):
     config = resolve(
         job(hyperparams={"lr": 0.1, "layers": {"n": 2}}, dataset={"parquet_paths": ["/a"], "batch_size": 4}),
@@ -165,11 +176,6 @@ def test_set_reaches_into_blocks_reads_json_and_keeps_texts_as_typed(job):
     assert config.lightning == {"devices": 2, "accelerator": "cpu"}
     assert (config.source_of("dataset.batch_size"), config.source_of("dataset.shuffle")) == ("job spec", "--set")
     assert config.source_of("dataset.seed") == "default"
-
-
-@pytest.mark.parametrize("override", ["max_steps", "=3", "a..b=3", "nonsense=3", "trainer.x=3"])
-def test_an_override_that_fits_nowhere_is_a_fault(job, override):
-    assert refused(job(), override).code == "startup.invalid_job_spec"
 
 
 def test_urls_of_data_are_no_relative_paths_and_count_for_the_digest_without_credentials(job):
@@ -219,65 +225,27 @@ def test_sample_seed_is_the_seed_of_prompts_that_name_none(job):
     assert (second["name"], second["seed"], second["source_image"]) == ("sample-01", 3, str(path.parent / "cat.png"))
 
 
-def test_the_token_may_go_to_upload_urls_the_hub_and_listed_origins_alone(job):
-    config = resolve(
-        job(uploads={"metrics_url": "https://m.example/x", "terminal_url": "http://t.example:81/y?z=1"}),
-        TENSORHUB_URL="https://hub.example/base",
-        TRAINER_TOKEN_ORIGINS="https://data.example",
-    )
-    assert config.token_origins == {
-        *("https://m.example:443", "http://t.example:81", "https://hub.example:443", "https://data.example:443")
-    }
-
-
-def test_zero_seconds_mean_no_limit_and_override_one(job):
-    assert resolve(job(max_runtime_seconds=5), TRAINER_MAX_RUNTIME_SECONDS="0").max_runtime_seconds == 0
-
-
-def test_the_environment_can_switch_off_what_the_spec_switches_on(job):
-    path = job(orchestrated=True)
-    assert refused(path).code == "startup.missing_capability_token"
-    assert resolve(path, TRAINER_ORCHESTRATED="0").orchestrated is False
-
-
-def test_a_cancelled_run_is_still_configured(job):
-    assert resolve(job(), TRAINER_CANCELLED="1").canceled is True
-
-
 @pytest.mark.parametrize(
-    ("environ", "overrides", "fields", "code"),
+    ("overrides", "fields", "code"),
     [
-        ({"TRAINER_MAX_RUNTIME_SECONDS": "soon"}, (), {}, "startup.invalid_timeout"),
-        ({"TRAINER_UPLOAD_DEADLINE_SECONDS": "-1"}, (), {}, "startup.invalid_timeout"),
-        ({}, (), {"max_runtime_seconds": -1}, "startup.invalid_timeout"),
-        ({"TRAINER_ORCHESTRATED": "1"}, (), {}, "startup.missing_capability_token"),
-        ({}, (), {"orchestrated": True}, "startup.missing_capability_token"),
-        ({}, (), {"trainer": None}, "startup.missing_trainer_import"),
-        ({}, (), {"trainer": ""}, "startup.missing_trainer_import"),
-        ({}, (), {"run_id": None}, "startup.invalid_job_spec"),
-        ({}, (), {"max_steps": None}, "startup.invalid_job_spec"),
-        ({}, (), {"max_steps": 0}, "startup.invalid_job_spec"),
-        ({}, ("max_steps=0",), {}, "startup.invalid_job_spec"),
-        ({}, ("artifacts_dir=a\x00b",), {}, "startup.invalid_artifact_paths"),
-        ({}, (), {"dataset": {}}, "startup.invalid_job_spec"),
-        ({}, (), {"dataset": {"batch_size": 3}}, "startup.invalid_job_spec"),
-        ({}, (), {"dataset": {"parquet_paths": ["x"]}, "mock_batches": [1]}, "startup.invalid_job_spec"),
+        ((), {"max_runtime_seconds": -1}, "startup.invalid_timeout"),
+        ((), {"trainer": ""}, "startup.missing_trainer_import"),
+        ((), {"orchestrated": True}, "startup.missing_capability_token"),
+        ((), {"run_id": None}, "startup.invalid_job_spec"),
+        (("max_steps=0",), {}, "startup.invalid_job_spec"),
+        (("artifacts_dir=a\x00b",), {}, "startup.invalid_artifact_paths"),
+        ((), {"dataset": {"batch_size": 3}}, "startup.invalid_job_spec"),
+        ((), {"dataset": DATASET, "mock_batches": [1]}, "startup.invalid_job_spec"),
+        ((), {"dataset": DATASET, "inputs": {"dataset_parquet_refs": ["a/b"]}}, "startup.invalid_job_spec"),
         (
-            {},
-            (),
-            {"dataset": {"parquet_paths": ["x"]}, "inputs": {"dataset_parquet_refs": ["a/b"]}},
-            "startup.invalid_job_spec",
-        ),
-        (
-            {},
             (),
             {"resume_checkpoint_path": "x", "inputs": {"resume_checkpoint_ref": "http://h/x"}},
             "startup.invalid_job_spec",
         ),
     ],
 )
-def test_each_startup_fault_has_its_documented_code(job, environ, overrides, fields, code):
-    error = refused(job(**fields), *overrides, **environ)
+def test_each_startup_fault_has_its_documented_code(job, overrides, fields, code):
+    error = refused(job(**fields), *overrides)
     assert error.code == code
     assert str(error).startswith(f"{code}: ")
 
@@ -306,12 +274,6 @@ def test_every_fault_of_every_source_is_in_one_error(job):
         assert name in error.message
 
 
-def test_a_missing_field_says_what_to_add(job):
-    message = refused(job(run_id=None, max_steps=None)).message
-    assert '`run_id` is missing. Add "run_id": "digits-1"' in message
-    assert "`max_steps` is missing." in message
-
-
 def test_no_secret_is_in_the_repr_or_in_an_error(job):
     path = job(
         capability_token="canary-spec",
@@ -319,7 +281,10 @@ def test_no_secret_is_in_the_repr_or_in_an_error(job):
         uploads={"metrics_url": "https://u:canary-user@h/m?sig=canary-query"},
         lightning={"logger": {"token": "canary-lightning"}},
     )
-    config = resolve(path, TRAINER_CAPABILITY_TOKEN="canary-environment", TENSORHUB_URL="http://u:canary-hub@h")
+    environ = {"TRAINER_CAPABILITY_TOKEN": "canary-environment", "TENSORHUB_URL": "http://u:canary-hub@h"}
+    config = resolve(path, **environ)
+    assert {"canary-spec", "canary-environment"} <= set(config.secrets)
+    assert "canary" not in repr((read_sources(path, [], environ, ConfigErrors()), config.uploads, config.inputs))
     assert config.capability_token == "canary-environment"
     assert "canary" not in repr(config)
     assert "canary" not in json.dumps(dict(config.spec_fields)) + config.spec_digest
@@ -329,24 +294,6 @@ def test_no_secret_is_in_the_repr_or_in_an_error(job):
     )
     assert "`max_steps`" in error.message
     assert "canary" not in str(error) + repr(error)
-
-
-def test_no_secret_is_in_the_repr_of_what_the_sources_say(job):
-    path = job(capability_token="canary-1", uploads={"metrics_url": "http://h/?canary-2"})
-    environ = {"TRAINER_CAPABILITY_TOKEN": "canary-3", "TENSORHUB_URL": "http://u:canary-4@h"}
-    sources = read_sources(path, ["capability_token=canary-5"], environ, ConfigErrors())
-    config = resolve(path, "capability_token=canary-5", **environ)
-    assert "canary" not in repr((sources, config, config.uploads, config.inputs))
-    assert {"canary-1", "canary-3", "canary-5"} <= set(config.secrets)
-
-
-def test_hyperparameters_nested_beyond_reason_are_a_fault_and_no_crash(job):
-    deep: object = 1
-    for _ in range(400):
-        deep = {"a": [deep]}
-    assert "nested too deeply" in str(refused(job(hyperparams=deep)))
-    brackets = "[" * 500 + "]" * 500
-    assert "nested too deeply" in str(refused(job(), f"hyperparams.x={brackets}"))
 
 
 BYTES_ARE_FINE = {
@@ -371,19 +318,6 @@ def test_settings_that_another_one_makes_pointless_are_warned_about(job):
     assert resolve(path, "sample_every=5").warnings == ()
 
 
-def test_the_job_alone_decides_how_many_steps_there_are(job):
-    assert "`lightning.max_steps`" in str(refused(job(lightning={"max_steps": 3})))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("limit_train_batches", 0), ("limit_train_batches", 0.0), ("max_epochs", 0)],
-)
-def test_lightning_arguments_that_no_job_can_keep_to_are_refused_by_name(job, name, value):
-    assert f"Invalid `lightning.{name}`" in str(refused(job(lightning={name: value})))
-    resolve(job(lightning={"limit_train_batches": 1, "max_epochs": 1}))
-
-
 @pytest.mark.parametrize(
     ("run_id", "name"),
     [("a/b", "a%2Fb"), ("..", "%2E%2E"), (".", "%2E"), ("run-1.2", "run-1.2"), ("../../etc", "..%2F..%2Fetc")],
@@ -396,16 +330,6 @@ def test_long_run_ids_that_begin_alike_get_folders_of_their_own():
     names = {folder_name("x" * 300 + end) for end in "ab"}
     assert len(names) == 2
     assert all(len(name) <= 200 for name in names)
-
-
-def test_resolving_imports_neither_torch_nor_lightning():
-    code = (
-        "import sys; import genlight.adapter.job.config as config,"
-        "genlight.adapter.inputs.materialize, genlight.adapter.run.folder, genlight.adapter.run.folder;"
-        "print([m for m in ('torch', 'lightning', 'httpx2', 'huggingface_hub') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 json_values = st.recursive(
@@ -468,6 +392,24 @@ def test_any_file_gives_a_config_or_one_startup_error(tmp_path, content):
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"on_nonfinite": "ignore"}, '"warn", "stop" or "skip"'),
+        ({"lightning": {"max_steps": 3}}, "Invalid `lightning.max_steps`"),
+        ({"lightning": {"limit_train_batches": 0}}, "Invalid `lightning.limit_train_batches`"),
+        ({"lightning": {"limit_train_batches": 0.0}}, "Invalid `lightning.limit_train_batches`"),
+        ({"lightning": {"max_epochs": 0}}, "Invalid `lightning.max_epochs`"),
+        ({"lightning": {"logger": True}}, "Invalid `lightning.logger`. Expected the path of a class"),
+        ({"lightning": {"logger": "wandb"}}, "Invalid `lightning.logger`. Expected the path of a class"),
+        ({"run_id": None}, '`run_id` is missing. Add "run_id": "digits-1"'),
+        ({"max_steps": None}, "`max_steps` is missing."),
+    ],
+)
+def test_a_field_that_no_job_can_have_or_lack_is_refused_by_name(job, fields, said):
+    assert said in str(refused(job(**fields)))
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("artefacts_dir=x", "Unknown key `artefacts_dir` in `--set`. Did you mean `artifacts_dir`?"),
@@ -477,6 +419,8 @@ def test_any_file_gives_a_config_or_one_startup_error(tmp_path, content):
         ("validate.every_n_step=3", "Unknown key `validate.every_n_step` in `--set`. Did you mean `every_n_steps`?"),
         ("max_steps", "Invalid `--set max_steps`. Expected key=value or key.sub=value."),
         ("=hush", "Invalid `--set =…`. Expected key=value or key.sub=value."),
+        ("nonsense=3", "Unknown key `nonsense` in `--set`."),
+        ("trainer.x=3", "`--set trainer.x` cannot be applied: `trainer` is not an object."),
         ("a..b=hush", "Invalid `--set a..b=…`. Expected key=value or key.sub=value."),
     ],
 )
@@ -496,10 +440,3 @@ def test_an_override_without_effect_is_refused_by_its_name_and_never_shows_a_val
 )
 def test_one_mistake_is_one_fault(job, fields, errors):
     assert len(refused(job(**fields)).message.splitlines()) == errors
-
-
-def test_a_spec_that_is_nested_too_deeply_has_no_missing_fields(job):
-    nested: object = 1
-    for _ in range(200):
-        nested = [nested]
-    assert "missing" not in refused(job(hyperparams={"a": nested})).message

@@ -34,16 +34,6 @@ def test_a_single_fault_is_the_message():
     assert str(errors.exception()) == "startup.missing_trainer_import: no trainer"
 
 
-def test_a_flood_of_faults_is_cut_and_counted():
-    errors = ConfigErrors()
-    for number in range(1000):
-        errors.add(f"error {number}")
-    message = str(errors.exception())
-    assert "1000 errors" in message
-    assert message.count("\n") == 41
-    assert message.endswith("and 960 more errors.")
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

@@ -9,19 +9,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.job.lightning_objects import instantiate
+from support.jobs import write_job
 
 SHARDED = {"accelerator": "cpu", "strategy": {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}}
 
 
 @pytest.fixture
 def config(tmp_path):
-    def make(lightning):
-        spec = tmp_path / "job.json"
-        fields = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1], "lightning": lightning}
-        spec.write_text(json.dumps(fields))
-        return resolve_run_config(spec_path=spec, environ={"TRAINER_ARTIFACTS_DIR": str(tmp_path / "out")})
-
-    return make
+    return lambda lightning: resolve_run_config(spec_path=write_job(tmp_path, lightning=lightning), environ={})
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", 16])
@@ -73,11 +68,11 @@ def test_what_is_wrong_with_a_class_of_the_block_is_told_by_its_cause(config, li
     assert "Subclass types" not in str(caught.value)
 
 
-def test_making_a_trainer_leaves_the_job_as_it_was_given(tmp_path):
+def test_making_a_trainer_leaves_the_job_as_it_was_given(config):
     """`doctor` shows the job afterwards, and a second start in this process makes a trainer from it."""
     timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:00:01:00"}}
-    job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "lightning": {"accelerator": "cpu", "callbacks": [timer]}}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    config = resolve_run_config(spec_path=tmp_path / "job.json", overrides=[f"artifacts_dir={tmp_path / 'out'}"])
-    instantiate(config)
-    assert json.dumps(dict(config.lightning)) == json.dumps(job["lightning"])
+    given = {"accelerator": "cpu", "callbacks": [timer]}
+    before = json.dumps(given)
+    made = config(given)
+    instantiate(made)
+    assert json.dumps(dict(made.lightning)) == before

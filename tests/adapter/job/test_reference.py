@@ -16,6 +16,7 @@ from genlight.adapter.job.sources import VARIABLES, ConfigErrors, Sources
 from genlight.adapter.job.spec import JobSpec, Settings
 from genlight.adapter.job.standard_callbacks import STANDARD_CALLBACKS
 from genlight.adapter.plumbing.settings import keys_of
+from support.jobs import write_job
 from support.messages import refusal
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -70,53 +71,43 @@ def test_the_tables_have_every_key():
     assert [name for name in VARIABLES if f"| `{name}` |" not in reference["variables_reference"]()] == []
 
 
-def test_the_defaults_of_the_table_are_those_that_a_run_has(tmp_path):
-    (tmp_path / "job.json").write_text('{"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}')
-    config = resolve_run_config(spec_path=tmp_path / "job.json", environ={})
+@pytest.fixture
+def config_of(tmp_path):
+    return lambda **fields: resolve_run_config(spec_path=write_job(tmp_path, **fields), environ={})
+
+
+def made_callbacks(config):
+    return {type(each).__name__: each for each in instantiate(config)[0].callbacks}
+
+
+def test_the_defaults_of_the_table_are_those_that_a_run_has(config_of):
     rows = [line for line in job_reference().partition("### `dataset`")[0].splitlines() if line.startswith("| `")]
     for name in ("metric_every", "checkpoint_every", "sample_every", "on_nonfinite", "max_runtime_seconds"):
         (row,) = [row for row in rows if row.startswith(f"| `{name}`")]
-        assert f"| `{json.dumps(getattr(config, name))}` |" in row
+        assert f"| `{json.dumps(getattr(config_of(), name))}` |" in row
 
 
-def test_what_is_said_to_run_in_a_job_is_what_runs_there(tmp_path):
-    job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1], "validate": {"every_n_steps": 1}}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    config = resolve_run_config(spec_path=tmp_path / "job.json", environ={})
-    run = [
-        type(each).__name__ for each in instantiate(config)[0].callbacks if type(each).__module__.startswith("genlight")
-    ]
-    said = [name for name, callback in STANDARD_CALLBACKS.items() if callback.arguments]
-    said.remove("Recover")  # which `on_nonfinite: skip` brings
-    assert said == run
+def test_the_callbacks_of_a_job_are_those_of_the_reference(config_of):
+    made = made_callbacks(config_of(validate={"every_n_steps": 1})).items()
+    said = [name for name, callback in STANDARD_CALLBACKS.items() if callback.arguments and name != "Recover"]
+    assert [name for name, each in made if type(each).__module__.startswith("genlight")] == said
 
 
-def test_a_job_that_recovers_reports_values_that_are_not_finite_once(tmp_path):
-    job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1]}
-
-    def callbacks_of(**recover):
-        (tmp_path / "job.json").write_text(json.dumps({**job, "callbacks": {"Recover": recover}}))
-        trainer, _ = instantiate(resolve_run_config(spec_path=tmp_path / "job.json", environ={}))
-        return {type(each).__name__: each for each in trainer.callbacks}
-
-    made = callbacks_of(good_steps=7)
+def test_a_job_that_recovers_reports_values_that_are_not_finite_once(config_of):
+    made = made_callbacks(config_of(callbacks={"Recover": {"good_steps": 7}}))
     assert made["Recover"].good_steps == 7
     assert "WatchNonfinite" not in made
-    job["on_nonfinite"] = "skip"
-    made = callbacks_of(max_attempts=7)
+    made = made_callbacks(config_of(on_nonfinite="skip", callbacks={"Recover": {"max_attempts": 7}}))
     assert (made["Recover"].ladder, made["Recover"].good_steps, made["Recover"].max_attempts) == (("skip",), 1, 7)
     assert "WatchNonfinite" not in made
     with refusal(StartupContractError):
-        callbacks_of(lr_factor=2)
+        made_callbacks(config_of(on_nonfinite="skip", callbacks={"Recover": {"lr_factor": 2}}))
 
 
-def test_a_job_changes_leaves_out_and_adds_callbacks(tmp_path):
+def test_a_job_changes_removes_and_adds_callbacks(config_of):
     changes = {"Goodput": False, "WatchHangs": {"floor_s": 60}, "Heartbeat": {"interval_steps": 5}}
-    job = {"run_id": "r", "trainer": "m:T", "max_steps": 1, "mock_batches": [1], "callbacks": changes}
-    job["checkpoints"] = {"every_minutes": 5, "keep_last": 0, "monitor": "x", "mode": "max", "weights": "trained"}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    trainer, _ = instantiate(resolve_run_config(spec_path=tmp_path / "job.json", environ={}))
-    made = {type(each).__name__: each for each in trainer.callbacks}
+    checkpoints = {"every_minutes": 5, "keep_last": 0, "monitor": "x", "mode": "max", "weights": "trained"}
+    made = made_callbacks(config_of(callbacks=changes, checkpoints=checkpoints))
     assert "Goodput" not in made
     assert (made["WatchHangs"].floor_s, made["WatchHangs"].directory.name) == (60, "hangs")
     assert made["Heartbeat"].interval_steps == 5

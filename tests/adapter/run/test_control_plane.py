@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
@@ -12,9 +11,9 @@ from genlight.adapter.contract.exceptions import AuthError, InputError, StartupC
 from genlight.adapter.contract.types import LifecycleLease
 from genlight.adapter.run import control_plane
 from genlight.adapter.run.control_plane import Lease
-from genlight.adapter.run.run import RunOptions, run_job
-from genlight.reporters import read_events
+from support.jobs import events_of, run, write_job
 from support.messages import refusal
+from support.trainer_class import Counts
 
 SECRET = "lease-token-canary"
 
@@ -129,45 +128,30 @@ def test_a_refused_report_of_the_end_is_logged_without_secrets(lease, client, ca
     assert SECRET not in caplog.text
 
 
-TRAINER = """
-import time
-from pathlib import Path
-from gen_worker.trainer import StepResult
+class Waits(Counts):
+    """Trains only once its run is to stop."""
 
-
-class Waiting:
-    def setup(self, ctx): ...
-    def configure(self, ctx): return {}
-    def prepare_batch(self, raw, state, ctx): return raw
     def train_step(self, batch, state, ctx):
         end = time.monotonic() + 60
-        while ctx.job.hyperparams.get("waits") and not ctx.is_canceled() and time.monotonic() < end:
+        while not ctx.is_canceled() and time.monotonic() < end:
             time.sleep(0.005)
-        return StepResult(metrics={"loss": 1.0})
-    def state_dict(self, state): return {}
-    def load_state_dict(self, state, payload, ctx): ...
-"""
+        return super().train_step(batch, state, ctx)
 
 
 @pytest.fixture
-def run_waiting(tmp_path, monkeypatch, client):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lifecycle_trainer.py").write_text(TRAINER)
+def run_leased(tmp_path, client):
+    """Runs a job under the control plane; returns its exit code and its last event."""
 
-    def run(**hyperparams):
-        job = {"run_id": "leased", "trainer": "lifecycle_trainer:Waiting", "max_steps": 3, "mock_batches": [1, 2, 3]}
-        job |= {"hyperparams": hyperparams, "lightning": {"accelerator": "cpu"}}
-        (tmp_path / "job.json").write_text(json.dumps(job))
-        code = run_job(
-            RunOptions(spec_path=tmp_path / "job.json", overrides=(f"artifacts_dir={tmp_path}/out",), lifecycle=client)
-        )
-        return code, list(read_events(tmp_path / "out" / "metrics" / "events.jsonl"))[-1]
+    def start(**fields):
+        job = write_job(tmp_path, **fields)
+        code = run(job, lifecycle=client)
+        return code, events_of(job)[-1]
 
-    return run
+    return start
 
 
-def test_a_run_is_claimed_and_its_completion_is_reported(run_waiting, client, tmp_path):
-    code, event = run_waiting()
+def test_a_run_is_claimed_and_its_completion_is_reported(run_leased, client, tmp_path):
+    code, event = run_leased()
 
     assert (code, event["event"]) == (0, "completed")
     assert client.asked("claim") == [{}]
@@ -175,11 +159,11 @@ def test_a_run_is_claimed_and_its_completion_is_reported(run_waiting, client, tm
     assert client.asked("completed") == [{"lease": "lease-1", "step": 3, "final_checkpoint": final}]
 
 
-def test_a_run_that_the_orchestrator_cancels_stops_with_a_checkpoint(run_waiting, client, tmp_path, monkeypatch):
+def test_a_run_that_the_orchestrator_cancels_stops_with_a_checkpoint(run_leased, client, tmp_path, monkeypatch):
     monkeypatch.setattr("genlight.adapter.run.control_plane.INTERVAL_S", 0.02)
     client.answers["cancel"] = [False] * 3 + [True]
 
-    code, event = run_waiting(waits=True)
+    code, event = run_leased(trainer=f"{__name__}:Waits")
 
     assert (code, event["error"], event["resumable"]) == (75, "canceled", True)
     assert (tmp_path / "out" / "checkpoints" / f"step-{event['step']:08d}.json").exists() == (event["step"] > 0)
@@ -190,10 +174,10 @@ TAKEN = StartupContractError("startup.artifacts_in_use", "another worker holds i
 
 
 @pytest.mark.parametrize(("error", "code", "category"), [(TAKEN, 2, "startup"), (AuthError("no"), 1, "auth")])
-def test_a_run_that_cannot_be_claimed_trains_nothing(run_waiting, client, error, code, category):
+def test_a_run_that_cannot_be_claimed_trains_nothing(run_leased, client, error, code, category):
     client.answers["claim"] = error
 
-    ended, event = run_waiting()
+    ended, event = run_leased()
 
     assert (ended, event["category"], event["step"]) == (code, category, 0)
 

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.run.folder import artifact_dir_faults, prepare_artifact_dirs
 from support.messages import refusal
-
-
-@pytest.fixture
-def config_of(tmp_path):
-    def resolve(*overrides):
-        path = tmp_path / "job.json"
-        path.write_text(json.dumps({"run_id": "r", "trainer": "t:T", "max_steps": 1}))
-        return resolve_run_config(
-            spec_path=path, overrides=[f"artifacts_dir={tmp_path / 'out'}", *overrides], environ={}
-        )
-
-    return resolve
 
 
 def test_directories_are_made_and_left_without_a_trace_of_the_probe(config_of, tmp_path):

@@ -5,95 +5,40 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.plumbing.durable import temporary_name
 from genlight.adapter.run.folder import LOCK_NAME, lock_artifacts, lock_directory, prepare_artifact_dirs
 from genlight.adapter.run.start import move_old_artifacts_aside
 from genlight.callbacks.checkpoint import save
 from support.messages import refusal
 
-HOLD = """
-import os, sys, time
-from genlight.adapter.run.folder import lock_artifacts
-from genlight.adapter.job.config import resolve_run_config
-config = resolve_run_config(spec_path=sys.argv[1], overrides=["artifacts_dir=" + sys.argv[2]], environ={})
-with lock_artifacts(config):
-    child = os.fork() if sys.argv[3] == "fork" else 0
-    if child == 0:
-        print(os.getpid(), flush=True)
-    time.sleep(60)
-"""
-
 
 @pytest.fixture
-def config_of(tmp_path):
-    def resolve(*overrides, run_id="r"):
-        path = tmp_path / "job.json"
-        path.write_text(json.dumps({"run_id": run_id, "trainer": "t:T", "max_steps": 1}))
-        config = resolve_run_config(
-            spec_path=path, overrides=[f"artifacts_dir={tmp_path / 'out'}", *overrides], environ={}
-        )
+def config_of(config_of):
+    """Also makes the directories of the run."""
+
+    def resolve(*overrides):
+        config = config_of(*overrides)
         prepare_artifact_dirs(config)
         return config
 
     return resolve
 
 
-@pytest.fixture
-def holder(config_of):
-    """Starts another process that holds the directory; returns it and its forked child's id, or its own."""
-    started = []
-
-    def start(mode="plain"):
-        config = config_of()
-        command = [sys.executable, "-c", HOLD, str(config.spec_path), str(config.artifacts_dir), mode]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        child = process.stdout.readline().strip()
-        started.extend({process.pid, int(child)})
-        return process, int(child)
-
-    yield start
-    for pid in started:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
-def test_a_second_run_is_refused_while_the_first_lives_and_says_who_holds_it(config_of, holder):
+def test_a_second_run_is_refused_while_the_first_lives_and_says_who_holds_it(config_of):
+    """``test_file_lock.py`` kills and forks the holder."""
     config = config_of()
-    process, _ = holder()
-    with process:
+    with lock_artifacts(config):
+        assert json.loads((config.artifacts_dir / LOCK_NAME).read_text())["pid"] == os.getpid()
         with pytest.raises(StartupContractError) as caught, lock_artifacts(config):
             pass
-        assert caught.value.code == "startup.artifacts_in_use"
-        assert f"process {process.pid} " in caught.value.message
-        assert "'r'" in caught.value.message
-        assert str(config.artifacts_dir) in caught.value.message
-        process.kill()
-        process.wait()
-        with lock_artifacts(config):
-            assert json.loads((config.artifacts_dir / LOCK_NAME).read_text())["pid"] == os.getpid()
-
-
-def test_a_forked_worker_that_outlives_a_killed_run_does_not_keep_its_lock(config_of, holder):
-    config = config_of()
-    process, child = holder("fork")
-    with process:
-        process.kill()
-        process.wait()
-        os.kill(child, 0)
-        with lock_artifacts(config):
-            pass
+    assert caught.value.code == "startup.artifacts_in_use"
+    for said in (f"process {os.getpid()} ", "'r'", str(config.artifacts_dir)):
+        assert said in caught.value.message
 
 
 def test_the_lock_is_free_after_its_block_even_after_an_error(config_of):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import os
 
 import lightning.pytorch as pl
 import pytest
@@ -15,41 +15,27 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 from torch.utils.data import DataLoader
 
-from genlight.adapter.run.run import RunOptions, run_job
+from genlight.adapter import StepResult
 from genlight.callbacks.logged_steps import keep_logged_steps
+from support.jobs import run, write_job
 from support.messages import refusal
+from support.trainer_class import Counts
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
 
 STEPS = 12
-TRAINER = """
-import os
-from gen_worker.trainer import StepResult
 
 
-class Fails:
-    def setup(self, ctx): ...
-
-    def configure(self, ctx):
-        return {"step": 0}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
+class Fails(Counts):
+    """Fails in the step that the environment names; has another metric from step 9 on."""
 
     def train_step(self, batch, state, ctx):
-        if state["step"] + 1 == int(os.environ["FAILS_AT"]):
+        if state["steps"] + 1 == int(os.environ["FAILS_AT"]):
             raise RuntimeError("at that step")
-        state["step"] += 1
-        more = {"late": 1.0} if state["step"] > 8 else {}
-        return StepResult(metrics={"loss": float(state["step"]), **more})
-
-    def state_dict(self, state):
-        return dict(state)
-
-    def load_state_dict(self, state, payload, ctx):
-        state.update(payload)
-"""
+        state["steps"] += 1
+        more = {"late": 1.0} if state["steps"] > 8 else {}
+        return StepResult(metrics={"loss": float(state["steps"]), **more})
 
 
 def logged(kind, folder):
@@ -62,13 +48,11 @@ def logged(kind, folder):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def attempt(tmp_path, monkeypatch):
     """Runs the job once: with loggers of a version, a step at which it fails, and a cadence of checkpoints."""
     monkeypatch.chdir(tmp_path)
     # TensorBoard reads files of one second and process in the order of this number as text: 9 would come after 10.
     monkeypatch.setattr(event_file_writer, "_global_uid", AtomicCounter(10))
-    name = f"fails_{abs(hash(str(tmp_path)))}"
-    (tmp_path / f"{name}.py").write_text(TRAINER)
 
     def start(version, *, fails_at=0, checkpoint_every=4):
         monkeypatch.setenv("FAILS_AT", str(fails_at))
@@ -77,29 +61,27 @@ def run(tmp_path, monkeypatch):
             {"class_path": f"lightning.pytorch.loggers.{kind.__name__}", "init_args": where}
             for kind in (CSVLogger, TensorBoardLogger)
         ]
-        job = {
-            "run_id": "r",
-            "trainer": f"{name}:Fails",
-            "max_steps": STEPS,
-            "metric_every": 1,
-            "checkpoint_every": checkpoint_every,
-            "resume_from_latest": True,
-            "mock_batches": list(range(STEPS)),
-            "lightning": {"accelerator": "cpu", "logger": loggers},
-        }
-        (tmp_path / "job.json").write_text(json.dumps(job))
-        code = run_job(RunOptions(spec_path=tmp_path / "job.json", overrides=(f"artifacts_dir={tmp_path}/out",)))
-        return code, tmp_path / "logs" / "n" / ("version_3" if version == 3 else str(version))
+        job = write_job(
+            tmp_path,
+            trainer=f"{__name__}:Fails",
+            max_steps=STEPS,
+            metric_every=1,
+            checkpoint_every=checkpoint_every,
+            resume_from_latest=True,
+            mock_batches=list(range(STEPS)),
+            lightning={"accelerator": "cpu", "logger": loggers},
+        )
+        return run(job), tmp_path / "logs" / "n" / ("version_3" if version == 3 else str(version))
 
     return start
 
 
 @pytest.mark.parametrize("version", ["v", 3])
 @pytest.mark.parametrize("fails_at", [(7,), (7, 10), (5, 6, 7)], ids=str)
-def test_a_resumed_run_keeps_each_step_once(run, version, fails_at):
+def test_a_resumed_run_keeps_each_step_once(attempt, version, fails_at):
     for step in fails_at:
-        assert run(version, fails_at=step)[0] == 1
-    code, folder = run(version)
+        assert attempt(version, fails_at=step)[0] == 1
+    code, folder = attempt(version)
 
     assert code == 0
     expected = [(step, float(step)) for step in range(1, STEPS + 1)]
@@ -107,19 +89,19 @@ def test_a_resumed_run_keeps_each_step_once(run, version, fails_at):
     assert logged(TensorBoardLogger, folder) == expected
 
 
-def test_a_torn_row_and_a_kill_while_the_file_is_aside_lose_nothing(run):
-    _, folder = run("v", fails_at=7)
+def test_a_torn_row_and_a_kill_while_the_file_is_aside_lose_nothing(attempt):
+    _, folder = attempt("v", fails_at=7)
     with (folder / "metrics.csv").open("a") as file:
         file.write("0.5,")
     (folder / "metrics.csv").rename(folder / ".metrics-before.csv")
-    assert run("v")[0] == 0
+    assert attempt("v")[0] == 0
     assert [step for step, _ in logged(CSVLogger, folder)] == list(range(1, STEPS + 1))
 
 
-def test_a_run_that_starts_over_drops_earlier_rows_and_reports_it(run, caplog):
-    run("v", fails_at=7, checkpoint_every=0)
+def test_a_run_that_starts_over_drops_earlier_rows_and_reports_it(attempt, caplog):
+    attempt("v", fails_at=7, checkpoint_every=0)
     caplog.clear()
-    code, folder = run("v", checkpoint_every=0)
+    code, folder = attempt("v", checkpoint_every=0)
     assert code == 0
     assert [step for step, _ in logged(CSVLogger, folder)] == list(range(1, STEPS + 1))
     assert "deleting its 6 rows of an earlier attempt" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 
 import pytest
@@ -10,20 +9,17 @@ import pytest
 from genlight.adapter.cli import main
 from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import verify
-from support.saving_trainer import SAVING_TRAINER
+from support.jobs import write_job
 from support.upload_server import TOKEN
 
 
 @pytest.fixture
 def start(tmp_path):
     """Starts a run in the one folder that all share, with uploads to `url`; returns its exit code."""
-    (tmp_path / "next_trainer.py").write_text(SAVING_TRAINER)
 
-    def run(run_id, url, *, fresh=False, **environ):
-        job = {"run_id": run_id, "trainer": "next_trainer:Counts", "max_steps": 2, "mock_batches": [1, 2]}
-        (tmp_path / "job.json").write_text(json.dumps({**job, "owner": "me", "lightning": {"accelerator": "cpu"}}))
+    def start(run_id, url, *, fresh=False, **environ):
         shared = {
-            "TRAINER_JOB_SPEC_PATH": str(tmp_path / "job.json"),
+            "TRAINER_JOB_SPEC_PATH": str(write_job(tmp_path, run_id=run_id, owner="me")),
             "TRAINER_ARTIFACTS_DIR": str(tmp_path / "shared"),
             "TRAINER_CAPABILITY_TOKEN": TOKEN,
             "TRAINER_UPLOAD_CHECKPOINT_URL": f"{url}/checkpoint",
@@ -33,7 +29,7 @@ def start(tmp_path):
         environ.pop("arrives", None)
         return run_job(RunOptions(environ={**shared, **environ}, fresh=fresh))
 
-    return run
+    return start
 
 
 AWAY = "http://127.0.0.1:9"
@@ -56,7 +52,7 @@ def test_the_next_run_sends_the_uploads_of_the_run_before_under_that_runs_name(
         checkpoints = tmp_path / "of-b"
         assert start("b", chaos.url, arrives=True, TRAINER_CHECKPOINTS_DIR=str(checkpoints)) == 0
     record = verify(checkpoints / "final.json")
-    assert (record.run_id, record.step) == ("b", 2)
+    assert (record.run_id, record.step) == ("b", 3)
     assert sent(chaos) == {"b"}
     assert f"genlight uploads retry {shlex.quote(str(shared / 'uploads'))}" in caplog.text
 

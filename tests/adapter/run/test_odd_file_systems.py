@@ -3,71 +3,38 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 
 import pytest
 
-from genlight.adapter.run.run import RunOptions, run_job
 from genlight.callbacks.checkpoint import newest_valid
-
-TRAINER = """
-import os
-from genlight.adapter import StepResult
+from support.jobs import run, write_job
+from support.trainer_class import Counts
 
 
-class Homeless:
-    def setup(self, ctx):
-        self.ctx = ctx
-
-    def configure(self, ctx):
-        return {"steps": 0}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
+class Removes(Counts):
+    """Removes its working directory in the second step."""
 
     def train_step(self, batch, state, ctx):
-        state["steps"] += 1
-        if self.ctx.job.hyperparams.get("removes") and state["steps"] == 2:
+        if state["steps"] == 1:
             os.rmdir(os.getcwd())
-        return StepResult(metrics={"loss": 1.0})
-
-    def state_dict(self, state):
-        return state
-
-    def load_state_dict(self, state, payload, ctx):
-        state.update(payload)
-"""
+        return super().train_step(batch, state, ctx)
 
 
-@pytest.fixture
-def run_homeless(tmp_path, monkeypatch):
-    """Runs four steps from a separate working directory; returns the exit code."""
+def test_a_run_whose_working_directory_is_deleted_completes_and_shows_its_results(tmp_path, capfd):
     (tmp_path / "here").mkdir()
-    (tmp_path / "homeless_trainer.py").write_text(TRAINER)
-    monkeypatch.chdir(tmp_path / "here")
-
-    def run(**hyperparams):
-        job = {"run_id": "r", "trainer": "homeless_trainer:Homeless", "max_steps": 4, "checkpoint_every": 2}
-        job |= {"mock_batches": [1, 2, 3, 4], "hyperparams": hyperparams, "lightning": {"accelerator": "cpu"}}
-        (tmp_path / "job.json").write_text(json.dumps(job))
-        return run_job(RunOptions(tmp_path / "job.json", (f"artifacts_dir={tmp_path / 'out'}",)))
-
-    yield run
-    monkeypatch.undo()
-
-
-def test_a_run_whose_working_directory_is_deleted_completes_and_shows_its_results(run_homeless, tmp_path, capfd):
-    assert run_homeless(removes=True) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "here")
+        assert run(write_job(tmp_path, trainer=f"{__name__}:Removes")) == 0
     assert not (tmp_path / "here").exists()
     said = capfd.readouterr().err
-    assert "run r completed at step 4" in said
+    assert "run r completed at step 3" in said
     assert str(tmp_path / "out" / "checkpoints" / "final.json") in said
     assert "Traceback" not in said
 
 
-def test_no_part_of_a_run_needs_that_a_directory_can_be_synced(run_homeless, tmp_path, monkeypatch):
+def test_no_part_of_a_run_needs_that_a_directory_can_be_synced(tmp_path, monkeypatch):
     """File systems in user space may answer so. All callers accept it, including the event log and checkpoints."""
     real, refused = os.fsync, []
 
@@ -78,7 +45,7 @@ def test_no_part_of_a_run_needs_that_a_directory_can_be_synced(run_homeless, tmp
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", sync)
-    assert run_homeless() == 0
+    assert run(write_job(tmp_path)) == 0
     folders = {os.path.relpath(path, tmp_path / "out") for path in refused}
     assert {"checkpoints", "metrics"} <= folders
-    assert newest_valid(tmp_path / "out" / "checkpoints")[0].step == 4
+    assert newest_valid(tmp_path / "out" / "checkpoints")[0].step == 3

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failure
-from genlight.adapter.run.ranks import EXIT_FILE, RankFiles, first_cause
+from genlight.adapter.run.rank_files import EXIT_FILE, RankFiles
+from genlight.adapter.run.ranks import first_cause
 
 FAILURE = Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED)
 STOP = Failure("preempted", "preempted", resumable=True, exit_code=EXIT_STOPPED)
 OWN = Failure("train-step", "train-step:RuntimeError: Connection reset by peer", resumable=True, exit_code=EXIT_FAILED)
-
-RANK = """
-import sys, time
-from pathlib import Path
-from genlight.adapter.run.ranks import RankFiles
-with RankFiles(Path(sys.argv[1])).present(3):
-    print("there", flush=True)
-    sys.stdin.read()
-"""
 
 
 def first(ranks):
@@ -60,35 +49,28 @@ def test_only_a_stop_and_no_failure_of_another_rank_is_a_reason_to_stop(ranks):
     assert ranks.stop_reason() == "preempted"
 
 
-def test_records_of_a_killed_attempt_do_not_count(ranks, tmp_path):
+ELASTIC = {"TORCHELASTIC_RUN_ID": "elastic", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "read", "began_in_s", "counts"),
+    [
+        ({}, {}, 1, False),
+        ({"SLURM_JOB_ID": "7"}, {}, 1, True),
+        ({"TORCHELASTIC_RUN_ID": "first"}, {"TORCHELASTIC_RUN_ID": "second"}, 0, False),
+        (ELASTIC, {"TORCHELASTIC_RESTART_COUNT": "1"}, -1, True),
+        (ELASTIC, {"TORCHELASTIC_RESTART_COUNT": "1"}, 1, False),
+    ],
+    ids=["killed attempt", "started later in one launch", "other launch", "later agent", "earlier attempt"],
+)
+def test_only_records_of_this_attempt_count(ranks, tmp_path, monkeypatch, recorded, read, began_in_s, counts):
+    """An agent of torchrun counts its own restarts, so ranks of one attempt may have different counts."""
+    for name, value in recorded.items():
+        monkeypatch.setenv(name, value)
     ranks.record(1, FAILURE)
-    assert first(RankFiles(tmp_path, began_s=time.time() + 1)) is None
-
-
-def test_a_record_from_shortly_before_rank_zero_counts_within_one_launch(ranks, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    ranks.record(1, FAILURE)
-    assert first(RankFiles(tmp_path, began_s=time.time() + 1)) is not None
-
-
-def test_records_of_another_launch_do_not_count(ranks, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
-    ranks.record(1, FAILURE)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
-    assert first(ranks) is None
-
-
-@pytest.mark.parametrize("is_earlier", [True, False])
-def test_records_under_a_later_torchrun_agent_count_but_not_those_of_an_earlier_attempt(
-    ranks, tmp_path, monkeypatch, is_earlier
-):
-    """An agent counts its own restarts, so ranks of one attempt may have different counts."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "elastic")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    ranks.record(1, FAILURE)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    later = RankFiles(tmp_path, began_s=time.time() + (1 if is_earlier else -1))
-    assert (first(later) is None) == is_earlier
+    for name, value in read.items():
+        monkeypatch.setenv(name, value)
+    assert (first(RankFiles(tmp_path, began_s=time.time() + began_in_s)) is not None) is counts
 
 
 def test_ranks_that_started_before_the_end_of_rank_zero_read_its_exit_code(ranks, tmp_path):
@@ -107,19 +89,6 @@ def test_files_of_another_launch_or_program_are_not_an_exit_code(ranks, tmp_path
         (tmp_path / EXIT_FILE).write_text(text)
         (tmp_path / EXIT_FILE).chmod(0o600)
         assert ranks.exit_code() is None
-
-
-@pytest.fixture
-def rank(tmp_path):
-    """Another process as rank 3 on the node n10."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, "SLURMD_NODENAME": "n10"}, text=True,
-    )  # fmt: skip
-    assert process.stdout.readline() == "there\n"
-    yield process
-    process.kill()
-    process.communicate()
 
 
 def test_a_rank_that_is_killed_is_the_cause_with_its_host(tmp_path, rank):
@@ -157,16 +126,11 @@ def test_locks_of_a_killed_attempt_are_not_taken_for_ranks(tmp_path, rank):
 def test_a_rank_with_a_record_is_reported_by_its_record(tmp_path, rank):
     ranks = RankFiles(tmp_path)
     ranks.scan_locks()
-    ranks.record(3, Failure("train-step", "train-step:ValueError: bad row", resumable=False, exit_code=EXIT_FAILED))
+    ranks.record(3, FAILURE)
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
+    assert ranks.lost() == {}
     assert first_cause(OWN, 9e12, ranks, None).text == "train-step:ValueError: bad row (rank 3)"
-
-
-def test_records_are_complete_files(ranks):
-    ranks.record(1, FAILURE)
-    (path,) = ranks.folder.iterdir()
-    assert json.loads(path.read_bytes())["rank"] == 1
 
 
 def test_only_rank_files_are_removed(ranks):

@@ -17,8 +17,8 @@ from genlight.adapter.plumbing.failures import EXIT_FAILED, EXIT_STOPPED, Failur
 from genlight.adapter.plumbing.file_lock import FileLock
 from genlight.adapter.run import ranks
 from genlight.adapter.run.folder import LOCK_NAME, lock_directory
+from genlight.adapter.run.rank_files import RankFiles
 from genlight.adapter.run.ranks import (
-    RankFiles,
     RankWatch,
     RankZero,
     after_patience,
@@ -228,26 +228,9 @@ def test_a_rank_does_not_wait_for_a_rank_zero_that_is_gone_or_invisible(notes):
     assert wait(notes, gone=None) == 0
 
 
-RANK = """
-import sys
-from pathlib import Path
-from genlight.adapter.run.ranks import RankFiles
-with RankFiles(Path(sys.argv[1])).present(3):
-    print("there", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_rank_of_another_launcher_that_is_killed_ends_the_run_though_training_sees_nothing(
-    notes, tmp_path, monkeypatch
-):
+def test_a_rank_of_another_launcher_that_is_killed_ends_the_run_though_training_sees_nothing(notes, rank, monkeypatch):
     """Without a launcher that watches, as over pods, a collective may wait for a lost rank for half an hour."""
     monkeypatch.setattr(ranks, "have_met", lambda: True)
-    rank = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, "SLURMD_NODENAME": "n10"}, text=True,
-    )  # fmt: skip
-    assert rank.stdout.readline() == "there\n"
     check = failed_ranks(notes, processes())
     assert check() is None
     rank.kill()

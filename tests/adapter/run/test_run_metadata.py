@@ -48,13 +48,16 @@ def project(tmp_path):
     git_state.cache_clear()
 
 
+def attempt(project, *overrides, **options):
+    return run_job(RunOptions(spec_path=project / "job.json", overrides=overrides, **options))
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*multi-threaded.*:DeprecationWarning")
 def test_event_log_and_record_have_the_metadata_of_the_run_and_no_token(project, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/usr/bin/genlight", "run", "job.json", "--set", f"capability_token={TOKEN}"])
-    overrides = [f"capability_token={TOKEN}"]
-
-    assert run_job(RunOptions(spec_path=project / "job.json", overrides=overrides)) == 0
-    assert run_job(RunOptions(spec_path=project / "job.json", overrides=[*overrides, "resume_from_latest=true"])) == 0
+    token = f"capability_token={TOKEN}"
+    assert attempt(project, token) == 0
+    assert attempt(project, token, "resume_from_latest=true") == 0
 
     run = project / "runs" / "told"
     log = run / "metrics" / "events.jsonl"
@@ -86,15 +89,12 @@ def test_event_log_and_record_have_the_metadata_of_the_run_and_no_token(project,
 
 
 def test_the_job_in_the_folder_of_a_run_can_continue_the_run(project, tmp_path_factory, monkeypatch):
-    given = project / "job.json"
-    rate = "hyperparams.rate=0.5"
-    assert run_job(RunOptions(spec_path=given, overrides=[rate])) == 0
+    assert attempt(project, "hyperparams.rate=0.5") == 0
     path = project / "runs" / "told" / JOB_NAME
     first = path.read_bytes()
     assert json.loads(first)["hyperparams"]["rate"] == 0.5
 
-    refused = RunOptions(spec_path=given, overrides=["resume_from_latest=true", "max_steps=3", "hyperparams.rate=0.1"])
-    assert run_job(refused) == 2
+    assert attempt(project, "resume_from_latest=true", "max_steps=3", "hyperparams.rate=0.1") == 2
     assert path.read_bytes() == first, "a job that was refused has trained nothing"
 
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
@@ -103,7 +103,7 @@ def test_the_job_in_the_folder_of_a_run_can_continue_the_run(project, tmp_path_f
     assert read_record(project / "runs" / "told" / "checkpoints" / "final.json").step == 3
     assert read_job(path.parent)["max_steps"] == 3
 
-    assert run_job(RunOptions(spec_path=given, fresh=True)) == 0
+    assert attempt(project, fresh=True) == 0
     (aside,) = path.parent.glob("before-*")
     assert read_job(aside)["max_steps"] == 3
     assert read_job(path.parent)["max_steps"] == 2
@@ -134,11 +134,6 @@ def threads():
     torch.set_num_threads(before)
 
 
-def attempt(project, steps, *overrides):
-    resumes = [f"max_steps={steps}", "resume_from_latest=true", *overrides]
-    return run_job(RunOptions(spec_path=project / "job.json", overrides=resumes, allow_changed=True))
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -153,7 +148,7 @@ def attempt(project, steps, *overrides):
 def test_a_resume_names_changed_settings_that_may_change_bits(project, monkeypatch, caplog, capsys, change, said):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which Lightning would set and leave
     torch.set_num_threads(2)
-    assert attempt(project, 1) == 0
+    assert attempt(project, "max_steps=1") == 0
     first = next(iter(read_events(project / "runs" / "told" / "metrics" / "events.jsonl")))["metadata"]["numerics"]
     assert (first["threads"], first["deterministic"], first["matmul_precision"]) == (2, False, "highest")
     shutil.copytree(project / "runs" / "told", project / "copy")
@@ -167,7 +162,7 @@ def test_a_resume_names_changed_settings_that_may_change_bits(project, monkeypat
         packages = {**installed_packages(), "torch": "2.0"}
         monkeypatch.setattr("genlight.reporters.events.run_metadata.installed_packages", lambda: packages)
     try:
-        assert attempt(project, 2, *overrides) == 0
+        assert attempt(project, "max_steps=2", "resume_from_latest=true", *overrides, allow_changed=True) == 0
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -28,29 +28,16 @@ pytestmark = [
 STEPS = 460
 TRAINER = """
 import os, signal
-from gen_worker.trainer import StepResult
+from support.trainer_class import Counts
 
 
-class Killed:
-    def setup(self, ctx): ...
-
-    def configure(self, ctx):
-        return {"step": 0}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
+class Killed(Counts):
     def train_step(self, batch, state, ctx):
-        state["step"] += 1
-        if state["step"] == int(os.environ["KILL_AT"]):
+        result = super().train_step(batch, state, ctx)
+        if state["steps"] == int(os.environ["KILL_AT"]):
             os.kill(os.getpid(), signal.SIGKILL)
-        return StepResult(metrics={"loss": 1.0 / state["step"], "batch": float(batch)})
-
-    def state_dict(self, state):
-        return dict(state)
-
-    def load_state_dict(self, state, payload, ctx):
-        state.update(payload)
+        result.metrics["batch"] = float(batch)
+        return result
 """
 JOB = {
     "run_id": "tracked",
@@ -98,7 +85,9 @@ def environ(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps(JOB))
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW"))}
     offline = {"WANDB_SILENT": "true", "WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    path = os.pathsep.join([str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(PACKAGES), str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     return mine | offline | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 

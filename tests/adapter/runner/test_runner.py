@@ -128,12 +128,20 @@ class Submitter:
         self.result = folder / "result"
 
     def start(
-        self, module, function, *options, args=None, kwargs=None, callbacks="[hooks.Record('records')]", **environ
+        self,
+        module,
+        function,
+        *options,
+        args=None,
+        kwargs=None,
+        callbacks="[hooks.Record('records')]",
+        runner="genlight.adapter.runner",
+        **environ,
     ):
         program = "import sys; sys.path.insert(0, '.'); import hooks; from genlight.adapter.runner.transport import *; "
         program += f"write_pickle('callbacks', {callbacks})"  # their classes are unknown to this process
         subprocess.run([sys.executable, "-c", program], cwd=self.folder, check=True)
-        command = [sys.executable, "-m", "genlight.adapter.runner", "--module", module, "--function", function]
+        command = [sys.executable, "-m", runner, "--module", module, "--function", function]
         command += ["--output-file", "result", "--callbacks-file", "callbacks", *options]
         for name, value in (("args", args), ("kwargs", kwargs)):
             if value is not None:
@@ -204,15 +212,47 @@ def test_a_function_that_fails_is_reported_with_its_traceback_and_no_argument_is
     assert "s3cret" not in (submitter.folder / "records").read_text()
 
 
-@pytest.mark.parametrize(
-    ("argument", "code", "status"),
-    [(0, 0, "success"), (None, 0, "success"), (3, 3, "failure"), (256, 1, "failure"), ("a text", 1, "failure")],
-)
-def test_an_exit_of_the_function_is_reported_too(submitter, argument, code, status):
-    assert submitter.run("tasks", "leave", args=(argument,))[0] == code
+ENDS = {
+    "exit 0": ("leave", {"args": (0,)}, 0, None, ""),
+    "exit None": ("leave", {"args": (None,)}, 0, None, ""),
+    "exit 3": ("leave", {"args": (3,)}, 3, "SystemExit", "3"),
+    "exit 256": ("leave", {"args": (256,)}, 1, "SystemExit", "256"),
+    "exit with a text": ("leave", {"args": ("a text",)}, 1, "SystemExit", "a text"),
+    "function of a class": ("Group.static", {}, 0, None, ""),
+    "failing import": ("bad_module:f", {}, 1, "ImportError", "library is missing"),
+    "import that exits": ("exits:f", {}, 1, "SystemExit", "0"),
+    "no module": ("no_such_module:f", {}, 1, "ModuleNotFoundError", "no_such_module"),
+    "no function": ("missing", {}, 1, "AttributeError", "missing"),
+    "no callable": ("value", {}, 1, "TypeError", "tasks:value is not a function"),
+    "bad context": ("add", {"SLURM_NODELIST": "n["}, 1, "ValueError", "Invalid hostlist 'n['"),
+}
+
+
+@pytest.mark.parametrize(("function", "options", "code", "kind", "words"), ENDS.values(), ids=ENDS)
+def test_every_end_is_reported_and_its_result_or_failure_can_be_read(submitter, function, options, code, kind, words):
+    module, _, name = function.rpartition(":")
+    ended, errors = submitter.run(module or "tasks", name, **options)
+
+    assert ended == code
+    assert words in errors
     assert [each["event"] for each in submitter.records()] == ["begin", "end", "completed"]
-    assert submitter.records()[1]["status"] == status
-    assert submitter.records()[1]["error_type"] == (None if code == 0 else "SystemExit")
+    end = submitter.records()[1]
+    assert (end["status"], end["error_type"]) == ("failure" if code else "success", kind)
+    if kind is None:
+        assert read_result(submitter.result) in (None, "static")
+        return
+    assert words in end["error_message"]
+    with pytest.raises(FunctionFailedError) as failure:
+        read_result(submitter.result)
+    assert failure.value.error_type == kind
+    assert words in failure.value.error_message
+
+
+def assert_terminated(submitter):
+    _, end, completed = submitter.records()
+    assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "Terminated", 143)
+    assert "SIGTERM" in end["error_message"]
+    assert completed["exit_code"] == 143
 
 
 def test_sigterm_ends_the_function_and_is_reported(submitter):
@@ -225,10 +265,7 @@ def test_sigterm_ends_the_function_and_is_reported(submitter):
 
     assert process.returncode == 143
     assert (submitter.folder / "started.cleaned").exists()
-    _, end, completed = submitter.records()
-    assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "Terminated", 143)
-    assert "SIGTERM" in end["error_message"]
-    assert completed["exit_code"] == 143
+    assert_terminated(submitter)
 
 
 SIGTERM_IN_AN_IMPORT = """
@@ -243,42 +280,14 @@ sys.meta_path.insert(0, Interrupts())
 """
 
 
-def test_sigterm_during_the_imports_of_the_runner_is_reported(submitter):
+@pytest.mark.parametrize("runner", ["genlight.adapter.runner", "slurm.runner"])
+def test_sigterm_during_the_imports_of_the_runner_is_reported(submitter, runner):
     (submitter.folder / "sitecustomize.py").write_text(SIGTERM_IN_AN_IMPORT)
     path = os.pathsep.join([str(submitter.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    assert submitter.run("tasks", "add", args=(1,), PYTHONPATH=path)[0] == 143
+    assert submitter.run("tasks", "add", args=(1,), runner=runner, PYTHONPATH=path)[0] == 143
 
     assert not submitter.result.exists()
-    _, end, completed = submitter.records()
-    assert (end["status"], end["error_type"], end["exit_code"]) == ("failure", "Terminated", 143)
-    assert completed["exit_code"] == 143
-
-
-WITHOUT_A_FUNCTION = {
-    "failing_import": (("bad_module", "f"), {}, "ImportError", "library is missing"),
-    "import_that_exits": (("exits", "f"), {}, "SystemExit", "0"),
-    "no_module": (("no_such_module", "f"), {}, "ModuleNotFoundError", "no_such_module"),
-    "no_function": (("tasks", "missing"), {}, "AttributeError", "missing"),
-    "no_callable": (("tasks", "value"), {}, "TypeError", "tasks:value is not a function"),
-    "bad_context": (("tasks", "add"), {"SLURM_NODELIST": "n["}, "ValueError", "Invalid hostlist 'n['"),
-}
-
-
-@pytest.mark.parametrize("fault", WITHOUT_A_FUNCTION)
-def test_a_failure_before_the_call_is_reported_with_begin_and_end(submitter, fault):
-    command, environ, kind, words = WITHOUT_A_FUNCTION[fault]
-    code, errors = submitter.run(*command, **environ)
-
-    assert code == 1
-    assert words in errors
-    assert [each["event"] for each in submitter.records()] == ["begin", "end", "completed"]
-    end = submitter.records()[1]
-    assert (end["status"], end["error_type"]) == ("failure", kind)
-    assert words in end["error_message"]
-    with pytest.raises(FunctionFailedError) as failure:
-        read_result(submitter.result)
-    assert failure.value.error_type == kind
-    assert words in failure.value.error_message
+    assert_terminated(submitter)
 
 
 def test_the_begin_context_has_the_redacted_environment_and_the_argument_files(submitter):
@@ -375,11 +384,6 @@ def test_a_result_that_cannot_be_written_is_a_failure(submitter, function, form,
         assert read_result(submitter.folder / "result.pickle") in ({1}, float("inf"))
 
 
-def test_a_function_of_a_class_is_found_by_its_dotted_name(submitter):
-    assert submitter.run("tasks", "Group.static", "--result", "json")[0] == 0
-    assert json.loads(submitter.result.read_text()) == "static"
-
-
 def test_wrong_usage_is_explained_and_ends_with_2(submitter):
     done = subprocess.run(
         [sys.executable, "-m", "genlight.adapter.runner", "--module", "m"], capture_output=True, text=True, check=False
@@ -402,16 +406,13 @@ def make_unsafe(path, how):
     elif how == "pipe":
         path.unlink()
         os.mkfifo(path)
-    elif how == "group":
-        os.chown(path, -1, 12345)
+    elif how in ("owner", "group"):
+        os.chown(path, *((12345, -1) if how == "owner" else (-1, 12345)))
         path.chmod(0o620)
     elif how == "world":
         path.chmod(0o602)
-    elif how == "owner":
-        os.chown(path, 12345, -1)
     elif how == "text":
         path.write_text("no base64!")
-        path.chmod(0o600)
 
 
 @pytest.mark.parametrize("how", ["link", "pipe", "group", "world", "owner", "text"])

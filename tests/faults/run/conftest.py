@@ -171,6 +171,12 @@ def torchrun_environs():
 
 
 @pytest.fixture
+def two_ranks(job, torchrun_environs):
+    """Start ``genlight run`` as two ranks that torchrun numbered and nobody watches, like pods and tasks of srun."""
+    return lambda: [job.fork_run(**environ) for environ in torchrun_environs(2)]
+
+
+@pytest.fixture
 def fit(job):
     """Start ``genlight fit`` with a data module, arguments of the Trainer, and environment variables."""
 

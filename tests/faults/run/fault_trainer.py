@@ -18,6 +18,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 from gen_worker.trainer import StepResult
 
+from genlight.callbacks import Hook
+
 
 class OutOfMemoryError(RuntimeError):
     """Has the name of the error that torch raises when a device is out of memory."""
@@ -156,6 +158,22 @@ class ExitsInConstructor(Faulty):
 class RaisesWhenItEnds(pl.Callback):
     def on_exception(self, trainer, pl_module, exception):
         raise RuntimeError("could not tidy up")
+
+
+class LacksEvaluate(Faulty):
+    evaluate = None
+
+
+class Reads(Hook):
+    reads = ("nobody_writes",)
+
+
+class First(Hook):
+    reads, writes = ("a",), ("b",)
+
+
+class Second(Hook):
+    reads, writes = ("b",), ("a",)
 
 
 class LacksHooks:

@@ -1,17 +1,14 @@
 """Data modules with a `DataLoader` of torch and worker processes."""
 
-import signal
-from pathlib import Path
-
 import lightning.pytorch as pl
 from fault_trainer import Faulty
 from torch.utils.data import DataLoader
 
 
 class OwnLoader(pl.LightningDataModule):
-    """A loader of 4,000 items; with `gives_up`, its workers restore the default handler of SIGTERM and end on it."""
+    """A loader of 4,000 items."""
 
-    def __init__(self, method: str = "fork", persistent: bool = False, gives_up: bool = False):
+    def __init__(self, method: str = "fork", persistent: bool = False):
         super().__init__()
         # A spawned worker imports for seconds, so there is only one.
         self.options = {
@@ -19,14 +16,9 @@ class OwnLoader(pl.LightningDataModule):
             "multiprocessing_context": method,
             "persistent_workers": persistent,
         }
-        self.options["worker_init_fn"] = give_up if gives_up else None
 
     def train_dataloader(self):
         return DataLoader(range(4000), batch_size=None, **self.options)
-
-
-def give_up(worker):
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Prepared(OwnLoader):
@@ -36,11 +28,3 @@ class Prepared(OwnLoader):
         trainer = Faulty()
         trainer.rank = 0
         trainer.hold(60.0)
-
-
-class MarksStart(OwnLoader):
-    """Makes the file ``reached-0`` in its constructor, before the ranks meet."""
-
-    def __init__(self):
-        super().__init__()
-        Path("reached-0").touch()

@@ -9,36 +9,29 @@ import pytest
 pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
 
 
-@pytest.fixture
-def ranks(job, torchrun_environs):
-    """Start two ranks that another launcher numbered and that nobody watches, like pods and tasks of srun."""
-
-    return lambda: [job.fork_run(**environ) for environ in torchrun_environs(2)]
-
-
 def codes(processes):
     return [process.wait(120) for process in processes]
 
 
-def test_exit_code_of_a_run_that_completes_or_has_completed(job, ranks):
+def test_exit_code_of_a_run_that_completes_or_has_completed(job, two_ranks):
     job.write_for_two_ranks(steps=3)
-    assert codes(ranks()) == [0, 0]
-    assert codes(ranks()) == [0, 0]
+    assert codes(two_ranks()) == [0, 0]
+    assert codes(two_ranks()) == [0, 0]
 
 
-def test_exit_code_if_uploads_fail_after_training(job, ranks):
+def test_exit_code_if_uploads_fail_after_training(job, two_ranks):
     job.server.status["/terminal"] = 403
     job.write_for_two_ranks(steps=3)
 
-    assert codes(ranks()) == [1, 1]
+    assert codes(two_ranks()) == [1, 1]
     assert job.terminal_event()["category"] == "auth"
 
 
-def test_exit_code_if_rank_zero_is_killed_while_it_uploads(job, ranks):
+def test_exit_code_if_rank_zero_is_killed_while_it_uploads(job, two_ranks):
     """The other rank has trained to the end, but no event says that the run completed."""
     job.server.delay_s["/terminal"] = 600
     job.write_for_two_ranks(steps=3)
-    both = ranks()
+    both = two_ranks()
     job.wait_until(lambda: any(path == "/terminal" for path, _ in job.server.headers), both[0])
     assert both[1].poll() is None
     both[0].send_signal(signal.SIGKILL)

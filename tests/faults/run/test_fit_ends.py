@@ -16,7 +16,6 @@ FEED = {"class_path": "genlight.adapter.ArrowDataModule", "init_args": {"parquet
 TWO = {"devices": 2, "strategy": "ddp"}
 EVENTS = {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "events.jsonl", "run_id": "fit"}}
 CHECKPOINTS = {"class_path": "genlight.callbacks.Checkpoint", "init_args": {"dirpath": "checkpoints"}}
-HANGS = {"class_path": "genlight.callbacks.WatchHangs", "init_args": {"floor_s": 1.0, "factor": 1.0, "end_run": True}}
 IN_FIVE_MINUTES = 300.0
 
 
@@ -55,13 +54,11 @@ def test_a_fit_that_completes_reports_it_once_its_checkpoints_have_arrived(job, 
     assert job.server.posted("/TERMINAL")[0]["final_checkpoint"] == last["final_checkpoint"]
 
 
-@pytest.mark.parametrize(
-    ("raises", "code", "error"),
-    [("ValueError", 1, "train-step:ValueError: injected"), ("SystemExit", 1, "train-step:SystemExit: injected")],
-)
-def test_an_exception_of_the_users_code_is_reported(reported, raises, code, error):
-    ended, last = reported.wait(reported.start(plan={"raises": raises}))
-    assert (ended, last["event"], last["step"], last["error"]) == (code, "failed", 3, error)
+@pytest.mark.parametrize("raises", ["ValueError", "SystemExit"])
+def test_an_exception_of_the_users_code_is_reported(reported, raises):
+    code, last = reported.wait(reported.start(plan={"raises": raises}))
+    assert (code, last["event"], last["step"]) == (1, "failed", 3)
+    assert last["error"] == f"train-step:{raises}: injected"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -97,30 +94,6 @@ def test_an_undelivered_upload_fails_a_fit_if_it_is_critical(job, reported, crit
     code, last = reported.wait(reported.start(at="nowhere", max_steps=3, deadline_s=1.0, critical=critical))
     assert (code, last["event"]) == ((1, "failed") if critical else (0, "completed"))
     assert last.get("category") == ("upload" if critical else None)
-
-
-def test_a_second_signal_ends_a_fit_at_once(job, reported):
-    process = reported.start()
-    job.wait_until(job.reached, process)
-    process.send_signal(signal.SIGTERM)
-    job.wait_until(lambda: "SIGTERM" in job.output(), process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 128 + signal.SIGINT
-    assert {event["event"] for event in read_events(job.folder / "events.jsonl")} == {"started"}
-    assert validate_events(job.folder / "events.jsonl") == []
-
-
-def test_a_hang_is_reported(reported):
-    code, last = reported.wait(reported.start(HANGS, plan={"holds": IN_FIVE_MINUTES}))
-    assert (code, last["event"], last["category"]) == (1, "failed", "train-step")
-    assert "no step was finished on rank 0" in last["error"]
-
-
-@pytest.mark.parametrize("plan", [{"raises": "ValueError"}, {"dies": True}], ids=["raises", "dies"])
-def test_a_rank_that_fails_is_reported_by_rank_zero(reported, plan):
-    code, last = reported.wait(reported.start(rank=1, plan=plan, **TWO))
-    assert (code, last["event"], last["category"]) == (1, "failed", "train-step")
-    assert "ValueError: injected (rank 1)" in last["error"] or "rank 1 ended with exit code 9" in last["error"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])

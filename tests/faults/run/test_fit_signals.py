@@ -1,7 +1,6 @@
 """``genlight fit`` and stop signals: the exit code says that the fit can be resumed, whenever the signal comes."""
 
 import signal
-import time
 
 import psutil
 import pytest
@@ -26,15 +25,6 @@ def test_a_signal_while_data_is_prepared_ends_a_fit_before_its_first_step(job, f
     assert not list((job.folder / "checkpoints").glob("*.json"))
 
 
-def test_a_signal_at_the_exit_of_a_completed_fit_does_not_change_its_exit_code(job, fit):
-    process = fit(FEED, at="exit", max_steps=3)
-    job.wait_until(job.reached, process)
-    process.send_signal(signal.SIGTERM)
-
-    assert process.wait(120) == 0, job.output()
-    assert (job.folder / "checkpoints" / "final.json").exists()
-
-
 def test_all_ranks_of_a_stopped_fit_end_with_the_same_code(job, fit, torchrun_environs):
     ranks = [fit(FEED, rank=1, environ=environ, **TWO) for environ in torchrun_environs(2)]
     job.wait_until(lambda: job.reached(1), ranks[1])
@@ -44,15 +34,6 @@ def test_all_ranks_of_a_stopped_fit_end_with_the_same_code(job, fit, torchrun_en
     assert [process.wait(120) for process in ranks] == [75, 75], job.output()
     assert list((job.folder / "checkpoints").glob("step-*.json"))
     assert {path.name[:5] for path in (job.folder / "checkpoints").glob("*.json")} == {"step-"}
-
-
-def test_a_signal_ends_a_fit_that_waits_for_a_rank_that_never_comes(job, fit, torchrun_environs):
-    process = fit({"class_path": "loader_data.MarksStart"}, environ=torchrun_environs(2)[0], **TWO)
-    job.wait_until(job.reached, process)
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)
-
-    assert process.wait(120) == 75, job.output()
 
 
 def test_a_killed_rank_is_named_and_ends_a_fit_while_rank_zero_hangs(job, fit):

@@ -89,12 +89,6 @@ def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_run(job, run):
     assert "Traceback" not in job.output()
 
 
-def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_fit(job, fit):
-    assert signal_group(job, fit(own_loader(gives_up=True)), workers_stay=False) == 75, job.output()
-    assert "stopped: preempted" in job.output()
-    assert "Traceback" not in job.output()
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_no_worker_outlives_a_training_process_that_was_killed(job, fit, method):
     process = fit(own_loader(method=method))

@@ -160,15 +160,6 @@ def torchrun(job):
     return start
 
 
-def test_a_rank_of_torchrun_that_fails_is_reported(job, torchrun):
-    job.write_for_two_ranks({"at": "train_step:12", "rank": 1, "raises": "ValueError", "text": "bad row"})
-
-    assert torchrun().wait(150) == 1
-    failed = job.terminal_event()
-    assert (failed["category"], failed["resumable"]) == ("train-step", True)
-    assert "ValueError: bad row (rank 1)" in failed["error"]
-
-
 def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
     job.write_for_two_ranks({"at": "train_step:6", "rank": 1, "holds": 60.0})
     process = torchrun(as_users=True)
@@ -202,22 +193,6 @@ def test_a_signal_to_torchrun_and_its_ranks_stops_all_ranks_at_one_step(job, tor
     failed = job.terminal_event()
     assert (failed["error"], failed["resumable"]) == ("preempted", True)
     assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_torchrun_that_stays_paused_is_named_once_the_run_hangs(job, torchrun, rank):
-    """If rank 0 is paused, nobody writes the terminal event; the next start sees an attempt without one."""
-    hangs = {"WatchHangs": {"floor_s": 3.0, "end_run": True}}
-    job.write_for_two_ranks({"at": "train_step:6", "rank": rank, "holds": 60.0}, callbacks=hangs)
-    process = torchrun(waits_s=2)
-    job.wait_until(lambda: job.reached(rank), process)
-    os.kill(int((job.folder / f"reached-{rank}").read_text()), signal.SIGSTOP)
-
-    assert process.wait(200) == 1
-    expected = f"rank {rank} wrote none: lost, paused, or not hanging"
-    assert expected in job.output()
-    if rank == 1:
-        assert expected in job.terminal_event()["error"]
 
 
 def test_a_rank_zero_of_torchrun_that_stays_paused_when_a_stop_comes_is_named(job, torchrun):

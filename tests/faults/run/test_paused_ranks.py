@@ -14,17 +14,6 @@ PAUSE_S = 3.0
 """Longer than the interval of any check of the run."""
 
 
-@pytest.fixture
-def two_ranks(job, torchrun_environs):
-    """Start two ranks as torchrun does; return their processes by rank."""
-
-    def started(steps, **plan):
-        job.write_for_two_ranks(plan, steps=steps)
-        return [job.fork_run(**environ) for environ in torchrun_environs(2)]
-
-    return started
-
-
 @contextlib.contextmanager
 def paused(process):
     os.kill(process.pid, signal.SIGSTOP)
@@ -36,7 +25,8 @@ def paused(process):
 
 
 def test_a_run_whose_rank_was_paused_completes(job, two_ranks):
-    ranks = two_ranks(30, at="train_step:10", rank=1, holds=60.0)
+    job.write_for_two_ranks({"at": "train_step:10", "rank": 1, "holds": 60.0}, steps=30)
+    ranks = two_ranks()
     job.wait_until(lambda: job.reached(1), ranks[1])
     with paused(ranks[1]):
         job.go()
@@ -47,7 +37,8 @@ def test_a_run_whose_rank_was_paused_completes(job, two_ranks):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_while_the_other_rank_is_paused_stops_both_at_one_step(job, two_ranks, rank):
-    ranks = two_ranks(4000, at="train_step:10", rank=rank, holds=60.0)
+    job.write_for_two_ranks({"at": "train_step:10", "rank": rank, "holds": 60.0})
+    ranks = two_ranks()
     job.wait_until(lambda: job.reached(rank), ranks[rank])
     with paused(ranks[rank]):
         ranks[1 - rank].send_signal(signal.SIGTERM)

@@ -5,13 +5,11 @@ The event log ends with the one terminal event of the attempt, and the terminal 
 
 import errno
 import os
-import re
 from dataclasses import dataclass, field
 
 import pytest
 
-from genlight.callbacks.checkpoint.selection import newest_valid
-from genlight.reporters.uploads import QUEUE_DIRECTORY, Uploader
+from genlight.reporters.uploads import Uploader
 
 pytestmark = pytest.mark.promise(name="stop")
 
@@ -46,27 +44,71 @@ def raises(name, at, text="injected", **more):
     return {"at": at, "raises": name, "text": text, **more}
 
 
+def startup(words, *, environ=None, **fields):
+    return Fault("startup", words, 2, fields=fields, environ=environ or {})
+
+
+def lightning(words, **arguments):
+    return startup(words, lightning={"accelerator": "cpu", **arguments})
+
+
+def callback(words, class_path, **arguments):
+    return lightning(words, callbacks=[{"class_path": class_path, "init_args": arguments}])
+
+
+def trainer(words, name, **fields):
+    return startup(words, trainer=name if ":" in name else f"fault_trainer:{name}", **fields)
+
+
+CALLBACKS = "lightning.pytorch.callbacks"
+WAITING = [{"class_path": f"fault_trainer.{name}"} for name in ("First", "Second")]
+RESUMES = {"after": {"max_steps": 3}, "fields": {"resume_from_latest": True}, "allow_changed": True, "resumable": True}
 FAULTS = {
     # settings
-    "no max_steps": Fault("startup", "startup.invalid_job_spec", 2, fields={"max_steps": ...}),
-    "max_steps of a wrong type": Fault("startup", "`max_steps`", 2, fields={"max_steps": "many"}),
-    "several faults": Fault("startup", "2 errors", 2, fields={"max_steps": 0, "metric_every": -1}),
-    "another version": Fault("startup", "trainer_api_version", 2, fields={"trainer_api_version": "v2"}),
-    "no trainer": Fault("startup", "startup.missing_trainer_import", 2, fields={"trainer": ...}),
-    "no token": Fault("startup", "startup.missing_capability_token", 2, environ={"TRAINER_ORCHESTRATED": "1"}),
-    "bad timeout": Fault("startup", "startup.invalid_timeout", 2, environ={"TRAINER_MAX_RUNTIME_SECONDS": "soon"}),
-    "no data": Fault("startup", "names no data", 2, fields={"mock_batches": ...}),
-    "unknown Lightning argument": Fault("startup", "no_such", 2, fields={"lightning": {"no_such": 1}}),
-    "an accelerator that is not there": Fault(
-        "startup", "startup.invalid_job_spec", 2, fields={"lightning": {"accelerator": "tpu"}}
+    "no max_steps": startup("startup.invalid_job_spec", max_steps=...),
+    "max_steps of a wrong type": startup("`max_steps`", max_steps="many"),
+    "several faults": startup("2 errors", max_steps=0, metric_every=-1),
+    "another version": startup("trainer_api_version", trainer_api_version="v2"),
+    "no trainer": startup("startup.missing_trainer_import", trainer=...),
+    "no token": startup("startup.missing_capability_token", environ={"TRAINER_ORCHESTRATED": "1"}),
+    "bad timeout": startup("startup.invalid_timeout", environ={"TRAINER_MAX_RUNTIME_SECONDS": "soon"}),
+    "no data": startup("names no data", mock_batches=...),
+    "unknown kind of upload target": startup(
+        "Invalid upload target 'nothing://x'. Protocol not", uploads={"targets": ["nothing://x"]}
+    ),
+    "unknown Lightning argument": lightning("no_such", no_such=1),
+    "value of a Lightning argument": lightning("cannot be used: `lightning.precision`: Expected ", precision="bf17"),
+    "two faults of Lightning arguments": lightning(
+        "`lightning.logger`: Problem with ", precision="bf17", logger="no.Such"
+    ),
+    "value that Lightning refuses in the fit": lightning(
+        "cannot be used: `val_check_interval` (9) must ", val_check_interval=9
+    ),
+    "an accelerator that is not there": lightning("startup.invalid_job_spec", accelerator="tpu"),
+    "callback that no trainer class can have": callback(
+        "GradientAccumulationScheduler: the trainer class",
+        f"{CALLBACKS}.GradientAccumulationScheduler",
+        scheduling={"0": 2},
+    ),
+    "argument that a callback refuses": callback(
+        "cannot be used: `mode` can be min, max, got y", f"{CALLBACKS}.EarlyStopping", monitor="train/loss", mode="y"
+    ),
+    "hook that reads what nobody writes": callback(
+        "Reads reads 'nobody_writes', which no hook writes", "fault_trainer.Reads"
+    ),
+    "hooks that wait for each other": lightning(
+        "hooks wait for each other: First, Second, First; each reads what the next one writes", callbacks=WAITING
     ),
     # trainer classes
-    "trainer module missing": Fault("startup", "no_such_module", 2, fields={"trainer": "no_such_module:T"}),
-    "trainer attribute missing": Fault("startup", "Missing", 2, fields={"trainer": "fault_trainer:Missing"}),
-    "trainer import fails": Fault("startup", "ZeroDivisionError", 2, fields={"trainer": "breaks_on_import:T"}),
-    "trainer import exits": Fault("startup", "SystemExit", 2, fields={"trainer": "exits_on_import:T"}),
-    "trainer is a function": Fault("startup", "function", 2, fields={"trainer": "fault_trainer:function"}),
-    "trainer lacks hooks": Fault("startup", "configure", 2, fields={"trainer": "fault_trainer:LacksHooks"}),
+    "trainer module missing": trainer("no_such_module", "no_such_module:T"),
+    "trainer attribute missing": trainer("Missing", "Missing"),
+    "trainer import fails": trainer("ZeroDivisionError", "breaks_on_import:T"),
+    "trainer import exits": trainer("SystemExit", "exits_on_import:T"),
+    "trainer is a function": trainer("function", "function"),
+    "trainer lacks hooks": trainer("configure", "LacksHooks"),
+    "no hook for a setting": trainer(
+        "LacksEvaluate has no `evaluate(state, ctx)`", "LacksEvaluate", validate={"every_n_steps": 1}
+    ),
     "constructor raises": Fault("model-load", "'path'", fields={"trainer": "fault_trainer:BreaksInConstructor"}),
     "constructor exits": Fault("model-load", "SystemExit: 3", fields={"trainer": "fault_trainer:ExitsInConstructor"}),
     # inputs
@@ -92,22 +134,10 @@ FAULTS = {
     "setup exits": Fault("model-load", "SystemExit: 4", plan=raises("SystemExit", "setup", "4")),
     "configure raises": Fault("model-load", "KeyError", plan=raises("KeyError", "configure", "rank")),
     "load_state_dict raises": Fault(
-        "model-load",
-        "size mismatch",
-        resumable=True,
-        after={"max_steps": 3},
-        fields={"resume_from_latest": True},
-        allow_changed=True,
-        plan=raises("RuntimeError", "load_state_dict", "size mismatch"),
+        "model-load", "size mismatch", plan=raises("RuntimeError", "load_state_dict", "size mismatch"), **RESUMES
     ),
     "load_checkpoint raises": Fault(
-        "model-load",
-        "no adapter",
-        resumable=True,
-        after={"max_steps": 3},
-        fields={"resume_from_latest": True},
-        allow_changed=True,
-        plan=raises("FileNotFoundError", "load_checkpoint", "no adapter"),
+        "model-load", "no adapter", plan=raises("FileNotFoundError", "load_checkpoint", "no adapter"), **RESUMES
     ),
     # train-step
     "prepare_batch raises": Fault(
@@ -220,7 +250,7 @@ def impatient(monkeypatch):
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.usefixtures("impatient")
-def test_a_fault_is_reported_with_its_category_and_ends_the_log(job, name):
+def test_a_fault_is_reported_with_its_category_and_ends_the_log(job, caplog, name):
     fault = FAULTS[name]
     prepare(job)
     if fault.after is not None:
@@ -238,6 +268,7 @@ def test_a_fault_is_reported_with_its_category_and_ends_the_log(job, name):
     assert fault.step in (None, failed["step"])
     if fault.category not in ("canceled", "timeout"):
         assert failed["error"].startswith(f"{fault.category}:")
+    assert code != 2 or "Traceback" not in caplog.text
     message = job.server.posted("/terminal")[-1]
     assert (message["status"], message["error"], message["step"]) == ("failed", failed["error"], failed["step"])
 
@@ -245,32 +276,18 @@ def test_a_fault_is_reported_with_its_category_and_ends_the_log(job, name):
 # failures that need a patched system call or a prepared folder
 
 
-@pytest.fixture
-def disk_fails(monkeypatch):
-    """Make writes below a folder fail with an error, once a condition holds."""
-    real = os.write
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+def test_a_disk_that_fails_while_a_checkpoint_is_written(job, monkeypatch, caplog, code):
+    """The event log is still written; ``test_full_disk.py`` and ``test_single_errors.py`` have the other folders."""
+    write = os.write
 
-    def start(part, code, when=lambda: True):
-        def write(descriptor, data):
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-            if part in target and "probe" not in target and when():
-                raise OSError(code, os.strerror(code))
-            return real(descriptor, data)
+    def fail(descriptor, data):
+        target = os.readlink(f"/proc/self/fd/{descriptor}")
+        if "/checkpoints/" in target and "probe" not in target:
+            raise OSError(code, os.strerror(code))
+        return write(descriptor, data)
 
-        monkeypatch.setattr(os, "write", write)
-
-    yield start
-    monkeypatch.undo()
-
-
-DISK_ERRORS = pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-
-
-@DISK_ERRORS
-def test_a_disk_that_fails_while_a_checkpoint_is_written(job, disk_fails, caplog, code):
-    """The run fails in the step and names the cause; the event log is still written."""
-    disk_fails("/checkpoints/", code)
-
+    monkeypatch.setattr(os, "write", fail)
     assert job.run() == 1
     failed = job.terminal_event()
     assert (failed["category"], failed["resumable"]) == ("train-step", False)
@@ -282,62 +299,28 @@ def test_a_disk_that_fails_while_a_checkpoint_is_written(job, disk_fails, caplog
     assert not list((job.out / "checkpoints").glob("*.json"))
 
 
-@DISK_ERRORS
-def test_a_disk_that_fails_while_an_event_is_written(job, disk_fails, caplog, code):
-    """The orchestrator gets the failure, and the previous checkpoint is complete for the next start."""
-    first = job.out / "checkpoints" / "step-00000002.json"
-    disk_fails("/events.jsonl", code, when=first.exists)
-
-    assert job.run() == 1
-    message = job.server.posted("/terminal")[-1]
-    assert (message["status"], message["error"].partition(":")[0]) == ("failed", "train-step")
-    assert os.strerror(code) in message["error"]
-    assert "the failure could not be recorded" in caplog.text
-    assert job.events()[-1]["event"] not in ("completed", "failed")
-    assert newest_valid(first.parent)[0].step >= 2
-    assert "failure: Traceback" not in caplog.text
-
-
-@DISK_ERRORS
-def test_a_disk_that_fails_while_an_upload_is_queued(job, disk_fails, caplog, code):
-    uploads = {f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "checkpoint", "metrics")}
-    job.write(uploads=uploads)
-    disk_fails(f"/{QUEUE_DIRECTORY}/", code, when=(job.out / "checkpoints" / "step-00000004.json").exists)
-
-    assert job.run() == 1
-    failed = job.terminal_event()
-    assert (failed["category"], failed["resumable"]) == ("upload", True)
-    assert os.strerror(code) in failed["error"]
-    assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
-    assert re.search("checkpoint of step [24], ", failed["error"])  # 2 if its turn comes after the record of 4
-    sent = [body["step"] for body in job.server.posted("/checkpoint")]  # from memory, and once
-    assert sent in ([2, 4], [2, 4, 5])
-    assert newest_valid(job.out / "checkpoints")[0].step >= 4
-    assert "Traceback" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        lambda job: job.environ.update(TRAINER_EVENTS_PATH=str(job.folder)),
-        lambda job: (job.folder / "out").write_text("a file"),
-    ],
-    ids=["the events path is a directory", "the artifacts directory is a file"],
-)
-def test_a_path_that_cannot_be_used(job, prepare):
-    prepare(job)
-
-    assert job.run() == 2
-    assert "startup.invalid_artifact_paths" in job.server.posted("/terminal")[-1]["error"]
-
-
-def test_a_log_that_is_no_event_log(job):
+def write_no_log(job):
     job.events_path.parent.mkdir(parents=True)
     job.events_path.write_text("what is this\n")
 
+
+UNUSABLE = {
+    "the events path is a directory": (
+        lambda job: job.environ.update(TRAINER_EVENTS_PATH=str(job.folder)),
+        "startup.invalid_artifact_paths",
+    ),
+    "the artifacts directory is a file": (lambda job: job.out.write_text("a file"), "startup.invalid_artifact_paths"),
+    "the event log is another file": (write_no_log, "startup.artifacts_in_use"),
+}
+
+
+@pytest.mark.parametrize(("prepare", "code"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_path_that_cannot_be_used_is_reported_by_message(job, prepare, code):
+    prepare(job)
+
     assert job.run() == 2
-    assert "startup.artifacts_in_use" in job.server.posted("/terminal")[-1]["error"]
-    assert job.events_path.read_text() == "what is this\n"
+    assert code in job.server.posted("/terminal")[-1]["error"]
+    assert not job.events_path.is_file() or job.events_path.read_text() == "what is this\n"
 
 
 REMOVES = """
@@ -370,17 +353,6 @@ def test_a_run_whose_log_is_removed_does_not_complete(job, monkeypatch, caplog, 
     monkeypatch.setenv("REMOVES", "remove:/nonexistent")
     assert job.run("resume_from_latest=true") == 0  # its final checkpoint was saved
     assert job.terminal_event()["event"] == "completed"
-
-
-def test_no_spec_at_all(job, monkeypatch):
-    from genlight.adapter.run.run import RunOptions, run_job
-
-    environ = {"TRAINER_ARTIFACTS_DIR": str(job.out), "TRAINER_UPLOAD_TERMINAL_URL": f"{job.server.url}/terminal"}
-
-    assert run_job(RunOptions(environ=environ)) == 2
-    error = job.server.posted("/terminal")[-1]["error"]
-    assert error == job.terminal_event()["error"]
-    assert "startup.missing_job_spec_path" in error
 
 
 def test_a_terminal_endpoint_that_is_down_fails_a_completed_run(job):
@@ -479,10 +451,13 @@ def test_a_stop_whose_checkpoint_fails_is_a_failure(job):
     assert job.server.posted("/terminal")[-1]["error"] == failed["error"]
 
 
-@pytest.mark.parametrize("spec", ['{"max_steps": ', "[1]", "null", '{"max_steps": 1e400}', "{}"])
+@pytest.mark.parametrize("spec", ['{"max_steps": ', "[1]", "null", '{"max_steps": 1e400}', "{}", None])
 def test_every_invalid_spec_leaves_one_failed_event_and_one_message(job, spec):
-    job.spec.write_text(spec)
     job.environ = {"TRAINER_UPLOAD_TERMINAL_URL": f"{job.server.url}/terminal"}
+    if spec is None:
+        job.spec.unlink()
+    else:
+        job.spec.write_text(spec)
 
     assert job.run() == 2
     failed = job.terminal_event()

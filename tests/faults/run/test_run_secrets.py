@@ -1,14 +1,10 @@
 """A run leaves no secret in a log, event, checkpoint, sample, queue, stack dump, message or repr."""
 
 import logging
-import os
 import signal
 from pathlib import Path
 
 import pytest
-
-from genlight.adapter.job.config import resolve_run_config
-from genlight.adapter.run.run import RunOptions
 
 pytestmark = pytest.mark.promise(name="stop")
 
@@ -88,24 +84,6 @@ def test_no_byte_of_a_run_holds_a_secret(job, caplog, capfd, ending, token_of):
     assert leaks(job, caplog.text, written.out, written.err, posts) == []
     authorised = {headers.get("Authorization") for path, headers in job.server.headers if path.startswith("/metrics")}
     assert authorised <= {f"Bearer {CANARIES[token_of]}"}
-
-
-def test_no_repr_holds_a_secret(job):
-    secret_job(job)
-    config = resolve_run_config(
-        spec_path=job.spec, environ={"TRAINER_CAPABILITY_TOKEN": CANARIES["environment"], "HOME": os.environ["HOME"]}
-    )
-    options = RunOptions(spec_path=job.spec)
-
-    assert leaks(job, repr(config), str(config), repr(options), repr(config.inputs), repr(config.uploads)) == []
-
-
-def test_faults_of_a_spec_hold_no_secret(job, caplog):
-    secret_job(job, max_steps="many", metric_every=CANARIES["spec"], sample_every=url_with_secrets(job, "/x"))
-    job.environ = {"TRAINER_CAPABILITY_TOKEN": CANARIES["environment"]}
-
-    assert job.run() == 2
-    assert leaks(job, caplog.text, str(job.server.posts)) == []
 
 
 @pytest.mark.slow

@@ -48,6 +48,9 @@ def test_a_mistake_in_the_command_does_not_change_a_completed_run(job, mistake, 
     assert contents(job.out) == before
     assert terminals(job) == ["completed"]
     assert "failure:" in caplog.text
+    if mistake == "existing checkpoints":
+        assert "resume_from_latest=true" in caplog.text
+        assert "--fresh" in caplog.text
 
 
 def test_a_mistake_does_not_change_a_stopped_run(job):
@@ -94,13 +97,6 @@ def test_another_job_for_the_same_folder_is_refused(job, change):
     job.write(**change)
     assert deliver(job) == 2
     assert "startup.artifacts_in_use" in job.terminal_event()["error"]
-
-
-def test_a_command_refuses_a_completed_job_and_names_the_options(job, caplog):
-    assert job.run() == 0
-    assert job.run() == 2
-    assert "resume_from_latest=true" in caplog.text
-    assert "--fresh" in caplog.text
 
 
 # stops before the first step
