@@ -386,6 +386,8 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
         raise ValueError(f"is empty{pipe}. Expected a JSON object, {{...}}.")
     try:
         decoded = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=with_unique_keys)
+    except RecursionError:
+        raise ValueError("is nested too deeply.") from None
     except UnicodeDecodeError as error:  # its own message would quote the bytes
         raise ValueError(f"is not JSON: byte {error.start} is not {error.encoding}.") from None
     except ValueError as error:

@@ -224,6 +224,7 @@ def test_neither_repr_nor_fault_shows_a_token_or_a_url_query(parse):
         (b'{"a" 1}', "is not JSON: Expecting ':' delimiter: line 1 column 6 (char 5)."),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
+        (b"[" * 5000, "is nested too deeply."),
         (b"[1]", "holds no JSON object, {...}."),
         (b"null", "holds no JSON object, {...}."),
         (b'{"a": "\xff"}', "is not utf-8"),
