@@ -82,9 +82,9 @@ def test_half_precision_may_differ_by_its_rounding_and_no_more(compare):
 @pytest.mark.parametrize(
     ("name", "step", "kind", "value", "cause"),
     [
-        ("Remembers", 1, "metric", "train/loss", "a callback draw too"),
+        ("Remembers", 1, "metric", "train/loss", "random numbers that a callback draws too"),
         ("BuildsAnother", 0, "weight", 'state["model"].', "builds something else the second time"),
-        ("AnotherOptimizer", 0, "weight", 'state["extra"].', "Only the plain loop has it"),
+        ("AnotherOptimizer", 0, "weight", 'state["extra"].', "builds something else the second time"),
     ],
 )
 def test_the_first_difference_is_reported_with_step_name_sizes_and_cause(name, step, kind, value, cause, compare):
@@ -167,15 +167,15 @@ def test_an_old_function_is_compared_at_each_update(function, compare):
     ("function", "kind", "value", "cause"),
     [
         ("another_rate", "setting", "optimizer 0.param_groups[0].lr", "a different setting"),
-        ("four_times", "gradient", 'state["model"].', "It is 0.25 times the function's"),
+        ("four_times", "gradient", 'state["model"].', "a sum instead of a mean"),
         ("another_start", "weight before", 'state["model"].', "Seed both in the same way"),
         (
             "other_rows",
             "gradient",
             'state["model"].',
-            "Seed both in the same way right before the first step. Otherwise rows",
+            "different rows, order of rows",
         ),
-        ("other_model", "weight before", 'state["model"].0.weight', "build different models"),
+        ("other_model", "weight before", 'state["model"].0.weight', "build the same model"),
     ],
 )
 def test_differences_of_an_old_function_are_reported(function, kind, value, cause, compare):
