@@ -7,7 +7,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -72,9 +71,6 @@ def digits_of_picture(file, scale=6, cell=9, side=8):
     return inner[:, :, :side, :side]
 
 
-# data
-
-
 def test_the_data_is_scikit_learns_digits_in_five_row_groups(examples, table):
     assert table.num_rows == 1797
     pixels = np.array(table["image"].to_pylist(), dtype=np.uint8)
@@ -95,9 +91,6 @@ def test_the_trainer_knows_nothing_of_what_runs_it(examples):
     assert "gen_worker" in imported
 
 
-# hooks
-
-
 def test_training_lowers_the_loss_and_reports_rate_and_gradient(ready, batches):
     results = train(ready, batches, 40)
     losses = [float(result.metrics["loss"]) for result in results]
@@ -108,9 +101,6 @@ def test_training_lowers_the_loss_and_reports_rate_and_gradient(ready, batches):
     assert max(rates) == rates[5]
     assert rates[-1] < 0.0001
     assert ready[1].scheduler.get_last_lr() == pytest.approx([0])
-
-
-# pictures
 
 
 def test_a_digit_as_prompt_gives_a_picture_of_forty(ready, tmp_path):
@@ -134,9 +124,6 @@ def test_pictures_depend_on_the_seed_alone_and_leave_the_random_numbers_of_train
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# the job
-
-
 def test_the_job_is_a_sound_spec_without_a_warning(examples):
     config = resolve_run_config(spec_path=examples / "digits" / "job.json", environ={})
     assert config.warnings == ()
@@ -145,21 +132,6 @@ def test_the_job_is_a_sound_spec_without_a_warning(examples):
     assert config.sample_seed == 1
     assert config.job.max_steps % config.job.sample_every == 0
     assert config.job.max_steps % config.job.checkpoint_every == 0
-
-
-def test_every_hyperparameter_of_the_job_is_one_that_the_trainer_reads(digits, examples):
-    class Recording(dict):
-        read: ClassVar[set[str]] = set()
-
-        def get(self, key, default=None):
-            self.read.add(key)
-            return super().get(key, default)
-
-    given = json.loads((examples / "digits" / "job.json").read_text())["hyperparams"]
-    trainer, ctx = digits.DigitsTrainer(), context(hyperparams=Recording(given))
-    trainer.setup(ctx)
-    trainer.configure(ctx)
-    assert Recording.read == set(given)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The page of runs: one HTML file that contains everything it needs and loads nothing.
 
-The page holds the data of its runs as JSON and shows them only as text. uPlot (MIT, ``uPlot.LICENSE``) draws the curves.
+The page holds the data of its runs as JSON and shows it only as text. uPlot (MIT, ``uPlot.LICENSE``) draws the curves.
 """
 
 from __future__ import annotations
