@@ -106,7 +106,7 @@ def test_a_trainer_with_every_callback_trains_after_it_was_copied(
 
 
 @copies
-def test_a_trainer_that_has_trained_can_be_copied_and_the_copy_goes_on(
+def test_a_trainer_that_has_trained_can_be_copied_and_the_copy_continues(
     tmp_path: Path, copied: Callable[[Any], Any]
 ) -> None:
     """After a fit nothing of the process (threads, locks, signals) prevents a copy."""

@@ -1,27 +1,39 @@
-"""The benchmarks of the diagnosis and the feed, with few steps; no figure is judged."""
+"""The benchmarks of a step, the diagnosis and the feed, with few steps; no figure is judged."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from genlight.adapter import StepResult
+
 pytestmark = pytest.mark.promise(name="speed")
+
+LOGGERS = ("lightning", "lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "genlight")
 
 
 @pytest.fixture
 def benchmark(examples, monkeypatch):
-    """Imports a benchmark by its name; threads and levels of loggers stay as they were."""
+    """Imports a benchmark by its name; threads, levels of loggers and modules stay as they were."""
     monkeypatch.syspath_prepend(str(examples / "benchmarks"))
-    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "genlight")
-    threads, levels = torch.get_num_threads(), [logging.getLogger(name).level for name in names]
+    threads, levels, before = (
+        torch.get_num_threads(),
+        [logging.getLogger(name).level for name in LOGGERS],
+        {*sys.modules},
+    )
     yield importlib.import_module
     torch.set_num_threads(threads)
-    for name, level in zip(names, levels, strict=True):
+    for name, level in zip(LOGGERS, levels, strict=True):
         logging.getLogger(name).setLevel(level)
+    for name in {*sys.modules} - before:
+        if name.split(".")[0] in ("step_cost", "step_overhead", "diagnosis", "feed"):
+            del sys.modules[name]
 
 
 def test_the_diagnosis_is_measured_for_every_model_and_leaves_the_methods_as_they_were(benchmark, capsys):
@@ -46,3 +58,77 @@ def test_the_feed_benchmark_reports_every_contender_with_the_same_number_of_batc
         assert lines["feed"]["batches"] == lines["limit"]["batches"] == rows // 32
         assert report[name]["resume_ms"]["feed at 75%"] > 0
     assert "x scanner" in capsys.readouterr().out
+
+
+def test_every_host_takes_turns_with_its_floor_and_is_reported(benchmark, tmp_path, capsys):
+    found = benchmark("step_overhead").main(
+        ["--steps", "6", "--block", "3", "--rounds", "2", "--startup", "0", "--json", str(tmp_path / "found.json")]
+    )
+
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["hosts"] == found["hosts"]
+    assert {"bare torch loop", "genlight, standard", "genlight, standard, progress bar", "Fabric"} <= set(
+        found["hosts"]
+    )
+    for name, figures in found["hosts"].items():
+        assert figures["pairs"] == 4, name
+        assert figures["floor_us"]["median"] > 0
+        assert figures["ratio"]["median"] > 0
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"  {name} ") == 2 for name in found["hosts"])
+
+
+def test_many_steps_and_many_callbacks_are_measured(benchmark, capsys):
+    found = benchmark("step_overhead").main(["--scale", "1000", "--rounds", "1"])
+
+    assert [part["step"] for part in found["steps"]] == list(range(100, 1001, 100))
+    assert all(part["memory_mb"] > 1 for part in found["steps"])
+    assert set(found["callbacks"]["no-op"]) == {"0", "10", "50", "100", "200", "each_us"}
+    assert "us each" in capsys.readouterr().out
+
+
+def test_a_step_reads_no_value_of_the_device_outside_of_the_cadence(benchmark, tmp_path):
+    found = benchmark("step_overhead").main(
+        ["--device", "cpu", "--steps", "4", "--block", "2", "--trace", str(tmp_path / "trace.json")]
+    )["device"]
+
+    assert found["waits"]["elsewhere"] == {}
+    assert sum(found["waits"]["at_cadence"].values()) == 10
+    assert found["traced"] == {}
+    assert found["times"]["device_ratio"]["median"] > 0
+    names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert sum(str(name).startswith("step ") for name in names) >= 9
+
+
+def test_a_trainer_that_reads_its_loss_in_every_step_is_found(benchmark):
+    device = benchmark("step_cost.device")
+
+    class Reads(device.Transformer):
+        def train_step(self, batch, state, ctx):
+            return StepResult(metrics={"loss": super().train_step(batch, state, ctx).metrics["loss"].item()})
+
+    reading = Reads(**device.LITTLE)
+    waits = device.waits(reading, "cpu", 20)["elsewhere"]
+    traced = device.traced(reading, "cpu", None)
+
+    ((place, count),) = waits.items()
+    assert place.startswith("tests/examples/test_benchmarks.py:")
+    assert count == 17
+    assert 9 <= traced["aten::_local_scalar_dense"] <= 11
+
+
+@pytest.mark.slow
+def test_two_ranks_are_measured_next_to_bare_ddp(examples, tmp_path):
+    arguments = ["--ranks", "2", "--steps", "8", "--block", "4", "--rounds", "1", "--only", "genlight"]
+    done = subprocess.run(
+        [sys.executable, examples / "benchmarks" / "step_overhead.py", *arguments, "--json", tmp_path / "found.json"],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ranks"] == 2
+    assert {name: figures["pairs"] for name, figures in found["hosts"].items()} == {
+        "genlight": 2,
+        "genlight, standard": 2,
+    }

@@ -85,7 +85,7 @@ def genlight_fit(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_genlight_fit_takes_the_configuration_and_goes_on_from_its_checkpoint(examples, tmp_path):
+def test_genlight_fit_takes_the_configuration_and_continues_from_its_checkpoint(examples, tmp_path):
     (tmp_path / "examples").symlink_to(examples)
     first = genlight_fit(tmp_path, "--trainer.max_steps=30")
     assert first.returncode == 0, first.stderr[-3000:]

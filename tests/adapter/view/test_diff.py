@@ -16,7 +16,7 @@ def rows_of(capsys):
     return {(row["about"], row["name"]): row["values"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
 
 
-def test_settings_and_results_that_differ_are_said_of_both_runs(runs, capsys):
+def test_differing_settings_and_results_show_both_values(runs, capsys):
     assert main(["diff", str(runs / "done"), str(runs / "broken"), "--json"]) == 0
     rows = rows_of(capsys)
     assert rows["configuration", "hyperparams.lr"] == [0.1, 0.2]
@@ -38,7 +38,7 @@ def test_settings_and_results_that_differ_are_said_of_both_runs(runs, capsys):
         assert capsys.readouterr().out == out
 
 
-def test_code_data_and_versions_are_compared_by_what_log_and_job_say(runs, tmp_path, capsys):
+def test_code_data_and_versions_of_log_and_job_are_compared(runs, tmp_path, capsys):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     log = folder / "metrics" / "events.jsonl"
     first, *others = log.read_text().splitlines(keepends=True)
@@ -62,7 +62,7 @@ def test_code_data_and_versions_are_compared_by_what_log_and_job_say(runs, tmp_p
     assert before.startswith("100,000 entries, sha256:")
 
 
-def test_without_the_job_of_one_run_the_logs_are_compared_and_it_is_said(runs, tmp_path, capsys):
+def test_if_one_run_has_no_job_the_logs_are_compared_with_a_note(runs, tmp_path, capsys):
     folder = shutil.copytree(runs / "broken", tmp_path / "broken")
     (folder / "job.json").unlink()
     assert main(["diff", str(runs / "done"), str(folder)]) == 0

@@ -64,7 +64,7 @@ def attempt(log: EventLog, end: str = "") -> None:
     ("end", "state"), [("completed", "completed"), ("preempted", "stopped"), ("", "lost")], ids=lambda each: each
 )
 @pytest.mark.parametrize("category", ["startup", "input"])
-def test_a_start_that_failed_is_shown_beside_the_state_of_the_run(tmp_path, capsys, end, state, category):
+def test_a_failed_start_is_shown_next_to_the_state_of_the_run(tmp_path, capsys, end, state, category):
     log = tmp_path / "run" / "metrics" / "events.jsonl"
     with EventLog(log, run_id="r") as events:
         attempt(events, end)
@@ -106,7 +106,7 @@ for words in (["ls", sys.argv[1]], ["stop", sys.argv[1] + "/done"], *([name, "--
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_that_lives_is_stopped_saves_and_goes_on_when_started_again(tmp_path, capsys):
+def test_a_live_run_stops_saves_and_continues_when_started_again(tmp_path, capsys):
     process = start(tmp_path, "live", max_steps=100000, hyperparams={"pause_s": 0.002})
     folder = tmp_path / "runs/live"
     wait_for_step(folder, 4)
@@ -143,7 +143,7 @@ def test_a_killed_run_of_another_host_is_lost_once_it_gave_no_sign_for_long(copy
     assert "no activity from elsewhere" in later.detail
 
 
-def test_a_torn_and_damaged_log_is_read_as_far_as_it_is_whole(copy):
+def test_readable_lines_of_a_damaged_log_count(copy):
     folder = copy("done")
     log = folder / "metrics" / "events.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
@@ -175,7 +175,7 @@ def test_uploads_that_wait_are_counted_and_names_of_folders_do_not_command_the_t
     assert "bell\\x07" in said
 
 
-def test_what_was_searched_is_not_searched_again_and_a_new_start_is_found(copy):
+def test_a_log_is_not_searched_twice_and_a_new_start_is_found(copy):
     log, starts = copy("done") / "metrics" / "events.jsonl", {}
     assert summary_of(log.parent.parent, starts=starts).attempts == 1
     with EventLog(log, run_id="done") as events:
@@ -187,7 +187,7 @@ def test_what_was_searched_is_not_searched_again_and_a_new_start_is_found(copy):
     assert summary_of(log.parent.parent, starts=starts).attempts == 1
 
 
-def test_what_is_no_run_is_refused_by_name(runs, tmp_path, capsys):
+def test_a_folder_that_is_no_run_is_refused(runs, tmp_path, capsys):
     for words in (["ls", str(tmp_path / "absent")], ["stop", str(tmp_path)]):
         with refusal(SystemExit):
             main(words)

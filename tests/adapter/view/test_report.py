@@ -53,7 +53,7 @@ def test_a_page_loads_nothing_and_says_what_happened_and_what_differs(page):
     assert "not a picture" in files["fake.png"]["note"]
 
 
-def test_a_huge_picture_and_one_that_leads_out_are_named_and_left_out(runs, tmp_path):
+def test_huge_pictures_and_links_out_of_the_run_are_named_and_not_shown(runs, tmp_path):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     record = max((folder / "samples").glob("step-*.json"))
     huge, outside = folder / "samples" / "huge.png", tmp_path / "outside.png"
@@ -90,7 +90,7 @@ def test_a_long_curve_takes_bounded_memory_and_keeps_its_peaks():
     assert (points["steps"][0], points["steps"][-1]) == (0, 5 * MOST_KEPT - 1)
 
 
-def test_steps_that_are_made_again_replace_those_of_before(tmp_path):
+def test_repeated_steps_replace_the_earlier_ones(tmp_path):
     log = tmp_path / "run" / "events.jsonl"
     log.parent.mkdir()
     with EventLog(log, run_id="r") as first:
@@ -114,7 +114,7 @@ def test_steps_that_are_made_again_replace_those_of_before(tmp_path):
     assert differences([seen, seen]) == []
 
 
-def test_a_log_that_grows_is_read_on_as_if_it_had_been_read_at_once(runs, tmp_path):
+def test_a_growing_log_gives_the_same_history_as_one_read_at_once(runs, tmp_path):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     log = folder / "metrics" / "events.jsonl"
     content = log.read_bytes()
@@ -137,7 +137,7 @@ def test_a_log_that_grows_is_read_on_as_if_it_had_been_read_at_once(runs, tmp_pa
     assert "train/loss" in history_of(folder, history).curves, "a log that comes later"
 
 
-def test_a_torn_or_damaged_log_is_reported_as_far_as_it_goes(runs, tmp_path):
+def test_a_damaged_log_is_shown_up_to_the_damage_and_reported(runs, tmp_path):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     log = folder / "metrics" / "events.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)

@@ -86,7 +86,7 @@ def test_a_run_in_full_has_addresses_of_its_pictures(site):
     assert "sandbox" in headers["content-security-policy"]
 
 
-def test_what_is_no_picture_is_kept_and_not_shown_and_a_huge_one_is_sent_in_pieces(site):
+def test_other_files_are_downloaded_and_a_huge_picture_is_sent_in_pieces(site):
     _, headers, body = ask(site, f"/file?run={RUN}&path=samples/page.html")
     assert (headers["content-type"], headers["content-disposition"]) == ("application/octet-stream", "attachment")
     assert body.startswith(b"<script>")
@@ -107,7 +107,7 @@ def test_no_path_leads_out_of_the_samples_of_a_run(site, path):
 
 @pytest.mark.parametrize("run", ["..", "../runs/a%20b/done", "link", "/etc", "", "a%20b", "%00"])
 @pytest.mark.parametrize("where", ["data.json?", "file?path=samples/x&", "checkpoint?name=final&"])
-def test_what_is_no_run_below_the_folder_is_not_found(site, where, run):
+def test_an_address_that_is_no_listed_run_is_not_found(site, where, run):
     assert ask(site, f"/{where}run={run}")[0] == 404
 
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_behind_a_link_is_sent_only_from_within_the_run(kept_open):
 
 
 @pytest.mark.parametrize("name", ["../done", "absent", "final/../final", "%0d%0aX: y", ""])
-def test_a_checkpoint_goes_by_its_name_alone(site, name):
+def test_a_checkpoint_is_found_only_by_its_name(site, name):
     assert ask(site, f"/checkpoint?run={RUN}&name={quote(name, safe='%')}")[0] == 404
     assert ask(site, f"/checkpoint?run={RUN}&name=final")[2][:10] == b"final.json"
 

@@ -15,7 +15,7 @@ from support.terminal import Terminal
 pytestmark = [pytest.mark.promise(name="events"), pytest.mark.slow]
 
 
-def test_runs_are_shown_on_eighty_columns_and_keys_change_what(runs, tmp_path):
+def test_runs_are_shown_on_eighty_columns_and_keys_change_the_view(runs, tmp_path):
     done, broken = str(runs / "done"), str(runs / "broken")
     with Terminal(["watch", done, broken, str(tmp_path / "later")]) as terminal:
         screen = terminal.shows("train/loss, over steps", "completed", "failed", "waiting", "40/40", "checkpoints")
@@ -68,7 +68,7 @@ def test_everything_of_a_run_is_there_and_scrolls(runs, tmp_path):
         assert terminal.ended() == 0
 
 
-def test_a_live_run_goes_on_and_is_stopped_by_a_key(tmp_path):
+def test_a_live_run_continues_until_a_key_stops_it(tmp_path):
     folder = tmp_path / "runs/live"
     with Terminal(["watch", str(folder)]) as terminal:
         terminal.shows("waiting")
