@@ -151,13 +151,12 @@ class Comparison:
         return msgspec.json.encode({**summary, "steps": steps}).decode()
 
 
-def step_comparison(steps: int, comparison: Comparison, *, stops: bool = False) -> Observer:
-    """Return a callback that compares the first steps of a hosted training with a recorded plain loop.
+def step_comparison(steps: int, comparison: Comparison) -> Observer:
+    """Return a callback that compares the first steps of a hosted training with a recorded plain loop, then ends it.
 
     Args:
         steps: Number of steps to compare.
         comparison: Receives the differences.
-        stops: Whether the training ends after these steps.
     """
 
     def at_step(step: int, module: ContractModule) -> None:
@@ -168,7 +167,7 @@ def step_comparison(steps: int, comparison: Comparison, *, stops: bool = False) 
         hosted = snapshot(module.contract_state, module.plugin, metrics, kinds=KINDS, host=module)
         comparison.take(step, comparison.recording[step], hosted)
 
-    return Observer(at_step, stop_after=steps if stops else None)
+    return Observer(at_step, stop_after=steps)
 
 
 def compare_job(
@@ -223,7 +222,7 @@ def compare_job(
         release_memory()  # the hosted training needs it
         module = ContractModule(make_trainer(target), config.job, model_handles=handles)
         if function is None:
-            callbacks_of(trainer).append(step_comparison(steps, comparison, stops=True))
+            callbacks_of(trainer).append(step_comparison(steps, comparison))
         else:
             stack.enter_context(_compare_updates(steps, comparison, trainer, module))
         with seeded(seed):

@@ -144,7 +144,8 @@ def test_violations_come_as_json_and_cannot_control_the_terminal(path, capsys):
     path.write_text('{"\\u001b[2J":1}\nbroken\n')
     assert call(path, "--check", "--json") == 1
     out = capsys.readouterr().out
-    assert (json.loads(out.splitlines()[-1])["line"], json.loads(out.splitlines()[-1])["rule"]) == (2, "json")
+    last = json.loads(out.splitlines()[-1])
+    assert (last["line"], last["rule"]) == (2, "json")
     assert "\x1b" not in out
 
 
