@@ -36,9 +36,8 @@ from ..plumbing.counted_dict import CountedDict
 from .batches import halves, list_first
 from .finding import Finding, Level
 from .isolation import quiet, where_raised
-from .ranks import REFUSED, RESUMED, SHARDED, RanksError, train_on_ranks
 from .snapshot import Snapshot, compare_snapshots, flatten, live_weights
-from .subject import Observer, Subject
+from .subject import REFUSED, RESUMED, SHARDED, Observer, RanksError, Subject, train_on_ranks
 
 TRAINED = ("optimizer state", "weight")
 """Kinds of values compared between two trainings. Optimizer states reveal a scaled gradient. Weights do not: Adam's

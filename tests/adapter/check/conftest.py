@@ -15,6 +15,6 @@ def _forked_ranks(monkeypatch):
     def start(folder, rank):
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         log = folder / f"rank{rank}.log"
-        return Forked("genlight.adapter.check.ranks", folder, rank, environ=environ, folder=folder, log=log)
+        return Forked("genlight.adapter.check.subject", folder, rank, environ=environ, folder=folder, log=log)
 
-    monkeypatch.setattr("genlight.adapter.check.ranks.start_rank", start)
+    monkeypatch.setattr("genlight.adapter.check.subject.start_rank", start)
