@@ -95,7 +95,7 @@ def test_a_stateful_loader_resumes_exactly(follow):
 
 
 @needs_packages
-def test_the_notebook_runs_in_a_kernel_of_its_own(tmp_path, environ):
+def test_the_notebook_runs_in_a_separate_kernel(tmp_path, environ):
     script = (
         "import nbclient, nbformat, sys\n"
         "notebook = nbformat.read(sys.argv[1], as_version=4)\n"

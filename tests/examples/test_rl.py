@@ -108,7 +108,7 @@ def test_ppo_learns_and_its_curve_is_drawn(tmp_path):
     assert "12,800 environment steps" in (tmp_path / "curve.svg").read_text()
 
 
-def test_losses_hooks_and_callbacks_hear_of_the_same_training(tmp_path):
+def test_losses_hooks_and_callbacks_observe_the_same_training(tmp_path):
     """The losses' reports are in the metrics, and hooks of the project find them in any order of registration."""
     job = json.loads((RL / "composed.json").read_text())
     job |= {"max_steps": 60, "metric_every": 1}

@@ -61,7 +61,7 @@ def test_an_instance_is_copied(compare):
 
 
 @pytest.mark.parametrize("name", ["Collects", "CollectsLazily"])
-def test_rollouts_and_their_update_epochs_are_those_of_a_plain_loop(name, compare):
+def test_rollouts_and_their_update_epochs_match_a_plain_loop(name, compare):
     code, out, _ = compare(name, *ROLLOUTS, "--steps", "12", "--rtol", "0")
 
     assert code == 0, out
@@ -168,7 +168,7 @@ def test_differences_of_an_old_function_are_reported(function, kind, value, caus
     assert cause in told["cause"]
 
 
-def test_a_function_that_ends_early_is_compared_as_far_as_it_went(compare):
+def test_a_function_that_ends_early_is_compared_up_to_its_end(compare):
     code, out, _ = compare("Plain", "--against", "support.compared:short")
 
     assert code == 0, out

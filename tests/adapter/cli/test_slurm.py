@@ -318,7 +318,7 @@ def test_a_keyword_argument_without_a_value_is_refused(sbatch, capsys):
     assert "Expected --set NAME=VALUE, but received 'text'" in capsys.readouterr().err
 
 
-def test_a_machine_without_slurm_gets_a_clear_message(job):
+def test_a_missing_sbatch_is_reported_without_a_traceback(job):
     environ = {**os.environ, "PATH": os.path.dirname(sys.executable)}
     command = [sys.executable, "-m", "genlight.adapter.cli", "slurm", "submit", "job.json"]
     done = subprocess.run(command, cwd=job.parent, env=environ, capture_output=True, text=True, check=False)

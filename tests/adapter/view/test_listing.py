@@ -85,7 +85,7 @@ def test_a_failed_start_is_shown_next_to_the_state_of_the_run(tmp_path, capsys, 
         assert (summary_of(tmp_path / "run").state, summary_of(tmp_path / "run").later_failure) == ("completed", "")
 
 
-def test_a_run_that_never_trained_is_its_last_failure(tmp_path):
+def test_a_run_that_never_trained_shows_its_last_failure(tmp_path):
     for error in ("startup: first", "startup: second"):
         with EventLog(tmp_path / "events.jsonl", run_id="r") as events:
             events.failed(step=0, error=error, category="startup", resumable=False)
@@ -132,7 +132,7 @@ def test_a_live_run_stops_saves_and_continues_when_started_again(tmp_path, capsy
     assert summary_of(folder).step == stopped_at + 4
 
 
-def test_a_killed_run_of_another_host_is_lost_once_it_gave_no_sign_for_long(copy):
+def test_a_killed_run_of_another_host_is_lost_after_a_long_silence(copy):
     folder = copy("killed")
     (folder / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "run_id": "killed"}))
     now_ms = int(time.time() * 1000)

@@ -244,7 +244,7 @@ def test_a_thousand_runs_are_read_once(tmp_path):
     assert (changed["sweep-0007"], changed["sweep-0008"]) == (2, 1)
 
 
-def test_the_absence_of_a_server_and_an_address_that_is_not_ours_are_said(tmp_path, capsys):
+def test_a_missing_server_package_and_a_foreign_address_are_reported(tmp_path, capsys):
     hide = "import sys; sys.modules['uvicorn'] = None; from genlight.adapter.cli import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", hide, "serve", str(tmp_path)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (

@@ -99,7 +99,7 @@ def test_a_view_ends_with_its_terminal(runs, preexec):
         assert terminal.process.wait(timeout=120) == -signal.SIGHUP
 
 
-def test_what_cannot_be_watched_is_named(tmp_path, capsys):
+def test_watch_refuses_a_file_and_needs_a_terminal(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["watch", str(tmp_path / "file")]) == 2
     assert main(["watch", str(tmp_path)]) == 2

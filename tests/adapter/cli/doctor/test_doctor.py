@@ -214,7 +214,7 @@ def test_a_token_that_would_travel_without_encryption_is_a_warning(job, diagnose
     assert [line.split()[0] for line in text.splitlines() if line.split()[1:2] == ["token"]] == levels
 
 
-def test_a_token_that_nobody_gets_and_a_destination_without_one_are_warnings(job, diagnose):
+def test_an_unused_token_and_a_missing_one_are_warnings(job, diagnose):
     assert "is sent to no origin" in diagnose(job(capability_token="t"))[1]
     assert (
         "is not set, and would be sent only to http://127.0.0.1:1"
