@@ -70,19 +70,16 @@ def test_verify_takes_one_checkpoint(checkpoints, capsys):
     assert "finite_weights" in told
 
 
-def test_show_lists_files_tensors_and_state(checkpoints, capsys):
+def test_show_lists_files_tensors_and_state_of_a_checkpoint_or_of_the_newest(checkpoints, capsys):
     assert call("show", checkpoints / "step-00000010") == 0
     text = capsys.readouterr().out
     assert "  step-00000010/model.safetensors: [" in text
     assert '  model.safetensors:model.w: ["F32", [4, 2]]' in text
     assert "  best: 0.5" in text
 
-
-def test_show_of_a_folder_is_the_newest_and_json_holds_the_state(checkpoints, capsys):
     assert call("show", checkpoints, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["step"] == 20
-    assert facts["state"] == {"best": 0.5}
+    assert (facts["step"], facts["state"]) == (20, {"best": 0.5})
     assert facts["tensors"]["model.safetensors:head.b"] == ["F32", [3]]
 
 

@@ -35,6 +35,7 @@ def test_a_page_loads_nothing_and_says_what_happened_and_what_differs(page):
 
     assert len(page) < LARGEST_PAGE
     assert "default-src 'none'" in page
+    assert "<b>luck" not in page, "no text of a run is markup"
     assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', page)
     assert done["words"] == ["It completed at step 40 of 40."]
     assert "no <b>luck</b>" in broken["words"][0]

@@ -192,6 +192,7 @@ def test_children_of_a_command_do_not_delay_its_scores(tmp_path) -> None:
         ("pass", "printed nothing"),
         ("print('rubbish')", r"printed 'rubbish' \(.*; its last line must be a JSON object"),
         ("print('[' * 100000)", "must be a JSON object"),
+        ("print('{\"a\": true}')", "got `bool` - at "),
         ('print(\'{"a": NaN, "b": true, "c": "x"}\')', "must be a JSON object of finite numbers"),
         ("sys.stdout.buffer.write(bytes(range(256)))", "must be a JSON object"),
         ("raise ValueError('no such layer')", "ended with exit code 1: (.|\n)*ValueError: no such layer"),
