@@ -85,6 +85,15 @@ def test_a_failed_start_is_shown_next_to_the_state_of_the_run(tmp_path, capsys, 
         assert (summary_of(tmp_path / "run").state, summary_of(tmp_path / "run").later_failure) == ("completed", "")
 
 
+def test_a_failed_start_is_no_end_of_an_earlier_attempt_without_a_step(tmp_path):
+    with EventLog(tmp_path / "events.jsonl", run_id="r") as events:
+        events.started()
+    with EventLog(tmp_path / "events.jsonl", run_id="r") as events:
+        events.failed(step=0, error="startup: no trainer", category="startup", resumable=False)
+    seen = summary_of(tmp_path)
+    assert (seen.state, seen.later_failure) == ("lost", "startup: no trainer")
+
+
 def test_a_run_that_never_trained_shows_its_last_failure(tmp_path):
     for error in ("startup: first", "startup: second"):
         with EventLog(tmp_path / "events.jsonl", run_id="r") as events:
