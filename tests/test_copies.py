@@ -17,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from genlight.adapter import ContractModule, EventLogError, StepResult, TrainingJobSpec
+from genlight.adapter import ContractModule, EventLogError, TrainingJobSpec
 from genlight.callbacks import (
     Checkpoint,
     DurableCheckpointIO,
@@ -37,40 +37,21 @@ from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support import SUPPORT
 from support.messages import refusal
+from support.trainer_class import Trains
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The '(train|val)_dataloader' does not have many workers")
 
 
-class Scored:
-    """A linear regression that evaluates itself; module level, so that it can be pickled."""
-
-    def setup(self, ctx: Any) -> None: ...
-
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 1)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+class Scored(Trains):
+    """Evaluates itself, and is asked whether it is canceled; module level, so that it can be pickled."""
 
     def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> torch.Tensor:
-        return torch.full((2, 4), float(raw))
-
-    def train_step(self, batch: torch.Tensor, state: Any, ctx: Any) -> StepResult:
         assert not ctx.is_canceled()
-        loss = state["model"](batch / 100).pow(2).mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+        return torch.full((2, 2), float(raw) / 100)
 
     def evaluate(self, state: Any, ctx: Any) -> dict[str, float]:
         return {"score": 1.0}
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {"model": state["model"].state_dict()}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        state["model"].load_state_dict(payload["model"])
 
 
 def pickled(value: Any) -> Any:
@@ -125,7 +106,7 @@ def test_a_trainer_with_every_callback_trains_after_it_was_copied(
 
 
 @copies
-def test_a_trainer_that_has_trained_can_be_copied_and_the_copy_goes_on(
+def test_a_trainer_that_has_trained_can_be_copied_and_the_copy_continues(
     tmp_path: Path, copied: Callable[[Any], Any]
 ) -> None:
     """After a fit nothing of the process (threads, locks, signals) prevents a copy."""

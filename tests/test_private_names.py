@@ -88,7 +88,7 @@ def private_names_in_use() -> dict[str, set[str]]:
     return found
 
 
-def test_every_private_name_is_listed_where_it_is_used_and_none_besides():
+def test_every_private_name_in_use_is_listed_and_no_other():
     listed: dict[str, set[str]] = defaultdict(set)
     for row in rows():
         for name in row.names:
@@ -102,7 +102,7 @@ def test_every_private_name_is_listed_where_it_is_used_and_none_besides():
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.names[0])
-def test_a_row_names_modules_and_tests_that_there_are_and_a_reason(row):
+def test_a_row_names_existing_modules_and_tests_and_a_reason(row):
     used = private_names_in_use()
     names = {name.rpartition(".")[2] for name in row.names}
     replaced = not any(map(is_private, names))

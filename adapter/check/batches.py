@@ -1,4 +1,4 @@
-"""The raw batches of a job in one process, and their halves for two ranks."""
+"""The raw batches of a job in one process: how to get them, describe them, and halve them for two ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from ..contract.types import StepContext
 from ..job.config import RunConfig
 from ..job.lightning_objects import epochs_of, make_data
 from ..module.plugin_loading import loader_of_class, optional_hook
+from .finding import Finding
 
 NO_DATA = "The job names no data: add `dataset.parquet_paths`, `data` or `mock_batches`."
 """The message for a class that needs data."""
+MOST_SHOWN = 12
+"""Maximum number of columns or metrics in a finding."""
 
 
 class _OneRank:
@@ -101,3 +104,38 @@ def _slice(batch: Any, start: int, length: int) -> Any:
     if isinstance(batch, Mapping):
         return {name: _slice(column, start, length) for name, column in batch.items()}
     return batch.slice(start, length) if hasattr(batch, "num_rows") else batch[start : start + length]
+
+
+def describe_batch(batch: Any) -> str:
+    """Return the type and the shape of a raw batch, column by column if it has columns."""
+    name = type(batch).__name__
+    if isinstance(batch, pa.RecordBatch | pa.Table):
+        columns = [f"{field.name} {field.type}" for field in batch.schema]
+        return f"{name} of {batch.num_rows} rows: {list_first(columns)}"
+    if hasattr(batch, "dtype") and hasattr(batch, "shape"):
+        return f"{name} {tuple(batch.shape)} {batch.dtype}"
+    if isinstance(batch, Mapping):
+        return f"{name}: {list_first([f'{key} {describe_batch(value)}' for key, value in batch.items()])}"
+    if isinstance(batch, list | tuple) and batch and not isinstance(batch[0], int | float | str):
+        return f"{name} of {len(batch)}: {list_first([describe_batch(value) for value in batch[:3]])}"
+    return f"{name}{f' of {len(batch)}' if isinstance(batch, list | tuple) else ''}"
+
+
+def check_columns(batch: Any) -> Iterator[Finding]:
+    """Yield findings about columns that cannot become tensors without a conversion."""
+    if not isinstance(batch, pa.RecordBatch | pa.Table):
+        return
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    counts = {name: column.null_count for name, column in columns.items() if column.null_count}
+    nulls = [f"{name!r} ({count} of {batch.num_rows})" for name, count in counts.items()]
+    texts = [repr(name) for name, column in columns.items() if pa.types.is_string(column.type)]
+    if nulls:
+        remedy = "fill them, or remove these rows from the files"
+        yield Finding("batch", "warn", f"nulls in column {list_first(nulls)}: {remedy}")
+    if texts:
+        yield Finding("batch", "pass", f"text in column {list_first(texts)}: `prepare_batch` must convert it")
+
+
+def list_first(names: Sequence[str], most: int = MOST_SHOWN) -> str:
+    """Return the first `most` names in one text, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -33,12 +33,11 @@ from ..discovery.rank_local import rank_local_of
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.counted_dict import CountedDict
-from .batches import halves
+from .batches import halves, list_first
 from .finding import Finding, Level
 from .isolation import quiet, where_raised
-from .ranks import REFUSED, RESUMED, SHARDED, RanksError, train_on_ranks
 from .snapshot import Snapshot, compare_snapshots, flatten, live_weights
-from .subject import Observer, Subject
+from .subject import REFUSED, RESUMED, SHARDED, Observer, RanksError, Subject, train_on_ranks
 
 TRAINED = ("optimizer state", "weight")
 """Kinds of values compared between two trainings. Optimizer states reveal a scaled gradient. Weights do not: Adam's
@@ -304,7 +303,7 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
     with contextlib.suppress(Exception):
         case.subject.train(Observer(at_step), at_update=after)
     if stale:
-        named = _join_first([name for key, name in names.items() if key in stale] or ["its parameters"])
+        named = list_first([name for key, name in names.items() if key in stale] or ["its parameters"], 3)
         yield _finding("gradients", "warn", f"gradients of one update are still part of the next one, of {named}")
 
 
@@ -534,7 +533,7 @@ def _check_rank_state(case: _Case, differing: Collection[str]) -> Iterator[Findi
     if not differing or weights.differences(case.subject.train(Observer()).take_snapshot("weight")):
         return
     if weights.differences(case.subject.train(Observer(change)).take_snapshot("weight")):
-        text = f"{_join_first(sorted(differing))} differs between ranks, and training depends on it"
+        text = f"{list_first(sorted(differing), 3)} differs between ranks, and training depends on it"
         yield _finding("rank state", "warn", f"{text}: each rank uses its own value there")
 
 
@@ -586,7 +585,3 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _is_measure(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _join_first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

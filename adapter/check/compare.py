@@ -37,7 +37,6 @@ from .snapshot import (
     KINDS,
     Recording,
     Snapshot,
-    as_numbers,
     compare_snapshots,
     describe,
     leaves,
@@ -52,22 +51,21 @@ KINDS_OF_UPDATES: Final = ("weight before", "gradient", "setting", "optimizer st
 _RUN_PREFIX = "trainer/"
 """Prefix of metrics that genlight adds."""
 _CAUSES = {
-    "shape": "The two build different models, or give the parameters to the optimizer in a different order.",
     "start": "`configure` builds something else the second time: a clock, ctx.device or a global variable?",
-    "weight before": "Seed both in the same way before the model is built. After an update, something else changes it.",
+    "weight before": "Seed both in the same way before the model is built, and build the same model. After an update, "
+    "something else changes it.",
     "setting": "The optimizer or its schedule has a different setting, for example because of ctx.dtype; see its name.",
-    "overflow": "The scaler of 16-mixed skipped {} updates that overflowed; use bf16-mixed, or more --steps.",
-    "factor": "It is {:.6g} times the function's: a sum instead of a mean, clipping, or accumulation?",
-    "draws, against": "Seed both in the same way right before the first step. Otherwise rows or losses differ.",
-    "draws": "The step draws random numbers, and they differ: does a callback draw too, or was a generator not reset?",
-    "half": "If it is small, it is the rounding of {}: use a larger --rtol.",
-    "gradient": "The weights agree and the gradient does not: different rows, order of rows, or loss?",
-    "update": "Gradients and settings agree, and the update does not: a different optimizer, or version of it?",
-    "step": "The same weights and rows give a different result: a clock, a file or a global variable?",
+    "gradient": "The weights agree and the gradient does not: different rows, order of rows, random numbers or loss, a "
+    "sum instead of a mean, clipping, or accumulation?",
+    "metric": "The same weights and rows give a different result: random numbers that a callback draws too, a "
+    "generator that was not reset, a clock, a file or a global variable?",
+    "optimizer state": "The optimizers hold different parameters, or their updates differ: another optimizer or "
+    "version of it, another gradient, or random numbers?",
+    "weight": "Settings and optimizer states agree, and the update does not: another optimizer, or version of it?",
+    "steps": "One loop reached the end of its data first, or makes fewer updates from as many batches.",
 }
-"""The probable cause of a difference, and what to do, by kind of cause."""
-_PARALLEL = 1e-3
-"""Largest relative residual up to which one gradient counts as a multiple of another."""
+"""The probable cause of a difference, and what to do, by kind; ``start`` is any difference before the first step."""
+_IN_HALF = " In {}, a small difference is rounding (use a larger --rtol), and a scaler skips updates that overflow."
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,6 @@ class Comparison:
     """The name with the largest distance, and that distance, by step and kind."""
     first: Difference | None = None
     """The first difference beyond `rtol`; if a step has several, the one nearest to the cause."""
-    overflow_steps: int = 0
-    """Number of updates that a gradient scaler has skipped."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the reader on both runs."""
 
@@ -120,34 +116,8 @@ class Comparison:
         if beyond is not None and self.first is None:
             name, size = largest[beyond]
             a, b = plain[beyond].get(name), hosted[beyond].get(name)
-            cause = self._cause(beyond, step, a, b)
+            cause = _CAUSES["start" if step == 0 else beyond] + ("" if is_exact else _IN_HALF.format(self.precision))
             self.first = Difference(step, beyond, name, size, describe(a), describe(b), cause)
-
-    def _cause(self, kind: str, step: int, a: Any, b: Any) -> str:
-        """Return the most probable reason why one loop has `a` and genlight `b`, and what to do."""
-        is_function = self.kinds == KINDS_OF_UPDATES
-        if a is None or b is None:
-            only = "genlight" if a is None else "the function" if is_function else "the plain loop"
-            return (
-                f"Only {only} has it: the class reads ctx.device, ctx.dtype or something outside of itself, or the "
-                "optimizers hold different parameters, or some of them are frozen or unused in one of the two."
-            )
-        if not isinstance(a, str | bytes) and as_numbers(a).shape != as_numbers(b).shape:
-            return _CAUSES["shape"]
-        is_half, factor = "16" in self.precision, _factor(a, b) if kind == "gradient" else math.nan
-        if step == 0 and not (is_half and "true" in self.precision):
-            return _CAUSES["start"]
-        if kind in ("weight before", "setting"):
-            return _CAUSES[kind]
-        if self.overflow_steps:
-            return _CAUSES["overflow"].format(self.overflow_steps)
-        if factor > 0:
-            return _CAUSES["factor"].format(factor)
-        if self.recording.draws and (kind == "gradient" or not is_function):
-            return _CAUSES["draws, against" if is_function else "draws"]
-        if is_half:
-            return _CAUSES["half"].format(self.precision)
-        return _CAUSES["gradient" if kind == "gradient" else "update" if is_function else "step"]
 
     def finish(self, steps: int, against: str | None) -> Comparison:
         """Add the notes at the end of training; report a loop that made fewer steps than the other as a difference.
@@ -168,8 +138,7 @@ class Comparison:
         made = max(self.steps, default=0)
         if self.first is None and made < recorded:
             what = "steps" if against is None else "updates"
-            cause = "One loop reached the end of its data first, or makes fewer updates from as many batches."
-            self.first = Difference(made, "steps", what, math.inf, str(recorded), str(made), cause)
+            self.first = Difference(made, "steps", what, math.inf, str(recorded), str(made), _CAUSES["steps"])
         return self
 
     def as_json(self) -> str:
@@ -182,32 +151,23 @@ class Comparison:
         return msgspec.json.encode({**summary, "steps": steps}).decode()
 
 
-def _factor(a: Any, b: Any) -> float:
-    """Return the factor from `a` to `b`; nan if `b` is no multiple of `a`."""
-    a, b = as_numbers(a).flatten(), as_numbers(b).flatten()
-    factor = float(a @ b / (a @ a)) if float(a @ a) > 0 else math.nan
-    return factor if float((b - factor * a).norm()) <= _PARALLEL * float(b.norm()) else math.nan
-
-
-def step_comparison(steps: int, comparison: Comparison, *, stops: bool = False) -> Observer:
-    """Return a callback that compares the first steps of a hosted training with a recorded plain loop.
+def step_comparison(steps: int, comparison: Comparison) -> Observer:
+    """Return a callback that compares the first steps of a hosted training with a recorded plain loop, then ends it.
 
     Args:
         steps: Number of steps to compare.
         comparison: Receives the differences.
-        stops: Whether the training ends after these steps.
     """
 
     def at_step(step: int, module: ContractModule) -> None:
         if step > steps or step >= len(comparison.recording):
             return
-        metrics = {} if step == 0 else module.metrics()
-        comparison.overflow_steps = int(metrics.get("trainer/overflow_steps", 0))
-        metrics = {name: value for name, value in metrics.items() if not name.startswith(_RUN_PREFIX)}
+        reported = {} if step == 0 else module.metrics()
+        metrics = {name: value for name, value in reported.items() if not name.startswith(_RUN_PREFIX)}
         hosted = snapshot(module.contract_state, module.plugin, metrics, kinds=KINDS, host=module)
         comparison.take(step, comparison.recording[step], hosted)
 
-    return Observer(at_step, stop_after=steps if stops else None)
+    return Observer(at_step, stop_after=steps)
 
 
 def compare_job(
@@ -262,7 +222,7 @@ def compare_job(
         release_memory()  # the hosted training needs it
         module = ContractModule(make_trainer(target), config.job, model_handles=handles)
         if function is None:
-            callbacks_of(trainer).append(step_comparison(steps, comparison, stops=True))
+            callbacks_of(trainer).append(step_comparison(steps, comparison))
         else:
             stack.enter_context(_compare_updates(steps, comparison, trainer, module))
         with seeded(seed):

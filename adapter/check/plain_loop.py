@@ -1,15 +1,19 @@
-"""A plain training loop for a trainer class, as without genlight."""
+"""A plain training loop for a trainer class, as without genlight: for ``genlight compare`` and ``doctor --step``."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import share_run_state
@@ -20,13 +24,15 @@ from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import discover
 from ..job.config import RunConfig
 from ..module.own_hooks import own_hooks
-from ..module.plugin_loading import make_trainer, optional_hook
+from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
 from ..module.rollout import RolloutBatches
 from ..module.step_metrics import named_scalars, validate_result
-from ..plumbing.devices import accelerator
+from ..plumbing.devices import accelerator, isolated_random_numbers
 from ..plumbing.redaction import safe_str
-from .batches import NO_DATA
-from .snapshot import KINDS, Snapshot, snapshot
+from .batches import MOST_SHOWN, NO_DATA, check_columns, describe_batch, job_batches, list_first
+from .finding import Finding, Level
+from .isolation import quiet, where_raised
+from .snapshot import KINDS, Snapshot, live_weights, snapshot
 
 
 class PlainLoop:
@@ -165,3 +171,45 @@ def plain_context(
         is_canceled=lambda: False,
         run_state=RunState(run_id=config.run_id),
     )
+
+
+def diagnose_first_step(config: RunConfig) -> Iterator[Finding]:
+    """Yield the findings of a job's first step: its batch, errors and their places, gradients, metrics.
+
+    Writes nothing, and restores the random numbers.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_sys_path([config.spec_dir, Path.cwd()]))
+        stack.enter_context(quiet())
+        stack.enter_context(isolated_random_numbers())
+        try:
+            yield from _first_step(config, stack)
+        except Exception as error:  # noqa: BLE001  # whatever the class or its data raises is the finding
+            yield Finding("step", "fail", f"{type(error).__name__}: {safe_str(error)}{where_raised(error)}")
+
+
+def _first_step(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Finding]:
+    plugin = make_trainer(find_trainer(config.trainer))
+    ctx, batches = job_batches(config, plugin, plain_context(config), stack)
+    loop = PlainLoop(plugin, ctx)
+    raw = next(loop.begin(batches), None)
+    if raw is None:
+        raise InputError("the source of batches is empty; check `dataset`")
+    yield Finding("batch", "pass", describe_batch(raw))
+    yield from check_columns(raw)
+    optimized = {id(tensor) for tensor in loop.discovered.optimized() if tensor.requires_grad}
+    trained = {name: value for name, value in live_weights(loop.discovered).items() if id(value) in optimized}
+    before = {name: value.detach().clone() for name, value in trained.items()}
+    metrics = loop.step(raw)
+    untouched = [name for name, value in trained.items() if value.grad is None and torch.equal(value, before[name])]
+    if not trained:
+        yield Finding("gradients", "warn", "neither the state of `configure` nor the trainer has an optimizer")
+    elif untouched:
+        hint = ": does `train_step` call `backward()` on the loss?" if len(untouched) == len(trained) else ""
+        text = f"{len(untouched)} of {len(trained)} weights have no gradient and no change: {list_first(untouched)}"
+        yield Finding("gradients", "warn", text + hint)
+    else:
+        yield Finding("gradients", "pass", f"{len(trained)} weights have gradients or have changed")
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:MOST_SHOWN])
+    level: Level = "pass" if all(map(math.isfinite, metrics.values())) else "warn"
+    yield Finding("step", level, f"took one step on {ctx.device}: {shown or 'it returns no metrics'}")

@@ -31,7 +31,6 @@ from ...callbacks.checkpoint.codec.tensors import content_digests
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import key_text, uncompiled
 from ..discovery.discover import Discovered, Found, discover, walk_both
-from ..plumbing.devices import random_states
 
 KINDS: Final = ("metric", "setting", "optimizer state", "weight")
 """Kinds compared between two loops, in the order in which a step makes them, so that a cause precedes its effects."""
@@ -332,9 +331,6 @@ class Recording:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="genlight-compare-")
         self._count = 0
-        self._first_states: list[Any] = []
-        self.draws = False
-        """Whether the loop drew from the global generators of Python, NumPy or torch after its first snapshot."""
 
     def __enter__(self) -> Recording:
         return self
@@ -344,11 +340,6 @@ class Recording:
 
     def add(self, state: Snapshot) -> None:
         """Store the snapshot of the next step; the first one is the snapshot before the first step."""
-        of_devices = (state for states in random_states().values() for state in states)
-        tensors = [state.cpu().numpy().tobytes() for state in (torch.get_rng_state(), *of_devices)]
-        states = [*tensors, repr(random.getstate()), repr(np.random.get_state())]
-        self._first_states = self._first_states or states
-        self.draws = self.draws or states != self._first_states
         torch.save(dict(state.values), self._file(self._count))
         self._count += 1
 

@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     table = _table(config, defaults=args.all) if config.given.readable else []
     findings = list(diagnose(config, errors))
     if args.step and not any(finding.level == "fail" for finding in findings):
-        from ..check.one_step import one_step  # loads torch
+        from ..check.plain_loop import diagnose_first_step  # loads torch
 
-        findings += one_step(config)
+        findings += diagnose_first_step(config)
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
         say_finding(finding, width=width, secrets=config.secrets)

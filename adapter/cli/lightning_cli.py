@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import os
 import shlex
 import sys
@@ -47,8 +46,6 @@ from .parser import refuse, suggest_name
 
 log = logging.getLogger(__name__)
 
-MOST_VALUES = 100_000
-"""Maximum values of a configuration. A few lines of nested anchors can stand for billions of values."""
 _WORDS_OF_LIGHTNING = ("best", "hpc", "last")
 """Words that ``--ckpt_path`` accepts in place of a path."""
 _FIT = ExitHints(
@@ -61,53 +58,20 @@ _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirect
 
 # The fields of a feed's options have their docstrings below them.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
 _load_yaml = get_loader("yaml")
 
 
-def _load_bounded(text: str) -> Any:
-    """Load a YAML text, after checking how many values it stands for.
-
-    Raises:
-        yaml.YAMLError: It stands for too many values, has a key twice, or is a job.
-    """
-    try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        is_too_large = tree is not None and _values_of(tree, {}) > MOST_VALUES
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
-    if is_too_large:
-        raise yaml.YAMLError(
-            f"it has more than {MOST_VALUES:,} values with its anchors filled in; write it without nested anchors"
-        )
+def _load_configuration(text: str) -> Any:
+    """Load a YAML text; refuse a job, whose ``trainer`` is the name of a class."""
     value = _load_yaml(text)
     if isinstance(value, dict) and "run_id" in value and isinstance(value.get("trainer"), str):
         raise yaml.YAMLError("it is a job; run it with `genlight run JOB.json`")
     return value
 
 
-def _values_of(node: yaml.Node, counts: dict[int, float]) -> float:
-    """Return the number of values of a node with its aliases filled in; infinity if it contains itself.
-
-    Raises:
-        yaml.YAMLError: A key appears twice in one mapping; YAML would silently take the last value.
-    """
-    if id(node) not in counts:
-        counts[id(node)] = math.inf
-        parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        if isinstance(node, yaml.MappingNode):
-            names = set()
-            for key, _ in node.value:
-                if str(key.value) in names and key.value != "<<":
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value!r} appears twice", problem_mark=key.start_mark
-                    )
-                names.add(str(key.value))
-            parts = itertools.chain.from_iterable(node.value)
-        counts[id(node)] = 1 + sum(_values_of(part, counts) for part in parts)
-    return counts[id(node)]
-
-
-set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))
+set_loader("yaml", _load_configuration, exceptions=(yaml.YAMLError,))
 
 
 def checkpoints_of(trainer: pl.Trainer) -> Path | None:

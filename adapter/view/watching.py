@@ -29,7 +29,7 @@ READ_EVERY_S = 1.0
 NEWEST = 4
 """Number of checkpoints, steps with samples and findings to show."""
 SMOOTHING = (0.0, 0.6, 0.9, 0.97, 0.99)
-COLOURS = ("cyan", "orange", "green", "magenta", "red", "blue")
+COLORS = ("cyan", "orange", "green", "magenta", "red", "blue")
 BAR_COLUMNS = 12
 STYLES = {"running": "cyan", "completed": "green", "stopped": "yellow", "failed": "red", "lost": "bold red"}
 """Styles of states."""
@@ -176,8 +176,8 @@ class WatchRuns(App[None]):
         for name in ("", "RUN", "STATE", "STEP", "", "SPEED", "LEFT", "LOSS", "BEST", "UPLOADS"):
             table.add_column(name, no_wrap=True, overflow="ellipsis")
         for number, folder in enumerate(self._folders):
-            colour = COLOURS[number % len(COLOURS)].replace("orange", "dark_orange")
-            named = Text(_name(folder), style=colour)
+            color = COLORS[number % len(COLORS)].replace("orange", "dark_orange")
+            named = Text(_name(folder), style=color)
             marker = ">" if number == self._chosen else " "
             run = self._runs.get(folder)
             cells = [Text("waiting", style="dim")] if run is None else _cells(run)
@@ -201,9 +201,9 @@ class WatchRuns(App[None]):
             x = [(ms - start_ms) / 60_000 for ms in curve["times"]] if self._by_time else curve["steps"]
             points = [(at, value) for at, value in zip(x, curve["values"], strict=True) if value is not None]
             values = smoothed([value for _, value in points], weight)
-            colour = COLOURS[self._folders.index(folder) % len(COLOURS)]
+            color = COLORS[self._folders.index(folder) % len(COLORS)]
             label = _name(folder) if len(drawn) > 1 else None
-            plotext.plot([at for at, _ in points], values, marker="braille", color=colour, label=label)
+            plotext.plot([at for at, _ in points], values, marker="braille", color=color, label=label)
         smooth = f", smoothed {weight:g}" if weight else ""
         plotext.title(f"{printable(self._metric)}{smooth}, over {'minutes' if self._by_time else 'steps'}")
         return Text.from_ansi(plotext.build(), no_wrap=True)

@@ -16,7 +16,7 @@ def told(text: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-def test_the_faults_are_told_and_recovered_from_as_the_page_shows(examples, tmp_path):
+def test_faults_are_reported_and_recovered_from_as_the_page_shows(examples, tmp_path):
     run = [sys.executable, "-W", "ignore", examples / "diagnosis" / "faults.py", tmp_path / "run"]
     result = subprocess.run(run, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -1,7 +1,7 @@
-"""The guides work, with the real packages that they use.
+"""The guides work, with the real packages that they use; ``tests/slurm`` runs what needs a cluster.
 
-`make` installs these into `.venv/guides`, apart from everything else: torchmetrics imports an installed transformers,
-and each process that loads Lightning takes a second longer.
+`make` installs these packages into `.venv/guides`, apart from everything else: torchmetrics imports an installed
+transformers, and each process that loads Lightning takes a second longer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from genlight.adapter.runner.transport import read_result
 from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
 from support.snippets import run_snippets
@@ -22,10 +23,10 @@ from support.snippets import run_snippets
 GUIDES = Path(__file__).parents[2] / "examples" / "guides"
 PACKAGES = Path(sys.prefix) / "guides"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PACKAGES.is_dir(), reason="`make` installs the packages of the guides into .venv/guides"),
-]
+pytestmark = pytest.mark.slow
+needs_packages = pytest.mark.skipif(
+    not PACKAGES.is_dir(), reason="`make` installs the packages of the guides into .venv/guides"
+)
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def follow(tmp_path, environ):
     return run
 
 
+@needs_packages
 def test_a_frozen_gpt2_trains_its_lora_and_keeps_the_adapter_in_its_own_format(follow):
     run = follow("huggingface.md") / "runs" / "lora"
 
@@ -62,6 +64,7 @@ def test_a_frozen_gpt2_trains_its_lora_and_keeps_the_adapter_in_its_own_format(f
     assert {"train/loss", "train/lr", "eval/h_after_t"} <= {event.get("name") for event in events}
 
 
+@needs_packages
 def test_each_logger_gets_the_metrics_of_a_job(follow):
     folder = follow("loggers.md")
 
@@ -77,19 +80,22 @@ def test_each_logger_gets_the_metrics_of_a_job(follow):
     assert next(read_events(log))["metadata"]["notes"] == "four loggers at once"
 
 
+@needs_packages
 def test_a_sweep_leaves_one_run_for_each_setting(follow):
     runs = follow("sweeps.md", PYTHONPATH="") / "swept" / "runs"
 
     assert sorted(path.name for path in runs.iterdir()) == ["lr-0.1", "trial-0.02"]
 
 
+@needs_packages
 def test_a_stateful_loader_resumes_exactly(follow):
     folder = follow("stateful_loader.md")
 
     assert (folder / "cut-2" / "final.json").exists()
 
 
-def test_the_notebook_runs_in_a_kernel_of_its_own(tmp_path, environ):
+@needs_packages
+def test_the_notebook_runs_in_a_separate_kernel(tmp_path, environ):
     script = (
         "import nbclient, nbformat, sys\n"
         "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
@@ -107,3 +113,32 @@ def test_the_notebook_is_kept_without_output():
     notebook = json.loads((GUIDES / "notebook.ipynb").read_text())
 
     assert [cell for cell in notebook["cells"] if cell.get("outputs") or cell.get("execution_count")] == []
+
+
+def test_the_commands_of_the_guide_on_clusters_run_as_they_stand(tmp_path):
+    environ = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"}
+    assert run_snippets(GUIDES / "cluster.md", tmp_path, environ=environ) == 7
+
+    assert (tmp_path / "demo/runs/first/checkpoints/final.json").exists()
+    assert read_result(tmp_path / "out/result.pickle")["text"] == "hello"
+
+
+def test_the_commands_of_the_guide_on_seeing_runs_write_a_page_of_both(tmp_path):
+    assert run_snippets(GUIDES / "seeing.md", tmp_path) == 9
+    page = (tmp_path / "seen.html").read_text()
+    assert '"run_id": "slow"' in page
+    assert '"run_id": "quick"' in page
+
+
+def test_each_migration_trains_as_before(tmp_path):
+    """All comparisons of the guide exit with 0; with ``--rtol 0`` that means equal bits."""
+    sections = (GUIDES / "migration.md").read_text().split("\n## ")[1:5]
+    assert [section.splitlines()[0].removeprefix("From ") for section in sections] == [
+        *("the gen_worker runtime", "a plain loop", "a LightningModule", "six-hook trainers"),
+    ]
+    assert all("```sh\ngenlight " in section for section in sections)
+    assert run_snippets(GUIDES / "migration.md", tmp_path) == 9
+
+    for name in ("worker", "six"):
+        events = list(read_events(tmp_path / "runs" / name / "metrics" / "events.jsonl"))
+        assert events[-1]["event"] == "completed"

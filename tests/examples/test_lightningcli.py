@@ -15,8 +15,6 @@ from support.forked import run_forked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*passed in a `val_dataloader`.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*ModelCheckpoint with manual optimization.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*is deprecated, use `isinstance.*"),
     pytest.mark.filterwarnings("ignore:.*args parameter is intended to run from within Python.*:UserWarning"),
 ]
@@ -82,26 +80,12 @@ def test_the_configuration_trains_the_class_with_its_callbacks_and_logger(fit):
     assert cli.model.contract_state.scheduler.last_epoch == 50
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
-def test_an_interrupted_training_goes_on_from_lightnings_checkpoint(fit):
-    first = fit("--trainer.max_steps=40", "--trainer.max_epochs=1")
-    assert first.trainer.global_step == 15
-    first.trainer.save_checkpoint("first.ckpt")
-
-    second = fit("--trainer.max_steps=40", "--ckpt_path=first.ckpt")
-    state = second.model.contract_state
-    assert second.trainer.global_step == 40
-    assert state.scheduler.last_epoch == 40
-    assert {int(entry["step"]) for entry in state.optimizer.state.values()} == {40}
-    assert [step for step, _ in logged("train/loss")] == [25]
-
-
 def genlight_fit(folder, *arguments):
     return run_forked("fit", "--config", "examples/lightningcli/digits.yaml", *SMALL, *arguments, folder=folder)
 
 
 @pytest.mark.slow
-def test_genlight_fit_takes_the_configuration_and_goes_on_from_its_checkpoint(examples, tmp_path):
+def test_genlight_fit_takes_the_configuration_and_continues_from_its_checkpoint(examples, tmp_path):
     (tmp_path / "examples").symlink_to(examples)
     first = genlight_fit(tmp_path, "--trainer.max_steps=30")
     assert first.returncode == 0, first.stderr[-3000:]

@@ -54,7 +54,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("port", ["char_gpt", "project", "llama"])
-def test_a_port_goes_on_as_if_never_interrupted(port, tmp_path):
+def test_an_interrupted_port_ends_with_the_same_weights(port, tmp_path):
     """One run is ended in each of the three ways in turn, so it continues three times."""
     if port == "llama" and not PACKAGES.is_dir():
         pytest.skip("`make` installs the packages of the guides into .venv/guides")

@@ -120,7 +120,7 @@ def weights(run):
     return (run / "checkpoints/final/model.safetensors").read_bytes()
 
 
-def test_a_run_whose_worker_is_killed_ends_as_one_that_genlight_ran_and_nobody_killed(tmp_path, ray_folder):
+def test_a_run_with_a_killed_worker_ends_like_an_uninterrupted_one(tmp_path, ray_folder):
     (program,) = [text for _, title, text in blocks(EXAMPLES / "ray/README.md") if title == "train.py"]
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "driver.py").write_text(DRIVER)

@@ -25,8 +25,6 @@ def run(examples, monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*passed in a `val_dataloader`.*:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*ModelCheckpoint with manual optimization.*:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*is deprecated, use `isinstance.*")
 def test_the_script_trains_the_class_and_lightnings_own_callbacks_see_it(run, tmp_path, capsys):
     names = run()

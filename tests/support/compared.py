@@ -129,11 +129,6 @@ class CollectsNothing(Plain):
         return iter(())
 
 
-class WrongSignature(Plain):
-    def load_state_dict(self, state, payload):
-        pass
-
-
 class NeverUpdates(Plain):
     def train_step(self, batch, state, ctx):
         return StepResult({"loss": 0.0})

@@ -1,6 +1,6 @@
 """The page of runs: one HTML file that contains everything it needs and loads nothing.
 
-What comes from a run is in it as JSON and becomes text of the page; uPlot (MIT, ``uPlot.LICENSE``) draws the curves.
+The page holds the data of its runs as JSON and shows it only as text. uPlot (MIT, ``uPlot.LICENSE``) draws the curves.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _SHARES = (1.0, 0.5, 0.2, 0.05, 0.01)
 
 
 def report(histories: Sequence[History]) -> str:
-    """One self-contained page of `histories`, below `LARGEST_PAGE` bytes: of many runs there are fewer points of each.
+    """Return one self-contained page of less than `LARGEST_PAGE` bytes; the more runs, the fewer points of each.
 
     Raises:
         ValueError: There are too many runs for one page.
     """
     for share in _SHARES:
         part = share / len(histories)
-        given = Budget()
+        budget = Budget()
         runs = [
             each.as_json(
                 Budget(
-                    points=int(given.points * part),
-                    picture_bytes=int(given.picture_bytes * part),
-                    sample_steps=max(int(given.sample_steps * share), 2),
+                    points=int(budget.points * part),
+                    picture_bytes=int(budget.picture_bytes * part),
+                    sample_steps=max(int(budget.sample_steps * share), 2),
                 )
             )
             for each in histories
@@ -51,25 +51,25 @@ def report(histories: Sequence[History]) -> str:
 
 
 def facts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The data of a page, of runs that `History.as_json` gave."""
+    """Return the data of a page; `runs` are results of `History.as_json`."""
     rows = [[each.name, *each.values] for each in differences(runs)]
     return {"runs": runs, "differences": rows, **stamp()}
 
 
 def stamp() -> dict[str, Any]:
-    """When a page was made, and by what."""
+    """Return the time and the version of genlight with which a page is made."""
     return {"made_at_ms": int(time.time() * 1000), "version": metadata.version("genlight")}
 
 
 def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data:") -> str:
-    """The page that shows `data`.
+    """Return the HTML page that shows `data`.
 
     Args:
-        data: As `facts_of` gives it, or ``live``: from where the page fetches it again and again.
-        title: Of the page.
-        sources: What the page may load, as a content policy says it.
+        data: A result of `facts_of`, or ``{"live": address}``: the page fetches its data from there again and again.
+        title: Title of the page.
+        sources: Directives of the content security policy for what the page may load.
     """
-    # No `<` in it, so that no text can end the element that holds it.
+    # Without `<`, no text in the data can end the element that holds it.
     text = json.dumps(data, allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
     style = _part("uPlot.min.css") + _part("page.css")
     uplot = f"/* uPlot {_part('uPlot.LICENSE').replace('*/', '')} */\n{_part('uPlot.iife.min.js')}"
@@ -88,7 +88,7 @@ def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data
 
 
 def hash_of(text: str) -> str:
-    """The source of a script or style in a content policy, so that the browser runs and applies nothing else."""
+    """Return the source of a script or style for a content policy; the browser then runs and applies nothing else."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

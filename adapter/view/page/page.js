@@ -1,5 +1,5 @@
 "use strict";
-// Everything that comes from a run is put into the page as text, never as markup.
+// All data of a run is put into the page as text, never as markup.
 
 const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 const visible = (text) => String(text).replace(CONTROLS, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
@@ -46,8 +46,8 @@ const section = (title, ...inside) => make("section", { "aria-label": title }, m
 
 const pick = (run, names) => Object.fromEntries(["run_id", "address", ...names].map((name) => [name, run[name]]));
 
-// A part of the page: `update` shows newer data in it and leaves what a person has set there. A drawn part keeps
-// nothing, and is drawn anew where its data has changed.
+// A part of the page has an `update` that shows newer data and keeps what a person has set (a filter, a zoom).
+// A drawn part has no such settings: it is drawn again whenever its data has changed.
 function drawn(draw) {
   const element = make("div");
   let before = null;
@@ -66,7 +66,7 @@ function drawn(draw) {
 const DARK = matchMedia("(prefers-color-scheme: dark)"), PAPER = matchMedia("print");
 const ON_LIGHT = ["#0550ae", "#b35900", "#116329", "#6639ba", "#a40e26", "#7a4d00"];
 const ON_DARK = ["#79b8ff", "#ffab70", "#7ee787", "#d2a8ff", "#ff9492", "#e3b341"];
-const colour = (i) => (DARK.matches && !PAPER.matches ? ON_DARK : ON_LIGHT)[i % 6];
+const color = (i) => (DARK.matches && !PAPER.matches ? ON_DARK : ON_LIGHT)[i % 6];
 
 function smoothed(values, weight) {
   let mean = 0, total = 0;
@@ -101,7 +101,7 @@ function curves() {
     c.clip();
     c.globalAlpha = 0.6;
     runs.forEach((run, i) => {
-      c.strokeStyle = colour(i);
+      c.strokeStyle = color(i);
       run.spans.slice(1).forEach((each) => line(chosen.time ? each.began_s : each.resumed_from, [8, 5]));
       run.checkpoints.forEach((each) => each.step != null && line(chosen.time ? each.saved_ms / 1000 : each.step, [2, 6]));
     });
@@ -119,7 +119,7 @@ function curves() {
     const style = getComputedStyle(document.documentElement), grid = { stroke: style.getPropertyValue("--line"), width: 1 };
     const axis = { stroke: style.getPropertyValue("--ink"), grid, ticks: grid };
     const series = runs_of_it.map((run) => ({
-      label: visible(run.run_id), stroke: colour(runs.indexOf(run)), width: 2, spanGaps: true,
+      label: visible(run.run_id), stroke: color(runs.indexOf(run)), width: 2, spanGaps: true,
       points: { show: data[0].length < 60 },
     }));
     chart = new uPlot({
@@ -140,7 +140,7 @@ function curves() {
     const with_metric = runs.filter((run) => run.curves[chosen.metric]);
     if (!with_metric.length) return;
     const data = uPlot.join(with_metric.map(points)), { metric, log, time } = chosen;
-    const key = JSON.stringify([metric, log, time, with_metric.map((run) => run.path), place.clientWidth, colour(0), data[0].length < 60]);
+    const key = JSON.stringify([metric, log, time, with_metric.map((run) => run.path), place.clientWidth, color(0), data[0].length < 60]);
     if (key !== drawn_for) { place.replaceChildren(); new_chart(data, with_metric); }
     else { chart.setData(data); place.lastChild.remove(); }
     drawn_for = key;
@@ -162,9 +162,9 @@ function curves() {
     box("time", " time instead of steps", (on) => { chosen.time = on; chosen.zoom = null; }),
     button("zoom in", () => within(0.25, 0.75), "zoom-in"), button("zoom out", () => within(-0.5, 1.5), "zoom-out"),
     button("earlier", () => within(-0.25, 0.75), "earlier"), button("later", () => within(0.25, 1.25), "later"),
-    button("whole", () => zoom(null), "zoom-reset"));
-  const help = "Drag to zoom, double click for the whole. Dashed lines: attempts. Dotted lines: checkpoints. " +
-    "Long curves are thinned; highest and lowest values stay.";
+    button("show all", () => zoom(null), "zoom-reset"));
+  const help = "Drag to zoom; double-click to show everything. Dashed lines: attempts. Dotted lines: checkpoints. " +
+    "Long curves have fewer points, but keep their highest and lowest values.";
   const element = section("Curves", none, controls, place, make("p", { class: "dim" }, help));
   return { element, update(newest) {
     if (is_dragged) return;
@@ -219,15 +219,15 @@ const FACTS = ["state", "step", "max_steps", "attempts", "alive_at_ms", "steps_p
 function facts_of(run) {
   const facts = [
     ["state", make("span", { class: "state " + run.state }, run.state)], ["steps", steps(run)], ["attempts", run.attempts],
-    ["last sign of life", date(run.alive_at_ms)], ["speed", run.steps_per_s ? shown(run.steps_per_s) + " steps/s" : ""],
+    ["last activity", date(run.alive_at_ms)], ["speed", run.steps_per_s ? shown(run.steps_per_s) + " steps/s" : ""],
     ["left", run.left_s == null ? "" : span(run.left_s)], ["last loss", run.loss], ["best score", score(run)],
-    ["size", size(run.size_bytes)], ["uploads that wait", run.waiting_uploads], ["host", run.host], ["folder", run.path]];
+    ["size", size(run.size_bytes)], ["waiting uploads", run.waiting_uploads], ["host", run.host], ["folder", run.path]];
   return table("facts of " + run.run_id, ["fact", "value"], facts.filter((each) => each[1] !== "" && each[1] != null));
 }
 
 function findings(run) {
   const line = (each) => make("li", { class: each.level }, (each.step == null ? "" : "step " + each.step + ": ") + each.text + (each.remedy ? ". " + each.remedy : ""));
-  return section("Findings of " + run.run_id, run.findings.length ? make("ul", {}, ...run.findings.map(line)) : make("p", {}, "Nothing was found."));
+  return section("Findings of " + run.run_id, run.findings.length ? make("ul", {}, ...run.findings.map(line)) : make("p", {}, "No findings."));
 }
 
 function checkpoints(run) {
@@ -284,7 +284,7 @@ function timeline(run) {
     return [i + 1, date(each.began_s * 1000), span(each.ended_s - each.began_s), each.resumed_from + " to " + each.last_step, each.ended ? "ended" : "no end", bar];
   });
   const parts = Object.entries(run.parts).map(([part, s]) => make("li", {}, painted(make("span", { class: "key" }), part), part.replace("_", " ") + ": " + span(s)));
-  const known = run.goodput == null ? "" : (100 * run.goodput).toFixed(1) + "% of the time were steps whose work was kept.";
+  const known = run.goodput == null ? "" : (100 * run.goodput).toFixed(1) + "% of the time was spent on steps whose work was kept.";
   return section("Attempts of " + run.run_id, make("p", {}, known), table("attempts of " + run.run_id, ["attempt", "began", "took", "steps", "end", "where the time went"], rows), make("ul", {}, ...parts));
 }
 
@@ -298,7 +298,7 @@ function events() {
   function show() {
     const text = filter.value.toLowerCase();
     const rows = run.events.filter((each) => (!kinds.value || each.event === kinds.value) && (!text || JSON.stringify(each).toLowerCase().includes(text)));
-    const count = rows.length + " of " + (run.events.length + run.left_out.events) + " events; the newest 300 at most are shown";
+    const count = rows.length + " of " + (run.events.length + run.left_out.events) + " events; at most the newest 300 are shown";
     place.replaceChildren(table("events of " + run.run_id, ["time", "event", "step", "what"], rows.slice(-300).map((each) => [date(each.timestamp_ms), each.event, each.step, what(each)])), make("p", { class: "dim" }, count));
   }
   return { element, update(newest) {
@@ -323,7 +323,7 @@ function configuration(run) {
 function differences(data) {
   if (data.runs.length < 2) return null;
   const head = ["what", ...data.runs.map((run) => run.run_id)];
-  return section("What differs", data.differences.length ? table("differences", head, data.differences) : make("p", {}, "Nothing that is known."));
+  return section("What differs", data.differences.length ? table("differences", head, data.differences) : make("p", {}, "No known difference."));
 }
 
 // All runs below a folder
@@ -331,7 +331,7 @@ function differences(data) {
 function list() {
   const filter = make("input", { id: "filter", type: "search", oninput: () => show() });
   const states = make("select", { id: "state", onchange: () => show() }, ...["all", "running", "completed", "stopped", "failed", "lost"].map((each) => make("option", { value: each === "all" ? "" : each }, each)));
-  const compare = make("button", { id: "compare", onclick: () => { location.href = "run?" + chosen().map((each) => "run=" + encodeURIComponent(each)).join("&"); } }, "Compare the chosen");
+  const compare = make("button", { id: "compare", onclick: () => { location.href = "run?" + chosen().map((each) => "run=" + encodeURIComponent(each)).join("&"); } }, "Compare the chosen runs");
   const count = make("p", { class: "dim" }), body = make("tbody"), rows = new Map();
   const head = ["chosen", "run", "state", "step", "age", "speed", "left", "loss", "best", "size", "uploads", "how it ended"].map((each) => make("th", { scope: "col" }, each));
   const element = section("Runs", make("div", { class: "controls" }, make("label", {}, "text ", filter), make("label", {}, "state ", states), compare), count,

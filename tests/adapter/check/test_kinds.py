@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 
 import pytest
 
 from genlight.adapter.check.checks import CHECKS
 from genlight.adapter.cli import main
 from support import SUPPORT
-from support.forked import Forked
 
 pytestmark = pytest.mark.promise(name="equal")
 
@@ -20,12 +17,6 @@ pytestmark = pytest.mark.promise(name="equal")
 def check(tmp_path, monkeypatch, capsys):
     """A function that checks a class of `support.check_kinds` in a job; returns check, level and detail of findings."""
 
-    def start(folder, rank):
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        log = folder / f"rank{rank}.log"
-        return Forked("genlight.adapter.check.ranks", folder, rank, environ=environ, folder=folder, log=log)
-
-    monkeypatch.setattr("genlight.adapter.check.ranks.start_rank", start)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.syspath_prepend(str(SUPPORT))
 

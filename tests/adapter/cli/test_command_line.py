@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -17,7 +16,6 @@ import shtab
 
 from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS, completion_parser, main
 from genlight.reporters import read_events
-from support.messages import refusal
 
 OURS = [name for name in COMMANDS if name not in LIGHTNING_COMMANDS]
 
@@ -51,25 +49,7 @@ def test_help_names_every_command_also_without_a_command(capsys):
         assert all(re.search(rf"^  {name}\b", shown, re.MULTILINE) for name in COMMANDS)
 
 
-def test_the_version_names_lightning_torch_and_python(capsys):
-    with refusal(SystemExit):
-        main(["--version"])
-    version = f"genlight {metadata.version('genlight')} (lightning {metadata.version('lightning')}"
-    assert capsys.readouterr().out.startswith(version)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["events"],
-        ["events", "--check"],
-        ["uploads", "list"],
-        ["checkpoints", "list"],
-        ["checkpoints", "show"],
-        ["doctor"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [["events"], ["uploads", "list"], ["checkpoints", "list"], ["doctor"]], ids=" ".join)
 def test_a_path_that_the_system_refuses_is_reported_without_a_traceback(words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     too_long = "x" * 300
@@ -85,7 +65,6 @@ def test_a_path_that_the_system_refuses_is_reported_without_a_traceback(words, t
     ("words", "said"),
     [
         (["events", "none"], "no event log at none; name the folder of a run, or its event log"),
-        (["events", "."], "no event log at .; name the folder of a run, or its event log"),
         (["uploads", "list", "none"], "there is no directory none; name the folder of a run"),
         (["uploads", "list", "data.parquet"], "data.parquet is not a directory; name the folder of a run"),
         (
@@ -93,16 +72,11 @@ def test_a_path_that_the_system_refuses_is_reported_without_a_traceback(words, t
             "data.parquet is not a checkpoint; name the JSON record of a checkpoint, or the folder",
         ),
         (["checkpoints", "show", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
-        (["checkpoints", "list", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
         (
             ["check", "fit.yaml"],
-            " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI configuration ",
+            " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI ",
         ),
-        (
-            ["run", "fit.yaml"],
-            " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI configuration is ",
-        ),
-        (["checkpoints", "list", "data.parquet/x"], "there is nothing at data.parquet/x; name the JSON record"),
+        (["run", "fit.yaml"], " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -132,45 +106,18 @@ def test_ctrl_c_while_the_command_line_is_being_imported_ends_it_without_a_trace
     assert (done.returncode, done.stderr) == (130, "")
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (None, "startup.missing_job_spec_path: There is no job spec at "),
-        ("{not json", "startup.invalid_job_spec: "),
-        ("[1, 2]", "startup.invalid_job_spec: "),
-        ('{"run_id": "r", "trainer": "m:T", "max_steps": 0, "mock_batches": [1]}', "max_steps"),
-    ],
-    ids=["missing", "no json", "no object", "zero"],
-)
-def test_a_job_spec_that_cannot_be_used_is_one_clear_error_and_exit_code_2(
-    monkeypatch, tmp_path, caplog, spec, message
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", str(tmp_path / "out"))
-    if spec is not None:
-        (tmp_path / "job.json").write_text(spec)
-
-    assert main(["run", "job.json"]) == 2
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert message in said
-    assert "Traceback" not in caplog.text
-
-
-@pytest.mark.parametrize("word", ["-", "/dev/stdin"])
-def test_a_job_spec_may_come_through_a_pipe_whose_paths_are_relative_to_the_working_directory(genlight, tmp_path, word):
+def test_a_job_spec_may_come_through_a_pipe_whose_paths_are_relative_to_the_working_directory(genlight, tmp_path):
     spec = {"run_id": "piped", "trainer": "m:T", "max_steps": 1, "dataset": {"parquet_paths": ["no.parquet"]}}
 
-    done = genlight("run", word, stdin=json.dumps(spec))
+    done = genlight("run", "-", stdin=json.dumps(spec))
     assert done.returncode == 1
     assert f"There is no file '{tmp_path}/no.parquet' that this user can read." in done.stderr
 
-    done = genlight("run", word, stdin=json.dumps({**spec, "max_steps": 0}))
+    done = genlight("run", "/dev/stdin", stdin=json.dumps({**spec, "max_steps": 0}))
     assert done.returncode == 2
     *_, last = read_events(tmp_path / "runs" / "piped" / "metrics" / "events.jsonl")
     assert "Invalid `max_steps`" in last["error"]
 
-
-def test_a_consumed_pipe_is_distinguished_from_an_empty_file(genlight):
     done = genlight("run", "-", stdin="")
 
     assert done.returncode == 2
@@ -189,14 +136,6 @@ def test_a_rank_that_is_no_number_is_reported_without_lightnings_traceback(genli
     assert "Traceback" not in done.stderr
 
 
-def test_without_a_spec_the_environment_has_to_name_one(genlight):
-    done = genlight("run")
-
-    assert done.returncode == 2
-    assert "startup.missing_job_spec_path" in done.stderr
-    assert "TRAINER_JOB_SPEC_PATH" in done.stderr
-
-
 def test_a_run_that_cannot_start_leaves_one_failed_event_if_it_has_a_folder(genlight, tmp_path):
     (tmp_path / "job.json").write_text('{"run_id": "r", "max_steps": 0}')
 
@@ -208,12 +147,15 @@ def test_a_run_that_cannot_start_leaves_one_failed_event_if_it_has_a_folder(genl
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_every_command_is_a_module_with_the_two_functions(name):
-    command = importlib.import_module(f"genlight.adapter.cli.{name}")
-
-    assert callable(command.add_arguments)
-    assert callable(command.run)
-    assert command.__doc__
+def test_help_has_purpose_exit_codes_and_defaults_of_a_command(name, capsys):
+    """No markup of a docstring."""
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Exit codes: 0 " in said
+    for noise in ("default: None", "default: []", "default: False", "()", "``"):
+        assert noise not in said
+    assert name != "check" or "default: 7" in said
 
 
 def test_a_completion_script_knows_commands_and_their_options():
@@ -226,20 +168,15 @@ def test_a_completion_script_knows_commands_and_their_options():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rnu"], "invalid choice: 'rnu' (choose from 'init', 'doctor', "),
+        (["rnu"], "invalid choice: 'rnu' (choose from "),
         (["rnu"], ". Did you mean `run`?"),
         (["train"], ". Did you mean `run`?"),
-        (["submit", "job.json"], ". Did you mean `slurm`?"),
         (["kill", "runs/a"], ". Did you mean `stop`?"),
-        (["--no-such-option"], "--no-such-option"),
         (["check", "m:T", "--steps", "0"], "argument --steps: expected a number >= 1, but received 0"),
         (["compare", "job.json", "--rtol", "nan"], "argument --rtol: expected a number >= 0, but received nan"),
         (["run", "job.json", "--fesh"], "unrecognized arguments: --fesh. Did you mean `--fresh`?"),
         (["checkpoints", "lst", "x"], "Did you mean `list`?"),
-        (["uploads", "rety", "x"], "Did you mean `retry`?"),
-        (["checkpoint", "list", "x"], "Did you mean `checkpoints`?"),
         (["events"], "are required: RUN\n"),
-        (["checkpoints", "list"], "are required: PATH\n"),
         (["uploads"], "usage: genlight uploads "),
     ],
 )
@@ -253,27 +190,9 @@ def test_a_usage_error_suggests_the_nearest_name_for_the_right_command(arguments
     assert shown.out == ""
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--set", "upload_deadline_seconds=3", "retry", "{}"],
-        ["retry", "{}", "--set", "upload_deadline_seconds=3"],
-        ["retry", "--set", "upload_deadline_seconds=3", "{}"],
-    ],
-    ids=" ".join,
-)
-def test_options_may_stand_before_and_after_an_action_and_its_path(words, tmp_path, monkeypatch, capsys):
-    queue = tmp_path / "uploads"
-    queue.mkdir()
-    (queue / "lock").touch()
-    monkeypatch.delenv("TRAINER_JOB_SPEC_PATH", raising=False)
-
-    assert main(["uploads", *(word.format(tmp_path) for word in words)]) == 0
-    assert capsys.readouterr().out == "0 delivered, 0 left\n"  # only a retry prints this
-
-
-def test_an_empty_name_of_a_job_spec_is_not_the_working_directory(genlight):
-    done = genlight("run", "", TRAINER_JOB_SPEC_PATH="other.json")
+@pytest.mark.parametrize(("words", "more"), [([], {}), ([""], {"TRAINER_JOB_SPEC_PATH": "other.json"})])
+def test_without_a_name_of_a_job_nothing_is_run(genlight, words, more):
+    done = genlight("run", *words, **more)
 
     assert done.returncode == 2
     assert "startup.missing_job_spec_path: No job file was given." in done.stderr
@@ -295,7 +214,7 @@ def test_a_listing_escapes_characters_that_the_terminal_lacks(genlight, director
     assert "note: \\u2026" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [("checkpoints", "list", "{}"), ("checkpoints", "show", "{}"), ("--help",)])
+@pytest.mark.parametrize("arguments", [("checkpoints", "list", "{}"), ("--help",)])
 def test_a_listing_ends_quietly_when_its_reader_has_gone(genlight, directory_of_checkpoints, arguments):
     reader, writer = os.pipe()
     os.close(reader)
@@ -318,7 +237,8 @@ def test_the_command_runs_as_a_module_too():
     """The console script may not be on the path, as in a container that only calls python."""
     for module in ("genlight", "genlight.adapter.cli"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout.split()[0]) == (0, "genlight")
+        version = f"genlight {metadata.version('genlight')} (lightning {metadata.version('lightning')}"
+        assert (done.returncode, done.stdout[: len(version)]) == (0, version)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_an_instance_is_copied(compare):
 
 
 @pytest.mark.parametrize("name", ["Collects", "CollectsLazily"])
-def test_rollouts_and_their_update_epochs_are_those_of_a_plain_loop(name, compare):
+def test_rollouts_and_their_update_epochs_match_a_plain_loop(name, compare):
     code, out, _ = compare(name, *ROLLOUTS, "--steps", "12", "--rtol", "0")
 
     assert code == 0, out
@@ -82,9 +82,9 @@ def test_half_precision_may_differ_by_its_rounding_and_no_more(compare):
 @pytest.mark.parametrize(
     ("name", "step", "kind", "value", "cause"),
     [
-        ("Remembers", 1, "metric", "train/loss", "a callback draw too"),
+        ("Remembers", 1, "metric", "train/loss", "random numbers that a callback draws too"),
         ("BuildsAnother", 0, "weight", 'state["model"].', "builds something else the second time"),
-        ("AnotherOptimizer", 0, "weight", 'state["extra"].', "Only the plain loop has it"),
+        ("AnotherOptimizer", 0, "weight", 'state["extra"].', "builds something else the second time"),
     ],
 )
 def test_the_first_difference_is_reported_with_step_name_sizes_and_cause(name, step, kind, value, cause, compare):
@@ -97,12 +97,9 @@ def test_the_first_difference_is_reported_with_step_name_sizes_and_cause(name, s
     assert cause in told["cause"]
     assert told["plain"] != told["hosted"]
 
-
-def test_the_table_marks_the_steps_that_differ(compare):
-    _, out, _ = compare("Remembers")
-
-    assert [line.endswith("differs") for line in out.splitlines()[2:6]] == [False, True, True, True]
-    assert "the first difference is after step 1: metric train/loss" in out
+    _, out, _ = compare(name)
+    assert [line.endswith("differs") for line in out.splitlines()[2:6]] == [number >= step for number in range(4)]
+    assert f"the first difference is after step {step}: {kind} " in out
 
 
 def test_a_shorter_job_is_reported(compare):
@@ -118,24 +115,12 @@ def test_a_shorter_job_is_reported(compare):
         ("Nowhere", [], "has no 'Nowhere'"),
         ("Plain", TWO_RANKS, "has 2 ranks, but both loops must run in one process: --set lightning.devices=1"),
         ("CollectsNothing", ROLLOUTS, "the rollout after step 0 returned no batches"),
-        ("WrongSignature", [], "load_state_dict(self, state, payload) cannot be called as"),
         ("LOCKED", [], "is an instance of HasALock and cannot be copied"),
-        ("Plain", ["--set", "mock_batches=[]"], "0 mock batches"),
         ("Plain", ["--set", "mock_batches=null"], "The job names no data"),
         ("Plain", ["--set", "lightning.precision=17"], "The `lightning` block of the job cannot be used"),
         ("Plain", ["--against", "support.compared:nowhere"], "has no attribute 'nowhere'"),
-        ("Plain", ["--against", "nowhere_at_all:train"], "No module named 'nowhere_at_all'"),
         ("Plain", ["--against", "train"], "Expected 'module:function', but received 'train'"),
-        (
-            "Plain",
-            ["--against", "support.compared:COUNT"],
-            "received 'support.compared:COUNT'",
-        ),
-        (
-            "Plain",
-            ["--against", "support.compared:wants_more"],
-            "missing a required argument: 'config_file'",
-        ),
+        ("Plain", ["--against", "support.compared:wants_more"], "missing a required argument: 'config_file'"),
         ("Plain", ["--against", "support.compared:never_steps"], "returned without calling optimizer.step"),
         ("NeverUpdates", ["--against", "support.compared:old_loop"], "The class never calls optimizer.step"),
     ],
@@ -167,15 +152,10 @@ def test_an_old_function_is_compared_at_each_update(function, compare):
     ("function", "kind", "value", "cause"),
     [
         ("another_rate", "setting", "optimizer 0.param_groups[0].lr", "a different setting"),
-        ("four_times", "gradient", 'state["model"].', "It is 0.25 times the function's"),
+        ("four_times", "gradient", 'state["model"].', "a sum instead of a mean"),
         ("another_start", "weight before", 'state["model"].', "Seed both in the same way"),
-        (
-            "other_rows",
-            "gradient",
-            'state["model"].',
-            "Seed both in the same way right before the first step. Otherwise rows",
-        ),
-        ("other_model", "weight before", 'state["model"].0.weight', "build different models"),
+        ("other_rows", "gradient", 'state["model"].', "different rows, order of rows"),
+        ("other_model", "weight before", 'state["model"].0.weight', "build the same model"),
     ],
 )
 def test_differences_of_an_old_function_are_reported(function, kind, value, cause, compare):
@@ -188,7 +168,7 @@ def test_differences_of_an_old_function_are_reported(function, kind, value, caus
     assert cause in told["cause"]
 
 
-def test_a_function_that_ends_early_is_compared_as_far_as_it_went(compare):
+def test_a_function_that_ends_early_is_compared_up_to_its_end(compare):
     code, out, _ = compare("Plain", "--against", "support.compared:short")
 
     assert code == 0, out

@@ -14,7 +14,6 @@ from pyarrow import csv, parquet
 
 from genlight.adapter.cli import main
 from genlight.reporters.events.event_log import EventLog
-from support.messages import refusal
 
 PROGRAM = """
 import sys
@@ -73,22 +72,16 @@ def test_a_log_is_shown_line_by_line_with_the_metrics_of_a_step_together(path, c
     ]
 
 
-def test_a_second_attempt_and_its_stop_are_named(path, capsys):
-    write_run(path)
-    with EventLog(path, run_id="digits") as log:
+def test_the_directory_of_a_run_stands_for_its_log_and_a_second_attempt_is_named(tmp_path, capsys):
+    write_run(tmp_path / "metrics/events.jsonl")
+    with EventLog(tmp_path / "metrics/events.jsonl", run_id="digits") as log:
         log.started()
         log.failed(step=30, error="preempted", resumable=True)
-    call(path)
+    assert call(tmp_path) == 0
     lines = shown(capsys)
+    assert len(lines) == 8
     assert lines[-2].endswith("started attempt=2 run_id=digits")
     assert lines[-1].endswith("failed 30 category=preempted error=preempted resumable=true run_id=digits")
-
-
-@pytest.mark.parametrize("place", ["metrics/events.jsonl", "events.jsonl"])
-def test_the_directory_of_a_run_stands_for_its_log(tmp_path, place, capsys):
-    write_run(tmp_path / place)
-    assert call(tmp_path) == 0
-    assert len(shown(capsys)) == 6
 
 
 def test_json_gives_the_lines_of_the_log(path, capsys):
@@ -124,26 +117,12 @@ def test_following_ends_with_the_run(path, capsys):
     assert capsys.readouterr().out == path.read_text()
 
 
-def test_following_shows_each_metric_on_its_own(path, capsys):
-    write_run(path)
-    assert call(path, "--follow") == 0
-    assert len(shown(capsys)) == 7
-
-
-def test_a_sound_log_passes_the_check(path, capsys):
-    write_run(path)
+@pytest.mark.parametrize(("content", "count"), [(None, 7), (b"", 0), (b"\x1f\x8b\x08gzip", 0)])
+def test_a_sound_log_passes_the_check(path, capsys, content, count):
+    """A log without a complete line breaks no rule."""
+    write_run(path) if content is None else path.write_bytes(content)
     assert call(path, "--check") == 0
-    assert capsys.readouterr().out == "sound: 7 events\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [(b"", "sound: 0 events\n"), (b"\x1f\x8b\x08gzip", "sound: 0 events\n")],
-)
-def test_a_log_without_a_complete_line_breaks_no_rule_and_is_reported(path, capsys, content, said):
-    path.write_bytes(content)
-    assert call(path, "--check") == 0
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == f"sound: {count} events\n"
 
 
 def test_every_violation_is_printed_with_its_line(path, capsys):
@@ -161,24 +140,19 @@ def test_every_violation_is_printed_with_its_line(path, capsys):
     assert out[-1] == f"{path}: 4 violations"
 
 
-def test_violations_come_as_json_for_other_programs(path, capsys):
-    path.write_text("broken\n")
+def test_violations_come_as_json_and_cannot_control_the_terminal(path, capsys):
+    path.write_text('{"\\u001b[2J":1}\nbroken\n')
     assert call(path, "--check", "--json") == 1
-    (violation,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert (violation["line"], violation["rule"]) == (1, "json")
+    out = capsys.readouterr().out
+    last = json.loads(out.splitlines()[-1])
+    assert (last["line"], last["rule"]) == (2, "json")
+    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize("options", [[], ["--check"], ["--json"]])
 def test_an_absent_log_is_a_usage_error_that_names_it(path, options, capsys):
     assert call(path, *options) == 2
     assert f"no event log at {path}" in capsys.readouterr().err
-
-
-def test_check_and_follow_exclude_each_other(path, capsys):
-    write_run(path)
-    with refusal(SystemExit):
-        call(path, "--check", "--follow")
-    assert "--follow: not allowed with argument --check" in capsys.readouterr().err
 
 
 def test_a_broken_line_ends_the_display_with_its_number(path, capsys):
@@ -220,9 +194,3 @@ def test_metrics_are_written_as_a_table(path, capfdbinary):
     ]
     assert call(path, "--metrics", "--format", "parquet") == 0
     assert parquet.read_table(io.BytesIO(capfdbinary.readouterr().out)).column_names == table.column_names
-
-
-def test_a_broken_log_cannot_control_the_terminal(path, capsys):
-    path.write_text('{"\\u001b[2J":1}\n')
-    assert call(path, "--check") == 1
-    assert "\x1b" not in capsys.readouterr().out

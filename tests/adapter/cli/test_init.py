@@ -33,13 +33,13 @@ def test_a_new_project_runs_at_once_and_learns(tmp_path):
 
 
 def test_the_folder_holds_everything_that_its_job_and_readme_name(tmp_path, capsys):
-    assert main(["init", str(tmp_path / "new" / "start")]) == 0
+    folder = tmp_path / "new" / "my start"
+    assert main(["init", str(folder)]) == 0
 
-    folder = tmp_path / "new" / "start"
     job = json.loads((folder / "job.json").read_text())
     assert (folder / job["$schema"]).is_file()
     assert all((folder / path).is_file() for path in job["dataset"]["parquet_paths"])
-    assert f"next: genlight run {folder / 'job.json'}" in capsys.readouterr().out
+    assert f"next: genlight run '{folder / 'job.json'}'" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_empty_is_left_as_it_was(tmp_path, capsys):
@@ -48,12 +48,6 @@ def test_a_folder_that_is_not_empty_is_left_as_it_was(tmp_path, capsys):
     assert main(["init", str(tmp_path)]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     assert "is not an empty folder; name a new one" in capsys.readouterr().err
-
-
-def test_the_next_command_can_be_pasted_into_a_shell(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", "my project"]) == 0
-    assert "next: genlight run 'my project/job.json'\n" in capsys.readouterr().out
 
 
 def test_an_empty_name_is_not_the_working_directory(tmp_path, monkeypatch, capsys):

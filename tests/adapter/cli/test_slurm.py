@@ -9,7 +9,6 @@ import pytest
 
 from genlight.adapter.cli import main, slurm
 from genlight.adapter.runner.transport import read_result, write_pickle
-from support.messages import refusal
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def lines(capsys, *words):
 
 
 def test_options_become_directives(job, capsys):
-    words = ["--nodes=2", "--tasks-per-node=8", "--gpus-per-node=h100:8", "--cpus-per-task=4", "--grace=90"]
+    words = ["--nodes=2", "--gpus-per-node=h100:8", "--cpus-per-task=4", "--grace=90"]
     said = lines(capsys, *words, "--sbatch=exclusive", "--sbatch=mail-type=END", "--sbatch=time=1-00:00:00")
     assert said[0] == "#!/bin/bash"
     assert {line.removeprefix("#SBATCH ") for line in said if line.startswith("#SBATCH")} == {
@@ -42,11 +41,18 @@ def test_options_become_directives(job, capsys):
         f"--output={job.parent}/a-run-%j.out", "--open-mode=append", "--requeue", "--exclusive", "--mail-type=END",
     }  # fmt: skip
     assert any("--cpus-per-task=4 " in line for line in said if line.startswith("srun"))
+    assert any(f"genlight run {job} --set resume_from_latest=true" in line for line in said)
+    assert not (job.parent / "runs").exists()
 
 
 def test_unset_options_are_left_to_slurm(job, capsys):
-    names = {line.split("=")[0] for line in lines(capsys) if line.startswith("#SBATCH")}
-    assert not names & {"#SBATCH --time", "#SBATCH --gpus-per-node", "#SBATCH --partition", "#SBATCH --array"}
+    said = lines(capsys, "--no-requeue", "--set", "run_id=größe 1")
+    assert {line.split("=")[0] for line in said if line.startswith("#SBATCH")} == {
+        f"#SBATCH --{name}"
+        for name in ("job-name", "nodes", "ntasks-per-node", "output", "open-mode", "signal", "no-requeue")
+    }
+    assert "#SBATCH --job-name=gr--e-1" in said
+    assert not any("scontrol requeue" in line for line in said)
 
 
 def test_a_container_is_started_by_srun_and_the_requeue_stays_outside_of_it(job, capsys):
@@ -56,20 +62,6 @@ def test_a_container_is_started_by_srun_and_the_requeue_stays_outside_of_it(job,
     assert "--container-image=repo+image:1 --container-mounts=/data:/data,/jobs:/jobs" in srun
     requeue = next(index for index, line in enumerate(said) if "scontrol requeue" in line)
     assert said.index("module load x") < said.index(srun) < requeue
-
-
-def test_without_requeue_the_script_ends_as_the_run_did(job, capsys):
-    said = lines(capsys, "--no-requeue")
-    assert "#SBATCH --no-requeue" in said
-    assert not any("scontrol requeue" in line for line in said)
-
-
-@pytest.mark.parametrize("words", [[], ["--set", "owner='x y'", "--set", "notes=$(id)"], ["--setup", "A='1 2'"]])
-def test_the_script_is_sound(job, capsys, monkeypatch, words):
-    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", "/jobs/a b/$HOME")
-    _, script, _ = rendered(capsys, *words)
-    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 SHELL = """
@@ -83,21 +75,18 @@ STOPPED = """printf '%s\\n' '{"category":"REASON","event":"failed"}' >> "$events
 
 
 @pytest.fixture
-def ends(job, tmp_path, capsys, monkeypatch):
-    """The output and exit code of the script, with srun and scontrol as functions of its shell."""
-    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", str(tmp_path))
-    (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics" / "events.jsonl").touch()
+def run(job, tmp_path, capsys, monkeypatch):
+    """Run the script in bash, with srun and scontrol as functions of its shell; `more` are further shell lines."""
+    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", f"{tmp_path}/a b")
 
-    def run(srun, *words):
+    def ended(srun, *words, more=""):
         _, script, _ = rendered(capsys, *words)
-        done = subprocess.run(
-            ["bash"], input=SHELL % srun + script, text=True, capture_output=True, check=False, cwd=tmp_path
-        )
-        assert done.stderr == ""
-        return done.stdout.strip(), done.returncode
+        for name in ("a b", "a b-3"):  # of the job, and of a task of an array
+            (tmp_path / name / "metrics").mkdir(parents=True, exist_ok=True)
+        shell = SHELL % srun + more + script
+        return subprocess.run(["bash"], input=shell, text=True, capture_output=True, check=False, cwd=tmp_path)
 
-    return run
+    return ended
 
 
 @pytest.mark.parametrize(
@@ -113,26 +102,20 @@ def ends(job, tmp_path, capsys, monkeypatch):
         ("""echo '{"event":"checkpoint"}' >> "$events"; return 137""", True),
     ],
 )
-def test_a_run_that_can_continue_is_requeued(ends, srun, requeues):
-    said, code = ends(srun)
-    assert said == ("requeued 7" if requeues else "")
+def test_a_run_that_can_continue_is_requeued(run, srun, requeues):
+    done = run(srun)
+    assert done.stdout == ("requeued 7\n" if requeues else "")
     if not requeues:
-        assert code == int(srun.rpartition(" ")[2])
+        assert done.returncode == int(srun.rpartition(" ")[2])
 
 
 ARRAY = "SLURM_ARRAY_JOB_ID=5 SLURM_ARRAY_TASK_ID=3\n"
+PREEMPTED = STOPPED.replace("REASON", "preempted")
 
 
 @pytest.mark.parametrize("python", ["", "PY_EXEC=/env/python\n"])
-def test_a_task_of_an_array_is_a_separate_run_and_is_requeued_without_the_others(
-    job, tmp_path, capsys, monkeypatch, python
-):
-    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", f"{tmp_path}/a b")
-    _, script, _ = rendered(capsys)
-    (tmp_path / "a b-3" / "metrics").mkdir(parents=True)
-    stopped = """printf '%s\\n' "$@" >&2; """ + STOPPED.replace("REASON", "preempted")
-    shell = SHELL % stopped + ARRAY + python
-    done = subprocess.run(["bash"], input=shell + script, text=True, capture_output=True, check=False, cwd=tmp_path)
+def test_a_task_of_an_array_is_a_separate_run_and_is_requeued_without_the_others(run, tmp_path, python):
+    done = run("""printf '%s\\n' "$@" >&2; """ + PREEMPTED, more=ARRAY + python)
     assert done.stdout == "requeued 5_3\n"
     given = done.stderr.splitlines()
     assert given[-4:] == ["--set", f"artifacts_dir={tmp_path}/a b-3", "--set", "run_id=a run-3"]
@@ -141,22 +124,15 @@ def test_a_task_of_an_array_is_a_separate_run_and_is_requeued_without_the_others
     assert bool(python) == ("/env/python" in given)
 
 
-def test_a_task_of_an_array_does_not_start_if_all_would_share_a_folder(job, tmp_path, capsys):
-    _, script, _ = rendered(capsys, "--set", f"events_path={tmp_path}/events.jsonl")
-    shell = SHELL % "echo started" + ARRAY
-    done = subprocess.run(["bash"], input=shell + script, text=True, capture_output=True, check=False, cwd=tmp_path)
+def test_a_task_of_an_array_does_not_start_if_all_would_share_a_folder(run, tmp_path):
+    done = run("echo started", "--set", f"events_path={tmp_path}/events.jsonl", more=ARRAY)
     assert (done.returncode, done.stdout) == (2, "")
     assert "would share events_path" in done.stderr
 
 
-def test_a_requeue_that_the_controller_does_not_answer_is_tried_again(job, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TRAINER_ARTIFACTS_DIR", str(tmp_path))
-    (tmp_path / "metrics").mkdir()
-    _, script, _ = rendered(capsys)
+def test_a_requeue_that_the_controller_does_not_answer_is_tried_again(run):
     fails_once = 'sleep() { :; }; scontrol() { [ -e asked ] && echo "requeued $2" && exit 0; touch asked; return 1; }\n'
-    shell = SHELL % STOPPED.replace("REASON", "preempted") + fails_once
-    done = subprocess.run(["bash"], input=shell + script, text=True, capture_output=True, check=False, cwd=tmp_path)
-    assert done.stdout == "requeued 7\n"
+    assert run(PREEMPTED, more=fails_once).stdout == "requeued 7\n"
 
 
 SCONTROL = """#!/bin/bash
@@ -197,7 +173,6 @@ TASKS = [
     ("answers", "code", "said"),
     [
         ((RUNNING, None, COMPLETED), 0, ["7 COMPLETED, exit code 0"]),
-        ((None, None, RUNNING, None, COMPLETED), 0, ["7 COMPLETED, exit code 0"]),
         (("no state at all", COMPLETED), 0, ["7 COMPLETED, exit code 0"]),
         (
             ("\n".join(TASKS).format("RUNNING", "0:0"), "\n".join(TASKS).format("FAILED", "3:0")),
@@ -225,44 +200,28 @@ def test_wait_ends_with_1_if_the_controller_stays_away_and_with_2_for_an_unknown
     assert main(["slurm", "wait", "7"]) == 2
 
 
-def test_the_time_limit_of_a_job_is_kept(ends):
-    assert ends(STOPPED.replace("REASON", "timeout"), "--set", "max_runtime_seconds=60") == ("", 75)
+def test_the_time_limit_of_a_job_is_kept(run):
+    done = run(STOPPED.replace("REASON", "timeout"), "--set", "max_runtime_seconds=60")
+    assert (done.stdout, done.returncode) == ("", 75)
 
 
-def test_the_end_time_and_the_grace_reach_the_tasks(ends):
-    said, _ = ends('echo "$SLURM_JOB_END_TIME $TRAINER_STOP_GRACE_SECONDS"', "--grace=33")
-    end, grace = said.split()
+def test_settings_end_time_and_grace_reach_the_tasks_as_they_are(run, job, tmp_path):
+    words = ("--set", "owner=1 2", "--set", "notes=$(id)", "--no-requeue", "--grace=33")
+    done = run("""printf '%s\\n' "$SLURM_JOB_END_TIME" "$TRAINER_STOP_GRACE_SECONDS" "$@" """, *words)
+    assert done.stderr == ""
+    end, grace, *given = done.stdout.splitlines()
     assert int(end) == int(subprocess.check_output(["date", "--date=2030-01-01T00:00:00", "+%s"]))
     assert grace == "33"
-
-
-def test_the_settings_reach_the_tasks_as_they_are(ends, job, tmp_path):
-    said, _ = ends("""printf '%s\\n' "$@" """, "--set", "owner=1 2", "--set", "notes=$(id)", "--no-requeue")
-    given = said.splitlines()
     assert given[given.index("run") :] == [
         "run", str(job), "--set", "resume_from_latest=true", "--set", "owner=1 2", "--set", "notes=$(id)",
-        "--set", f"artifacts_dir={tmp_path}",
+        "--set", f"artifacts_dir={tmp_path}/a b",
     ]  # fmt: skip
-
-
-def test_a_script_is_printed_with_a_task_for_each_gpu(job, capsys):
-    code, script, errors = rendered(capsys, "--nodes", "2", "--gpus-per-node", "h100:8", "--sbatch", "time=60")
-
-    assert (code, errors) == (0, "")
-    for line in ("--job-name=a-run", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=h100:8", "--time=60"):
-        assert f"#SBATCH {line}\n" in script
-    assert f"genlight run {job} --set resume_from_latest=true" in script
-    assert not (job.parent / "runs").exists()
 
 
 FAULTS = [
     (["--gpus-per-node", "many"], "Expected a number such as 8 or h100:8, but received 'many'"),
     (["--mount", "/a:/b"], "`--mount` has no effect without `--container`."),
-    (
-        ["--sbatch=--exclusive"],
-        "Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received ",
-    ),
-    (["--sbatch", "wrap=x\nrm"], "Invalid option of sbatch"),
+    (["--sbatch=wrap=x\nrm"], "Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received "),
     (["--set", "max_steps=no"], "startup.invalid_job_spec"),
     (["--set", "resume_checkpoint_path=x.json"], "every start of a requeued job would begin there again"),
     (["--sbatch=array=0-3", "--set", "checkpoints_dir=/x"], "the tasks of an array would share checkpoints_dir"),
@@ -280,23 +239,10 @@ def test_an_unusable_argument_is_named_and_nothing_is_printed(job, capsys, words
 
 
 def test_all_unusable_arguments_are_named_at_once(job, capsys):
-    words = ["--gpus-per-node", "-1", "--sbatch", "mem=a lot", "--mount", "/a:/b"]
-    code, _, errors = rendered(capsys, *words)
+    code, _, errors = rendered(capsys, "--gpus-per-node", "-1", "--sbatch", "mem=a lot", "--mount", "/a:/b")
     assert code == 2
     assert len(errors.splitlines()) == 3
     assert all(name in errors for name in ("`--gpus-per-node`", "`--mount`", "'mem=a lot'"))
-
-
-def test_a_run_id_in_any_script_gives_a_valid_slurm_name(job, capsys):
-    code, script, errors = rendered(capsys, "--set", "run_id=größe 1")
-    assert (code, errors) == (0, "")
-    assert "#SBATCH --job-name=gr--e-1\n" in script
-
-
-def test_an_unknown_action_suggests_the_nearest(job, capsys):
-    with refusal(SystemExit):
-        main(["slurm", "submti", "job.json"])
-    assert "Did you mean `submit`?" in capsys.readouterr().err
 
 
 TASK_MODULE = """
@@ -372,7 +318,7 @@ def test_a_keyword_argument_without_a_value_is_refused(sbatch, capsys):
     assert "Expected --set NAME=VALUE, but received 'text'" in capsys.readouterr().err
 
 
-def test_a_machine_without_slurm_gets_a_clear_message(job):
+def test_a_missing_sbatch_is_reported_without_a_traceback(job):
     environ = {**os.environ, "PATH": os.path.dirname(sys.executable)}
     command = [sys.executable, "-m", "genlight.adapter.cli", "slurm", "submit", "job.json"]
     done = subprocess.run(command, cwd=job.parent, env=environ, capture_output=True, text=True, check=False)

@@ -53,13 +53,9 @@ def test_list_shows_waiting_uploads(left_over, genlight_uploads):
     assert [line.split()[0] for line in lines[:-1]] == ["metrics", "checkpoint", "terminal"]
     assert "step-00000003.json" in lines[1]
 
-
-def test_it_lists_json_for_other_programs(left_over, genlight_uploads):
     _, out, _ = genlight_uploads("list", left_over, "--json")
-    entries = [json.loads(line) for line in out.splitlines()]
-    assert entries[1]["files"] == 2
-    assert entries[1]["files_sent"] == 0
-    assert entries[1]["size_bytes"] == len("weights") + len("{}")
+    entry = json.loads(out.splitlines()[1])
+    assert (entry["files"], entry["files_sent"], entry["size_bytes"]) == (2, 0, len("weights") + len("{}"))
 
 
 def test_it_delivers_everything_the_terminal_message_last(left_over, chaos, environment, genlight_uploads):
@@ -91,20 +87,17 @@ def test_an_undeliverable_upload_is_named_and_stays(left_over, chaos, environmen
     assert genlight_uploads("list", left_over)[1].endswith("3 waiting\n")
 
 
-def test_without_a_url_it_names_the_variables_to_set(left_over, genlight_uploads, monkeypatch):
-    code, _, err = genlight_uploads("retry", left_over)
-    assert code == 2
-    assert "TRAINER_UPLOAD_CHECKPOINT_URL" in err
-    assert "TRAINER_UPLOAD_TERMINAL_URL" in err
-
-
-def test_a_checkpoint_is_not_sent_without_the_bytes_that_its_run_would_have_sent(
-    left_over, chaos, environment, genlight_uploads, monkeypatch
+@pytest.mark.parametrize("has_urls", [False, True])
+def test_nothing_is_sent_unless_every_destination_is_known(
+    left_over, chaos, environment, genlight_uploads, monkeypatch, has_urls
 ):
     monkeypatch.delenv("TENSORHUB_URL")
+    for kind in () if has_urls else ("METRICS", "CHECKPOINT", "TERMINAL"):
+        monkeypatch.delenv(f"TRAINER_UPLOAD_{kind}_URL")
     code, _, err = genlight_uploads("retry", left_over)
     assert code == 2
     assert "TENSORHUB_URL" in err
+    assert ("TRAINER_UPLOAD_CHECKPOINT_URL" in err and "TRAINER_UPLOAD_TERMINAL_URL" in err) != has_urls
     assert chaos.requests() == []
 
 
@@ -142,15 +135,11 @@ def test_every_fault_of_environment_and_job_spec_is_named(left_over, tmp_path, g
     monkeypatch.setenv("TRAINER_UPLOAD_METRICS_URL", "no url")
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"uploads": {"checkpoint_url": 5}, "capability_token": ["t0ken"]}))
+    code, _, err = genlight_uploads("retry", left_over, "--job", "nowhere.json")
+    assert (code, "There is no job spec at " in err) == (2, True)
     code, _, err = genlight_uploads("retry", left_over, "--job", job)
     assert code == 2
     assert "Invalid `TRAINER_UPLOAD_METRICS_URL`" in err
     assert "Invalid `uploads.checkpoint_url`. Expected an http:// or https:// URL, but received 5." in err
     assert "Invalid `capability_token`" in err
     assert "t0ken" not in err
-
-
-def test_a_missing_job_spec_is_named(left_over, environment, genlight_uploads):
-    code, _, err = genlight_uploads("retry", left_over, "--job", "nowhere.json")
-    assert code == 2
-    assert "There is no job spec at " in err

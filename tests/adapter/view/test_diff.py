@@ -8,11 +8,6 @@ import shutil
 import pytest
 
 from genlight.adapter.cli import main
-from genlight.adapter.view.differences import differences, facts_of_run
-from genlight.adapter.view.history import Budget, history_of
-from genlight.adapter.view.page import facts_of
-from genlight.adapter.view.summary import summary_of
-from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="events")
 
@@ -21,7 +16,7 @@ def rows_of(capsys):
     return {(row["about"], row["name"]): row["values"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
 
 
-def test_settings_and_results_that_differ_are_said_of_both_runs(runs, capsys):
+def test_differing_settings_and_results_show_both_values(runs, capsys):
     assert main(["diff", str(runs / "done"), str(runs / "broken"), "--json"]) == 0
     rows = rows_of(capsys)
     assert rows["configuration", "hyperparams.lr"] == [0.1, 0.2]
@@ -38,15 +33,12 @@ def test_settings_and_results_that_differ_are_said_of_both_runs(runs, capsys):
     assert lines.index("configuration") < lines.index("results")
     assert ["hyperparams.lr", "0.1", "0.2"] in [line.split() for line in lines]
 
-
-def test_a_run_differs_in_nothing_from_itself(runs, capsys):
-    assert main(["diff", str(runs / "done"), str(runs / "done")]) == 0
-    assert capsys.readouterr().out == "no known difference\n"
-    assert main(["diff", str(runs / "done"), str(runs / "done"), "--json"]) == 0
-    assert capsys.readouterr().out == ""
+    for option, out in ([], "no known difference\n"), (["--json"], ""):
+        assert main(["diff", str(runs / "done"), str(runs / "done"), *option]) == 0
+        assert capsys.readouterr().out == out
 
 
-def test_code_data_and_versions_are_compared_by_what_log_and_job_say(runs, tmp_path, capsys):
+def test_code_data_and_versions_of_log_and_job_are_compared(runs, tmp_path, capsys):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     log = folder / "metrics" / "events.jsonl"
     first, *others = log.read_text().splitlines(keepends=True)
@@ -70,7 +62,7 @@ def test_code_data_and_versions_are_compared_by_what_log_and_job_say(runs, tmp_p
     assert before.startswith("100,000 entries, sha256:")
 
 
-def test_without_the_job_of_one_run_the_logs_are_compared_and_it_is_said(runs, tmp_path, capsys):
+def test_if_one_run_has_no_job_the_logs_are_compared_with_a_note(runs, tmp_path, capsys):
     folder = shutil.copytree(runs / "broken", tmp_path / "broken")
     (folder / "job.json").unlink()
     assert main(["diff", str(runs / "done"), str(folder)]) == 0
@@ -78,16 +70,3 @@ def test_without_the_job_of_one_run_the_logs_are_compared_and_it_is_said(runs, t
     assert ["hyperparams.lr", "0.1", "0.2"] in [line.split() for line in shown.out.splitlines()]
     assert "metric_every" not in shown.out
     assert shown.err == f"genlight diff: {folder} has no job.json: only numeric hyperparameters are compared\n"
-
-
-def test_a_page_has_the_same_differences(runs):
-    folders = [runs / "done", runs / "broken"]
-    found = differences([facts_of_run(summary_of(folder)) for folder in folders])
-    page = facts_of([history_of(folder).as_json(Budget()) for folder in folders])
-    assert page["differences"] == [[each.name, *each.values] for each in found]
-
-
-def test_what_is_no_run_is_named(tmp_path, capsys):
-    with refusal(SystemExit):
-        main(["diff", str(tmp_path), str(tmp_path / "absent")])
-    assert f"{tmp_path} is not the folder of a run; `genlight ls` lists" in capsys.readouterr().err

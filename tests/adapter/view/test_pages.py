@@ -152,7 +152,7 @@ def test_a_list_is_filtered_and_its_runs_are_compared(browser, site):
         assert "hyperparams.lr" in page.get_by_role("region", name="What differs").inner_text()
 
 
-def test_a_checkpoint_is_downloaded_whole(browser, runs, site, tmp_path):
+def test_a_checkpoint_is_downloaded_completely(browser, runs, site, tmp_path):
     with opened(browser, f"{site}run?run=done") as page:
         with page.expect_download() as download:
             page.get_by_role("link", name="final.tar").click()

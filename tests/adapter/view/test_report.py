@@ -17,7 +17,6 @@ from genlight.adapter.view.differences import differences
 from genlight.adapter.view.history import MOST_KEPT, Budget, Curve, history_of, thinned
 from genlight.adapter.view.page import LARGEST_PAGE, report
 from genlight.reporters.events.event_log import EventLog
-from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="events")
 
@@ -30,21 +29,14 @@ def page(runs, tmp_path_factory):
     return target.read_text()
 
 
-def data_of(page):
-    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
-
-
-def test_a_page_loads_nothing_and_is_small(page):
-    assert len(page) < LARGEST_PAGE
-    assert "default-src 'none'" in page
-    outside = re.findall(r'(?:src|href)="(?!data:)[^"]*"', page)
-    assert not outside, outside
-
-
-def test_a_page_says_what_happened_and_what_differs(page):
-    data = data_of(page)
+def test_a_page_loads_nothing_and_says_what_happened_and_what_differs(page):
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     done, broken, killed = data["runs"]
 
+    assert len(page) < LARGEST_PAGE
+    assert "default-src 'none'" in page
+    assert "<b>luck" not in page, "no text of a run is markup"
+    assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', page)
     assert done["words"] == ["It completed at step 40 of 40."]
     assert "no <b>luck</b>" in broken["words"][0]
     assert killed["words"][0].startswith("It was lost")
@@ -57,15 +49,12 @@ def test_a_page_says_what_happened_and_what_differs(page):
     steps = done["curves"]["train/loss"]["steps"]
     assert (steps[0], steps[-1]) == (2, 40)
     assert [each["level"] for each in broken["findings"]] == ["fail"]
-
-
-def test_samples_are_embedded_where_they_are_pictures(page):
-    files = {file["name"].rpartition("/")[2]: file for file in data_of(page)["runs"][0]["samples"][-1]["files"]}
+    files = {file["name"].rpartition("/")[2]: file for file in done["samples"][-1]["files"]}
     assert files["picture.png"]["source"].startswith("data:image/png;base64,")
     assert "not a picture" in files["fake.png"]["note"]
 
 
-def test_a_huge_picture_and_one_that_leads_out_are_named_and_left_out(runs, tmp_path):
+def test_huge_pictures_and_links_out_of_the_run_are_named_and_not_shown(runs, tmp_path):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     record = max((folder / "samples").glob("step-*.json"))
     huge, outside = folder / "samples" / "huge.png", tmp_path / "outside.png"
@@ -102,7 +91,7 @@ def test_a_long_curve_takes_bounded_memory_and_keeps_its_peaks():
     assert (points["steps"][0], points["steps"][-1]) == (0, 5 * MOST_KEPT - 1)
 
 
-def test_steps_that_are_made_again_replace_those_of_before(tmp_path):
+def test_repeated_steps_replace_the_earlier_ones(tmp_path):
     log = tmp_path / "run" / "events.jsonl"
     log.parent.mkdir()
     with EventLog(log, run_id="r") as first:
@@ -126,7 +115,7 @@ def test_steps_that_are_made_again_replace_those_of_before(tmp_path):
     assert differences([seen, seen]) == []
 
 
-def test_a_log_that_grows_is_read_on_as_if_it_had_been_read_at_once(runs, tmp_path):
+def test_a_growing_log_gives_the_same_history_as_one_read_at_once(runs, tmp_path):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     log = folder / "metrics" / "events.jsonl"
     content = log.read_bytes()
@@ -142,17 +131,14 @@ def test_a_log_that_grows_is_read_on_as_if_it_had_been_read_at_once(runs, tmp_pa
     os.replace(shutil.copy(runs / "broken/metrics/events.jsonl", tmp_path / "other"), log)
     assert history_of(folder, history).as_json(Budget())["run_id"] == "broken", "another file has taken its place"
 
-
-def test_a_run_whose_log_comes_later_is_followed_from_its_first_line(runs, tmp_path):
-    folder = shutil.copytree(runs / "done", tmp_path / "done")
     shutil.move(folder / "metrics", tmp_path / "aside")
-    history = history_of(folder)
+    history = history_of(folder, history)
     assert not history.curves
     shutil.move(tmp_path / "aside", folder / "metrics")
-    assert "train/loss" in history_of(folder, history).curves
+    assert "train/loss" in history_of(folder, history).curves, "a log that comes later"
 
 
-def test_a_torn_or_damaged_log_is_reported_as_far_as_it_goes(runs, tmp_path):
+def test_a_damaged_log_is_shown_up_to_the_damage_and_reported(runs, tmp_path):
     folder = shutil.copytree(runs / "done", tmp_path / "done")
     log = folder / "metrics" / "events.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
@@ -161,10 +147,3 @@ def test_a_torn_or_damaged_log_is_reported_as_far_as_it_goes(runs, tmp_path):
     assert seen.curves
     assert any("line 11" in each["text"] for each in seen.findings)
     assert report([seen])
-
-
-def test_what_is_no_run_is_refused(tmp_path, capsys):
-    with refusal(SystemExit):
-        main(["report", str(tmp_path), "--to", str(tmp_path / "x.html")])
-    assert "is not the folder of a run" in capsys.readouterr().err
-    assert not (tmp_path / "x.html").exists()

@@ -7,41 +7,31 @@ import logging
 
 import torch
 
-from genlight.adapter import StepResult
 from genlight.callbacks import Evaluate
 from support.rank_processes import run_ranks
+from support.trainer_class import Counts
 
 
-class Fails:
+class Fails(Counts):
     """Its evaluation changes the mode of its model and fails, but for those after `works_at`."""
 
     def __init__(self, works_at: tuple[int, ...] = ()) -> None:
-        self.works_at, self.step, self.modes = works_at, 0, []
-
-    def setup(self, ctx): ...
+        self.works_at, self.modes = works_at, []
 
     def configure(self, ctx):
-        return {"model": torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())
+        return {**super().configure(ctx), "model": model}
 
     def train_step(self, batch, state, ctx):
-        self.step += 1
         self.modes.append([part.training for part in state["model"].modules()])
-        return StepResult(metrics={"loss": 1.0})
+        return super().train_step(batch, state, ctx)
 
     def evaluate(self, state, ctx):
         state["model"].eval()
-        if self.step not in self.works_at:
-            raise ValueError(f"broken at {self.step}")
+        if state["steps"] not in self.works_at:
+            raise ValueError(f"broken at {state['steps']}")
         state["model"].train()
         return {"val/loss": 1.0}
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx): ...
 
 
 def test_a_failure_is_tolerated_and_leaves_no_part_in_the_wrong_mode(fit, caplog) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of a step as it lies in the repository, with few steps; no figure is judged."""
+"""The benchmarks of a step, the diagnosis and the feed, with few steps; no figure is judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,21 +15,49 @@ from genlight.adapter import StepResult
 
 pytestmark = pytest.mark.promise(name="speed")
 
-BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
-LOGGERS = ("lightning", "lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
+LOGGERS = ("lightning", "lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "genlight")
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    """Imports a part of the benchmark by its name."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    threads, levels = torch.get_num_threads(), [logging.getLogger(name).level for name in LOGGERS]
+def benchmark(examples, monkeypatch):
+    """Imports a benchmark by its name; threads, levels of loggers and modules stay as they were."""
+    monkeypatch.syspath_prepend(str(examples / "benchmarks"))
+    threads, levels, before = (
+        torch.get_num_threads(),
+        [logging.getLogger(name).level for name in LOGGERS],
+        {*sys.modules},
+    )
     yield importlib.import_module
     torch.set_num_threads(threads)
     for name, level in zip(LOGGERS, levels, strict=True):
         logging.getLogger(name).setLevel(level)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("step_cost", "step_overhead")]:
-        del sys.modules[name]
+    for name in {*sys.modules} - before:
+        if name.split(".")[0] in ("step_cost", "step_overhead", "diagnosis", "feed"):
+            del sys.modules[name]
+
+
+def test_the_diagnosis_is_measured_for_every_model_and_leaves_the_methods_as_they_were(benchmark, capsys):
+    diagnosis = benchmark("diagnosis")
+    methods = [getattr(owner, name) for owner, name in diagnosis.TIMED]
+
+    found = diagnosis.main(["--checks", "1", "--interval", "5"])
+
+    assert set(found) == set(diagnosis.MODELS)
+    assert all(cost > 0 for cost in found.values())
+    assert [getattr(owner, name) for owner, name in diagnosis.TIMED] == methods
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in found)
+
+
+def test_the_feed_benchmark_reports_every_contender_with_the_same_number_of_batches(benchmark, tmp_path, capsys):
+    benchmark("feed").main(["--rows", "6400", "--repeats", "1", "--json", str(tmp_path / "feed.json")])
+    report = json.loads((tmp_path / "feed.json").read_text())
+    for name, rows in (("narrow", 6400), ("wide", 640)):
+        lines = {line["contender"]: line for line in report[name]["throughput"]}
+        assert {"feed", "limit", "scanner", "iter_batches"} <= set(lines)
+        assert lines["feed"]["batches"] == lines["limit"]["batches"] == rows // 32
+        assert report[name]["resume_ms"]["feed at 75%"] > 0
+    assert "x scanner" in capsys.readouterr().out
 
 
 def test_every_host_takes_turns_with_its_floor_and_is_reported(benchmark, tmp_path, capsys):
@@ -85,16 +112,16 @@ def test_a_trainer_that_reads_its_loss_in_every_step_is_found(benchmark):
     traced = device.traced(reading, "cpu", None)
 
     ((place, count),) = waits.items()
-    assert place.startswith("tests/examples/test_step_overhead.py:")
+    assert place.startswith("tests/examples/test_benchmarks.py:")
     assert count == 17
     assert 9 <= traced["aten::_local_scalar_dense"] <= 11
 
 
 @pytest.mark.slow
-def test_two_ranks_are_measured_beside_bare_ddp(tmp_path):
+def test_two_ranks_are_measured_next_to_bare_ddp(examples, tmp_path):
     arguments = ["--ranks", "2", "--steps", "8", "--block", "4", "--rounds", "1", "--only", "genlight"]
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "step_overhead.py", *arguments, "--json", tmp_path / "found.json"],
+        [sys.executable, examples / "benchmarks" / "step_overhead.py", *arguments, "--json", tmp_path / "found.json"],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
