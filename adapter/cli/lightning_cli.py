@@ -64,11 +64,32 @@ _load_yaml = get_loader("yaml")
 
 
 def _load_configuration(text: str) -> Any:
-    """Load a YAML text; refuse a job, whose ``trainer`` is the name of a class."""
+    """Load a YAML text.
+
+    Raises:
+        yaml.YAMLError: It has a key twice, or is a job, whose ``trainer`` is the name of a class.
+    """
     value = _load_yaml(text)
+    _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader))
     if isinstance(value, dict) and "run_id" in value and isinstance(value.get("trainer"), str):
         raise yaml.YAMLError("it is a job; run it with `genlight run JOB.json`")
     return value
+
+
+def _refuse_repeated_keys(tree: yaml.Node | None) -> None:
+    """Refuse a mapping with one key twice, of which YAML would silently take the last value."""
+    waiting, seen = [tree], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, yaml.CollectionNode) or id(node) in seen:  # an alias is the node of its anchor
+            continue
+        seen.add(id(node))
+        names = set[str]()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.value in names and key.value != "<<":
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} appears twice", problem_mark=key.start_mark)
+            names.add(str(key.value))
+        waiting += itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
 
 
 set_loader("yaml", _load_configuration, exceptions=(yaml.YAMLError,))

@@ -196,6 +196,7 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
         ("--config tab.yaml", "cannot start any token"),
         ("--config list.yaml", "Unexpected config: - a"),
         ("--config empty.yaml", "Unexpected config: "),
+        ("--config twice.yaml", "the key 'a' appears twice\n  in \"<unicode string>\", line 3, column 5"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_one_short_error_and_exit_code_2(genlight, tmp_path, arguments, said):
@@ -206,6 +207,7 @@ def test_an_argument_that_cannot_be_used_is_one_short_error_and_exit_code_2(genl
         "tab.yaml": b"trainer:\n\tx: 1",
         "list.yaml": b"- a\n- b",
         "empty.yaml": b"",
+        "twice.yaml": b"t:\n  - a: 1\n    a: 3",
     }.items():
         (tmp_path / name).write_bytes(content)
 
@@ -297,7 +299,8 @@ def test_a_configuration_needs_no_data_if_the_model_has_its_own(genlight, tmp_pa
 
 def test_lightnings_timer_can_be_configured_and_a_configuration_may_be_text(genlight):
     timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:00:10:00"}}
-    code, words = genlight("fit", "--config", "trainer: {max_steps: 3}", callbacks=[timer])
+    text = "trainer: &x {max_steps: 3, <<: {log_every_n_steps: 3}}"
+    code, words = genlight("fit", "--config", text, callbacks=[timer])
 
     assert code == 0, words
 
