@@ -7,8 +7,6 @@ the position arithmetic, and lets a resume go straight to its row group.
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -213,7 +211,6 @@ def _in_words(names: Sequence[str], most: int = 12) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "") if names else "no columns"
 
 
-_PARTITION = re.compile(r"(?:^|/)([^/=]+)=([^/]*)(?=/)")
 _FOOTER_THREADS = 16
 _CACHED_FOOTERS = 16
 _SKIPPED_BYTES = 32 << 20
@@ -266,9 +263,6 @@ class ParquetSource:
         self._open: tuple[_Footer, pq.ParquetFile] | None = None
         self._row_bytes = 0.0
         """Of the rows that were decoded last."""
-        pairs = {pair for f in footers for pair in _PARTITION.findall(f.file.path) if pair[0] not in self.schema.names}
-        self.partitions = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        """Columns that only the folders have, as in ``year=2024/part-0.parquet``."""
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
         self.fingerprint = xxhash.xxh3_64_hexdigest("\0".join(sizes).encode())
 
