@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import time
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -177,17 +176,6 @@ def test_refused_credentials_end_the_run_and_the_next_one_delivers_the_queue(fit
     assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
 
 
-def test_uploads_of_another_run_in_the_shared_folder_wait_during_the_next_run(fit, chaos, tmp_path, caplog):
-    chaos.control(tokens=["another"])
-    with refusal(UploadError):
-        fit()
-    chaos.control(tokens=None)
-    fit(run_id="run-2")
-    assert {message["run_id"] for message in chaos.messages("/checkpoint")} == {"run-2"}
-    assert "uploads of run 'run-1' to file store and endpoint wait in" in caplog.text
-    assert chaos.messages("/terminal")[-1]["run_id"] == "run-2"
-
-
 def test_a_refused_checkpoint_ends_the_run_early_and_is_in_the_terminal_message(fit, chaos):
     chaos.control(script=["422"], script_paths="/checkpoint?")
 
@@ -230,16 +218,6 @@ def test_a_hook_that_is_not_critical_lets_the_run_complete(fit, chaos, caplog):
     trainer = fit(deadline_s=0.2, critical=False)
     assert trainer.global_step == 6
     assert "kept for the next start" in caplog.text
-
-
-def test_the_token_is_not_in_logs_or_files_of_the_run(fit, chaos, tmp_path, caplog):
-    caplog.set_level(0)
-    chaos.control(tokens=["another"])
-    with pytest.raises(UploadError) as caught:
-        fit()
-    assert TOKEN not in caplog.text + repr(caught.value) + str(caught.getrepr(chain=True))
-    for path in (tmp_path / "run").rglob("*"):
-        assert path.is_dir() or TOKEN.encode() not in path.read_bytes()
 
 
 def test_settings_out_of_range_are_refused():
@@ -317,16 +295,6 @@ class Reports(Hook):
             sample.write_text(json.dumps({"files": [f"{sample.stem}/cat.png"]}))
             samples[sample] = [picture]
         return samples
-
-
-def test_a_checkpoint_of_genlight_is_sent_with_all_its_files(fit, chaos, tmp_path):
-    fit(every=0, callbacks=[Reports(tmp_path / "run" / "own")])
-    (message,) = chaos.messages("/checkpoint")
-    assert (message["step"], Path(message["local_path"]).name) == (3, "step-00000003.json")
-    names = [name for name in chaos.files() if name.startswith("step-00000003-")]
-    assert "step-00000003-step-00000003.json" in names
-    assert "step-00000003-model.safetensors" in names
-    assert message["file_ref"] == "ref-step-00000003-step-00000003.json"
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")

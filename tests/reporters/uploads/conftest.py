@@ -118,3 +118,15 @@ def write_checkpoint(tmp_path):
         return record, [model, lora]
 
     return write
+
+
+@pytest.fixture
+def enqueue(write_checkpoint):
+    """Write a checkpoint and queue it; return the record and its files."""
+
+    def write_and_queue(uploader, step=1, *, size=1000, name=None, **options):
+        record, files = write_checkpoint(step, size, name)
+        uploader.enqueue("checkpoint", record, files, step=step, **options)
+        return record, files
+
+    return write_and_queue

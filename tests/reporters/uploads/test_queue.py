@@ -1,6 +1,5 @@
 """The queue on disk: entries that survive, entries that are skipped, and values that are never written."""
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -50,33 +49,6 @@ def _names(entries):
 
 def _files(queue):
     return sorted(queue.directory.glob("0*.json"))
-
-
-def test_entries_and_their_progress_survive_the_process(open_queue):
-    queue = open_queue()
-    (queue.root / "1").touch()
-    first, second = add(queue, "checkpoint", 1, "1"), add(queue, "checkpoint", 2, "2")
-    second.parts["put:0"] = UploadedFile("x", "0", 1)
-    queue.save(second)
-    queue.finish(first)
-    queue.close()
-    again = open_queue()
-    (waiting,) = again.entries()
-    assert (waiting.seq, waiting.step, waiting.parts) == (2, 2, {"put:0": UploadedFile("x", "0", 1)})
-    assert _names(again.delivered("checkpoint")) == ["1"]
-    assert again.delivered("terminal") == []
-    assert add(again, "sample", 5).seq == 3
-
-
-def test_a_failure_lasts_as_long_as_the_attempt(open_queue):
-    queue = open_queue()
-    failed = add(queue, "checkpoint", 1)
-    failed.reason = "HTTP 400"
-    queue.refuse(failed)
-    assert queue.head("checkpoint") is None
-    assert read_entries(queue.directory)[0].reason == "HTTP 400"
-    queue.close()
-    assert open_queue().head("checkpoint").reason == ""
 
 
 def test_an_empty_file_as_a_power_cut_leaves_it_is_no_entry(open_queue):
@@ -276,14 +248,6 @@ def test_what_was_delivered_and_is_still_there_as_waiting_is_not_sent_again(open
     queue.close()
     (queue.directory / "000000001.json").write_bytes((queue.directory / DELIVERED / "000000001.json").read_bytes())
     assert open_queue().entries() == read_entries(queue.directory) == []
-
-
-def test_every_file_of_the_queue_is_json(open_queue):
-    queue = open_queue()
-    entry_of_nan = entry("metrics", 1)
-    entry_of_nan.payload = {"metrics": {"a": float("nan")}}
-    queue.add(entry_of_nan)
-    assert json.loads(_files(queue)[0].read_text())["payload"] == {"metrics": {"a": None}}
 
 
 def test_entries_that_are_none_of_ours_stay_as_they_are(open_queue, full_disk, tmp_path):
