@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
@@ -27,34 +26,6 @@ def test_the_last_batch_of_an_epoch_is_short_and_never_mixed_with_the_next_epoch
     assert ids(feed.iter_batches(), 4) == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
 
 
-def test_drop_last_leaves_out_what_does_not_fill_a_step_of_all_ranks(rows_file, ids):
-    feed = ArrowFeed(rows_file(11), batch_size=2, world_size=2, rank=1, epochs=1, drop_last=True)
-    assert ids(feed) == [[2, 3], [6, 7]]
-    assert len(feed) == 2
-
-
-def test_rank_r_trains_the_rth_slice_of_what_one_process_would_see(rows_file, ids):
-    path = rows_file(7, 13, 3)
-    alone = ids(ArrowFeed(path, batch_size=6, epochs=1))
-    ranks = [ids(ArrowFeed(path, batch_size=2, rank=r, world_size=3, epochs=1)) for r in range(3)]
-    assert [flat(step) for step in zip(*ranks, strict=True)] == alone
-
-
-def test_with_fewer_rows_left_than_ranks_the_step_before_gives_some_up(rows_file, ids):
-    path = rows_file(9)
-    ranks = [ids(ArrowFeed(path, batch_size=4, rank=r, world_size=2, epochs=1)) for r in range(2)]
-    assert ranks == [[[0, 1, 2, 3], [7]], [[4, 5, 6], [8]]]
-
-
-def test_batches_of_one_row_that_ranks_cannot_share_come_before_the_next_epoch(rows_file, ids):
-    path = rows_file(10)
-    feeds = [ArrowFeed(path, batch_size=1, rank=r, world_size=3, epochs=2) for r in range(3)]
-    with pytest.warns(UserWarning, match="The last 2 rows of the last epoch are not used: 3 ranks cannot share them"):
-        ranks = [ids(feed.iter_batches()) for feed in feeds]
-    steps = [flat(step) for step in zip(*ranks, strict=True)]
-    assert steps == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1], [2, 3, 4], [5, 6, 7]]
-
-
 @pytest.mark.parametrize("shard", ["rows", "row_groups"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_resumed_feed_goes_on_after_the_last_batch_handed_out(rows_file, ids, shard, shuffle):
@@ -70,14 +41,6 @@ def test_a_resumed_feed_goes_on_after_the_last_batch_handed_out(rows_file, ids, 
         again = ArrowFeed(path, **options)
         again.load_state_dict(state)
         assert ids(again.iter_batches()) == whole[steps:]
-
-
-def test_the_position_is_the_same_on_every_rank(rows_file):
-    path = rows_file(11, 30)
-    feeds = [ArrowFeed(path, batch_size=3, rank=r, world_size=3, shard="row_groups") for r in range(3)]
-    for feed in feeds:
-        list(itertools.islice(feed, 3))
-    assert feeds[0].state_dict() == feeds[1].state_dict() == feeds[2].state_dict()
 
 
 def test_one_iteration_is_one_epoch(rows_file, ids):

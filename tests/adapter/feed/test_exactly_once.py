@@ -100,6 +100,10 @@ def run_all(history: list[Attempt], source: Any, folder: Path, **options: Any) -
 @settings(max_examples=40)
 @given(layouts, st.lists(attempts, max_size=5), st.booleans(), st.integers(1, 8), st.booleans())
 @example([[2, 9]], [Attempt(1, 2, "rows", 8, 0), Attempt(1, 2, "rows", 3, 1), Attempt(2, 1, "rows", 0, 0)], *NO_OPTIONS)
+@example([[10, 10]], [Attempt(2, 1, "row_groups", 2, 1)], *NO_OPTIONS)
+@example([[9]], [Attempt(1, 4, "rows", 2, 0), Attempt(2, 2, "rows", 1, 0)], *NO_OPTIONS)  # a row waits for epoch 1
+@example([[9]], [Attempt(1, 4, "rows", 5, 0), Attempt(2, 2, "rows", 1, 0)], *NO_OPTIONS)  # the last row is given up
+@example([[10]], [Attempt(3, 1, "rows", 9, 0)], *NO_OPTIONS)
 def test_every_row_is_trained_once_an_epoch_whatever_is_killed_and_resumed(files, history, shuffle, window, drop_last):
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{i}.parquet") for i in range(len(files))]
@@ -115,35 +119,6 @@ def test_every_row_is_trained_once_an_epoch_whatever_is_killed_and_resumed(files
     assert set(trained.values()) <= {1}
     assert set(trained) <= expected
     assert drop_last or len(expected) - len(trained) == given_up
-
-
-def test_a_rank_change_from_one_to_two_and_back_neither_loses_nor_repeats_a_row(tmp_path, rows_file):
-    path = rows_file(33, 1, 50, 17)
-    history = [Attempt(1, 8, "rows", 3, 2), Attempt(2, 4, "rows", 4, 1), Attempt(1, 8, "rows", 2, 0)]
-    trained, given_up = run_all(history, path, tmp_path, shuffle=True)
-    assert given_up == 0
-    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(101))
-
-
-def test_what_two_ranks_left_of_their_row_groups_is_trained_by_one(tmp_path, rows_file):
-    path = rows_file(10, 10)
-    trained, given_up = run_all([Attempt(2, 1, "row_groups", 2, 1)], path, tmp_path)
-    assert given_up == 0
-    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(20))
-
-
-def test_rows_too_few_for_more_ranks_are_trained_with_the_first_step_of_the_next_epoch(tmp_path, rows_file):
-    path = rows_file(9)
-    trained, given_up = run_all([Attempt(1, 4, "rows", 2, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
-    assert given_up == 0
-    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(9))
-
-
-def test_rows_too_few_for_more_ranks_at_the_very_end_are_given_up_with_a_warning(tmp_path, rows_file):
-    path = rows_file(9)
-    trained, given_up = run_all([Attempt(1, 4, "rows", 5, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
-    assert given_up == 1
-    assert set(trained) == {(e, row) for e in range(EPOCHS) for row in range(9)} - {(1, 8)}
 
 
 @settings(max_examples=25)

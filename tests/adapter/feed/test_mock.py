@@ -27,14 +27,6 @@ def test_each_iteration_is_one_pass_and_a_batch_can_be_asked_for_by_number():
     assert (len(feed), feed[2]) == (3, "three")
 
 
-def test_mock_batches_go_on_after_the_position():
-    feed = mock([1, 2, 3])
-    next(iter(feed))
-    again = mock([1, 2, 3])
-    again.load_state_dict(feed.state_dict())
-    assert list(again) == [2, 3]
-
-
 def test_ranks_share_mock_batches_step_by_step_and_a_remainder_is_said(caplog):
     caplog.set_level(logging.INFO, logger="genlight")
     feeds = [mock([1, 2, 3, 4, 5], r, 2) for r in range(2)]

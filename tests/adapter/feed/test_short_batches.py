@@ -18,8 +18,6 @@ pytestmark = pytest.mark.promise(name="rows")
         ({"batch_size": 4}, logging.INFO, "2 steps of 4 rows; the last 2 rows"),
         ({"batch_size": 4, "world_size": 2}, logging.INFO, "1 steps of 8 rows; the last 2 rows"),
         ({"batch_size": 16}, logging.WARNING, "0 steps of 16 rows; the last 10 rows"),
-        ({"batch_size": 2, "world_size": 3}, logging.INFO, "1 steps of 6 rows; the last 4 rows"),
-        ({"batch_size": 3, "world_size": 3}, logging.WARNING, "0 steps of 9 rows; the last 10 rows"),
         ({"batch_size": 1, "world_size": 3}, logging.INFO, "3 steps of 3 rows; the last 1 rows"),
         ({"batch_size": 5}, None, ""),
         ({"batch_size": 4, "drop_last": True}, None, ""),
