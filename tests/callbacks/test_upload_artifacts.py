@@ -28,6 +28,7 @@ from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters import EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support.messages import refusal
+from support.trainers import quiet_trainer
 from support.upload_server import TOKEN
 
 pytestmark = pytest.mark.promise(name="uploads")
@@ -77,17 +78,15 @@ def fit(tmp_path, chaos, monkeypatch):
         upload = UploadArtifacts(**settings)
         folder = tmp_path / "run" / "checkpoints"
         saver = Checkpoint(folder, every_n_steps=every, keep_last=1, save_final=False, asynchronous=False)
-        trainer = pl.Trainer(
+        trainer = quiet_trainer(
+            *([] if without_upload else [upload]),
+            *([saver] if every else []),
+            *callbacks,
             max_steps=steps,
-            accelerator="cpu",
             default_root_dir=tmp_path / "run",
-            callbacks=[*([] if without_upload else [upload]), *([saver] if every else []), *callbacks],
             plugins=list(plugins),
             logger=logger,
-            enable_checkpointing=bool(every or callbacks),
             strategy=strategy,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         data = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4)
         trainer.fit(module or Line(), data, ckpt_path=ckpt_path)
@@ -340,14 +339,7 @@ def test_checkpoints_that_retention_removes_in_an_outage_are_still_sent(chaos, t
                 uploader.settle(60.0)
 
     checkpoint = Checkpoint(own, every_n_steps=1, keep_last=1, save_final=False)
-    trainer = pl.Trainer(
-        max_steps=6,
-        accelerator="cpu",
-        callbacks=[UploadArtifacts(uploader), Outage(), checkpoint],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(UploadArtifacts(uploader), Outage(), checkpoint, max_steps=6)
     with contextlib.closing(uploader):
         trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4))
         assert uploader.settle(60.0) is None

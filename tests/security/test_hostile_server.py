@@ -22,6 +22,7 @@ from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import HttpResolveClient, Manifest
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
+from genlight.reporters.uploads import UploadConfig, Uploader
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="security")
@@ -380,3 +381,21 @@ def test_the_job_spec_cannot_allow_itself_anything(config_of):
 def test_a_list_that_holds_something_else_is_a_fault(config_of, text):
     with refusal(StartupContractError):
         config_of(environ={"TRAINER_PRIVATE_HOSTS": text})
+
+
+ENDLESS = {
+    "one header byte now and then": (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"a"),
+    "100 Continue without end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a body of one byte now and then": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b" "),
+}
+
+
+@pytest.mark.parametrize("answer", ENDLESS)
+def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline(hostile_server, tmp_path, answer):
+    url = hostile_server(*ENDLESS[answer])
+    config = UploadConfig("r", tmp_path / "queue", terminal_url=f"{url}/end", timeout_s=3600.0)
+    with Uploader(config) as uploader:
+        result = uploader.deliver_terminal("completed", 1, deadline_s=0.3)
+
+    assert result is not None
+    assert "/end did not answer within 0.3 s" in str(result)

@@ -72,6 +72,10 @@ class FileServer:
                 super().setup()
                 server.connections.add(self.connection)
 
+            def handle(self):
+                with contextlib.suppress(ConnectionError):  # a client may leave in the middle of an answer
+                    super().handle()
+
             def finish(self):
                 server.connections.discard(self.connection)
                 super().finish()

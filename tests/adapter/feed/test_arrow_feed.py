@@ -1,12 +1,15 @@
-"""The feed as its users see it: batches, order, shares of the ranks, position."""
+"""The feed as its users see it: batches, order, shares of the ranks, position, options."""
 
 from __future__ import annotations
 
 import json
+import logging
 
+import pyarrow as pa
 import pytest
 
-from genlight.adapter import ArrowFeed
+from genlight.adapter import ArrowDataModule, ArrowFeed, ParquetArrowBatchFeeder
+from genlight.adapter.contract.types import ArrowFeedConfig
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="rows")
@@ -70,3 +73,52 @@ def test_an_iterator_that_is_overtaken_by_another_fails_instead_of_mixing_rows(r
     feed.close()
     with refusal(RuntimeError):
         next(second)
+
+
+def test_the_old_feeder_makes_one_pass_in_order_each_time(rows_file, ids):
+    paths = [rows_file(3, name="a"), rows_file(2, name="b", first_id=3)]
+    feeder = ParquetArrowBatchFeeder(paths, ArrowFeedConfig(batch_size=2, readahead=0, columns=["id"]))
+    assert ids(feeder.iter_batches()) == ids(feeder) == [[0, 1], [2, 3], [4]]
+    assert feeder.config.batch_size == 2
+
+
+@pytest.mark.parametrize("make", [ArrowDataModule, ArrowFeed])
+def test_options_that_cannot_be_used_are_named_together_where_they_are_given(make):
+    """A data module that complained in `setup` alone would do so after the ranks have met."""
+    with refusal(ValueError):
+        make("rows.parquet", batch_size=0, workers=-1, shard="q")
+    with refusal(ValueError):
+        make("rows.parquet", batch_size="3")
+    with refusal(ValueError):
+        make("rows.parquet", collate="os:nope")
+    with refusal(TypeError):
+        make("rows.parquet", collate="torhc")
+
+
+@pytest.mark.parametrize("collate", [None, len])
+def test_batches_are_copied_ahead_only_where_that_changes_nothing(collate):
+    with refusal(ValueError):
+        ArrowFeed("rows.parquet", collate=collate, copy_ahead=True)
+    ArrowFeed("rows.parquet", collate="torch", copy_ahead=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "said"),
+    [
+        ({"batch_size": 4}, logging.INFO, "2 steps of 4 rows; the last 2 rows"),
+        ({"batch_size": 4, "world_size": 2}, logging.INFO, "1 steps of 8 rows; the last 2 rows"),
+        ({"batch_size": 16}, logging.WARNING, "0 steps of 16 rows; the last 10 rows"),
+        ({"batch_size": 1, "world_size": 3}, logging.INFO, "3 steps of 3 rows; the last 1 rows"),
+        ({"batch_size": 5}, None, ""),
+        ({"batch_size": 4, "drop_last": True}, None, ""),
+        ({"batch_size": 4, "world_size": 2, "rank": 1}, None, ""),
+    ],
+)
+def test_a_step_with_fewer_rows_than_asked_is_said_once(caplog, options, level, said):
+    caplog.set_level(logging.INFO, logger="genlight")
+    feed = ArrowFeed(pa.table({"x": list(range(10))}), **options)
+    for _ in range(2):
+        next(iter(feed))
+    told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [number for number, _ in told] == ([] if level is None else [level])
+    assert all(message.startswith(f"an epoch of 10 rows has {said} make smaller steps") for _, message in told), told

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -20,7 +17,6 @@ import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
 from genlight.adapter import ArrowFeed
-from support import SUPPORT
 from support.row_audit import AuditedFeed, trained_rows
 
 pytestmark = pytest.mark.promise(name="rows")
@@ -140,44 +136,3 @@ def test_one_process_with_the_batches_of_all_ranks_sees_the_same_rows_per_step(f
         *single, before, last = single  # the step before the last gives up what the ranks need for a row each
         single += [(before + last)[:-world_size], (before + last)[-world_size:]]
     assert together == single
-
-
-TRAIN = """
-import json, os, sys, time
-from pathlib import Path
-from support.row_audit import AuditedFeed
-
-folder, attempt, workers, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-feed = AuditedFeed(
-    folder / "data.parquet", batch_size=4, epochs=2, shuffle=True, workers=workers, audit=folder / attempt
-)
-checkpoint = folder / "position.json"
-if checkpoint.exists():
-    feed.load_state_dict(json.loads(checkpoint.read_text()))
-for step, batch in enumerate(feed.iter_batches()):
-    if step % 3 == 2:
-        checkpoint.with_suffix(".tmp").write_text(json.dumps(feed.state_dict()))
-        os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
-    print(step, flush=True)
-    if step == last:
-        time.sleep(600)  # until it is killed
-feed.close()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_again_and_again_trains_every_row_once(tmp_path, rows_file):
-    rows_file(37, 1, 50, 13)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}
-    attempts = [("a", 0, 7), ("b", 1, 10), ("c", 2, 2), ("d", 0, 11), ("e", 1, None)]
-    for attempt, workers, kill_at in attempts:
-        last = -1 if kill_at is None else kill_at + 4  # before the end of the rows, however late the kill comes
-        command = [sys.executable, "-c", TRAIN, str(tmp_path), attempt, str(workers), str(last)]
-        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                if kill_at is not None and int(line) >= kill_at:
-                    process.kill()
-                    break
-        assert process.returncode == (0 if kill_at is None else -9)
-    trained = trained_rows([tmp_path / attempt for attempt, _, _ in attempts])
-    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(101))

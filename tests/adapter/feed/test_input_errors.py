@@ -74,19 +74,6 @@ def test_a_column_that_only_one_file_has_is_a_fault_unless_columns_leave_it_out(
     assert feed.schema.names == ["text", "id"]
 
 
-class Forbidding(MemoryFileSystem):
-    """Shows its files, and opens none."""
-
-    def _open(self, path, *args, **kwargs):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-
-
-def test_a_file_that_may_not_be_opened_is_not_taken_for_a_broken_one():
-    MemoryFileSystem().pipe("/forbidden/data.parquet", b"PAR1")
-    with pytest.raises(InputError, match=rf"data\.parquet: PermissionError: .*{os.strerror(errno.EACCES)}"):
-        ArrowFeed("/forbidden/data.parquet", filesystem=Forbidding()).check()
-
-
 def test_what_is_no_regular_file_is_told_as_such(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     with socket.socket(socket.AF_UNIX) as unreadable:
@@ -234,11 +221,11 @@ class Failing(MemoryFileSystem):
     """A store whose client has an exception of its own, raised once reading has begun."""
 
     cachable = False
-    fails = False
+    error: Exception | None = None
 
     def _open(self, path, mode="rb", **options):
-        if self.fails:
-            raise LookupError("the store is gone")
+        if self.error is not None:
+            raise self.error
         return super()._open(path, mode, **options)
 
 
@@ -248,11 +235,11 @@ def test_what_a_remote_file_system_raises_while_it_is_read_names_file_and_row_gr
     try:
         feed = ArrowFeed("/failing/data.parquet", filesystem=store, epochs=1)
         feed.check()
-        store.fails = True
-        with refusal(InputError):
-            list(feed)
-        with refusal(InputError):
-            ArrowFeed("/failing/data.parquet", filesystem=store).check()
+        for error in (LookupError("the store is gone"), PermissionError(errno.EACCES, os.strerror(errno.EACCES))):
+            store.error = error
+            for use in (lambda: list(feed), ArrowFeed("/failing/data.parquet", filesystem=store).check):
+                with refusal(InputError):
+                    use()
     finally:
         store.rm("/failing", recursive=True)
 

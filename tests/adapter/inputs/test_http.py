@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import CancelledError
 
 import pytest
 
 from genlight.adapter.contract.exceptions import AuthError, InputError
-from genlight.adapter.inputs import http
 from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
@@ -304,50 +301,3 @@ def test_a_stop_ends_the_transfer_at_the_next_piece_and_keeps_what_arrived(serve
     assert names(tmp_path / "cache") == ["file.part"]
     assert fetch(url).read_bytes() == CONTENT
     assert "range" in server.requests[1].headers
-
-
-def test_of_several_that_want_one_file_one_transfers_and_the_others_take_it(server, fetch, monkeypatch):
-    asked, locked = threading.Semaphore(0), http._locked
-
-    def noted(target, transport):
-        asked.release()
-        return locked(target, transport)
-
-    monkeypatch.setattr(http, "_locked", noted)
-    # Who asks after the file has come would have it confirmed.
-    url = server.put("/a", CONTENT, etag=None, before_answer=lambda: [asked.acquire(timeout=60) for _ in range(4)])
-    found = []
-
-    def work():
-        found.append(fetch(url).read_bytes() == CONTENT)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 4
-    assert len(server.requests) == 1
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from genlight.adapter.inputs.http import Download, Transport, download
-from genlight.adapter.plumbing.http import build_client
-part = Path(f"{sys.argv[2]}.part")
-class Dying(Transport):
-    def wait(self, seconds):
-        if part.stat().st_size >= 3_000_000:
-            os.kill(os.getpid(), 9)
-with build_client(None, ()) as client:
-    download(Download(sys.argv[1], Path(sys.argv[2])), Dying(client))
-"""
-
-
-def test_a_process_killed_in_a_transfer_leaves_no_lock_and_no_half_file(server, fetch, tmp_path):
-    url = server.put("/a", CONTENT)
-    done = subprocess.run([sys.executable, "-c", KILLED, url, str(tmp_path / "cache" / "file")], check=False)
-    assert done.returncode == -9
-    assert names(tmp_path / "cache") == ["file.part"]
-    assert fetch(url).read_bytes() == CONTENT

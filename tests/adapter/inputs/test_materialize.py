@@ -17,6 +17,7 @@ from genlight.adapter.contract.exceptions import AuthError, InputError
 from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import RetryPolicy
+from support.full_disk import full_disk
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="rows")
@@ -279,25 +280,10 @@ def test_of_the_processes_of_a_node_one_downloads_each_input_and_the_others_wait
     assert sorted(server.paths()) == ["/0.parquet", "/1.parquet", "/2.parquet"]
 
 
-FULL = """
-import resource, sys
-from genlight.adapter.inputs.materialize import materialize_inputs
-from genlight.adapter.job.config import resolve_run_config
-config = resolve_run_config(spec_path=sys.argv[1], environ={})
-resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-materialize_inputs(config)
-"""
-
-
-def test_a_disk_that_takes_no_more_is_an_input_error_with_the_way_out(config_of, server, tmp_path):
+def test_a_disk_that_takes_no_more_is_an_input_error_with_the_way_out(config_of, materialize, server):
     config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", bytes(3_000_000))]})
-    command = [sys.executable, "-c", FULL, str(config.spec_path)]
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 1
-    assert "InputError: " in done.stderr
-    assert "a.parquet cannot be stored below" in done.stderr
-    assert "XDG_CACHE_HOME" in done.stderr
+    with full_disk(), pytest.raises(InputError, match=r"a\.parquet cannot be stored below .* `XDG_CACHE_HOME`"):
+        materialize(config)
 
 
 def test_a_cache_that_cannot_be_made_is_an_input_error(config_of, server, monkeypatch, tmp_path):

@@ -1,9 +1,6 @@
 """The chaos server as a process on loopback, and uploaders that do not wait long."""
 
-import contextlib
 import json
-import resource
-import signal
 
 import pytest
 
@@ -83,24 +80,6 @@ def uploader_for(config_for, monkeypatch):
     yield build
     for uploader in opened:
         uploader.close()
-
-
-@pytest.fixture
-def full_disk():
-    """A context in which no file can have more than a few bytes, as on a disk that is full."""
-
-    @contextlib.contextmanager
-    def keep_small():
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, before)
-
-    return keep_small
 
 
 @pytest.fixture

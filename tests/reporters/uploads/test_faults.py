@@ -11,21 +11,14 @@ from genlight.adapter.contract.exceptions import StartupContractError, UploadErr
 from genlight.adapter.plumbing.retry import RetryPolicy
 from genlight.reporters.uploads import UploadConfig, uploader as uploader_module
 from genlight.reporters.uploads.queue import LINKS, read_entries
+from support.full_disk import full_disk
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="uploads")
 
 PASSING = [
-    "500",
-    "503",
-    "408",
-    "425",
-    "429",
-    "reset-before",
-    "reset-mid-body",
-    "reset-after",
-    "half-close",
-    "truncated",
+    *("500", "503", "408", "425", "429"),
+    *("reset-before", "reset-mid-body", "reset-after", "half-close", "truncated"),
 ]
 
 
@@ -70,7 +63,11 @@ def test_a_fault_that_passes_delays_an_upload_and_loses_nothing(chaos, uploader_
     [
         ({"script": ["400"]}, 1, "HTTP 400 from "),
         ({"script": ["413"]}, 1, "HTTP 413 from "),
-        ({"script": ["401"]}, 1, "HTTP 401 from "),
+        (
+            {"script": ["401"]},
+            1,
+            "; it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of",
+        ),
         ({"script": ["403"]}, 1, "HTTP 403 from "),
         ({"script": ["huge"]}, 1, "answered with more than 1048576 bytes"),
         ({"script": ["302"]}, 1, "redirects (HTTP 301, 302 or 303)"),
@@ -200,7 +197,7 @@ def test_a_full_outage_leaves_everything_in_the_queue_for_the_next_process(chaos
     assert len(chaos.messages("/checkpoint")) == len(chaos.messages("/metrics")) == 1
 
 
-def test_what_a_full_disk_does_not_take_is_sent_all_the_same_and_once(chaos, uploader_for, write_checkpoint, full_disk):
+def test_what_a_full_disk_does_not_take_is_sent_all_the_same_and_once(chaos, uploader_for, write_checkpoint):
     uploader = uploader_for(chaos)
     (first, files), (second, others) = write_checkpoint(1), write_checkpoint(2)
     uploader.enqueue("checkpoint", first, files, step=1)
@@ -218,7 +215,7 @@ def test_what_a_full_disk_does_not_take_is_sent_all_the_same_and_once(chaos, upl
 
 
 def test_what_neither_arrived_nor_could_be_kept_is_said_to_be_lost_to_the_next_start(
-    chaos, uploader_for, write_checkpoint, full_disk
+    chaos, uploader_for, write_checkpoint
 ):
     uploader = uploader_for(chaos, checkpoint_url="http://127.0.0.1:9/checkpoint", file_store_url=None)
     record, files = write_checkpoint(1)

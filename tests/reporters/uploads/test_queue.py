@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads.queue import DELIVERED, LOCK, Entry, File, Queue, UploadedFile, read_entries
+from support.full_disk import full_disk
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="uploads")
@@ -138,7 +139,7 @@ def test_threads_that_add_and_remove_share_a_queue(open_queue):
     assert len({each.seq for each in queue.entries()}) == len(read_entries(queue.directory)) == 60
 
 
-def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_queue, full_disk):
+def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_queue):
     queue = open_queue()
     (queue.root / "4").touch()
     sent, gone, _ = (add(queue, "metrics", step) for step in (1, 2, 3))
@@ -161,7 +162,7 @@ def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_qu
     assert _names(read_entries(queue.directory / DELIVERED)) == ["4"]
 
 
-def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_closed(open_queue, full_disk):
+def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_closed(open_queue):
     queue = open_queue()
     with full_disk():
         add(queue, "metrics", 1)
@@ -250,7 +251,7 @@ def test_what_was_delivered_and_is_still_there_as_waiting_is_not_sent_again(open
     assert open_queue().entries() == read_entries(queue.directory) == []
 
 
-def test_entries_that_are_none_of_ours_stay_as_they_are(open_queue, full_disk, tmp_path):
+def test_entries_that_are_none_of_ours_stay_as_they_are(open_queue, tmp_path):
     queue = open_queue()
     (queue.root / "a").touch()
     add(queue, "checkpoint", 1)
