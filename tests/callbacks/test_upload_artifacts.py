@@ -151,18 +151,6 @@ def test_the_event_and_the_terminal_message_of_a_failure_agree(fit, chaos, tmp_p
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
 
 
-def test_the_event_and_the_terminal_message_of_a_refused_upload_agree(fit, chaos, tmp_path):
-    chaos.control(script=["422"], script_paths="/checkpoint?")
-    events = EventLogger(tmp_path / "events.jsonl", run_id="run-1")
-    with pytest.raises(UploadError):
-        fit(logger=events, checkpoint_url=f"{chaos.url}/checkpoint?")
-
-    (terminal,) = chaos.messages("/terminal")
-    *_, last = read_events(events.path)
-    assert terminal["error"] == last["error"]
-    assert last["error"].startswith("upload:checkpoint of step 2")
-
-
 def test_refused_credentials_end_the_run_and_the_next_one_delivers_the_queue(fit, chaos, tmp_path):
     chaos.control(tokens=["another"])
     with refusal(UploadError):
@@ -175,7 +163,7 @@ def test_refused_credentials_end_the_run_and_the_next_one_delivers_the_queue(fit
     assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
 
 
-def test_a_refused_checkpoint_ends_the_run_early_and_is_in_the_terminal_message(fit, chaos):
+def test_a_refused_checkpoint_ends_the_run_early_and_is_in_event_and_terminal_message(fit, chaos, tmp_path):
     chaos.control(script=["422"], script_paths="/checkpoint?")
 
     class Patient(Hook):
@@ -188,9 +176,12 @@ def test_a_refused_checkpoint_ends_the_run_early_and_is_in_the_terminal_message(
                     return
                 time.sleep(0.01)
 
+    events = EventLogger(tmp_path / "events.jsonl", run_id="run-1")
     with refusal(UploadError):
-        fit(callbacks=[Patient()], checkpoint_url=f"{chaos.url}/checkpoint?")
+        fit(callbacks=[Patient()], logger=events, checkpoint_url=f"{chaos.url}/checkpoint?")
     (terminal,) = chaos.messages("/terminal")
+    *_, last = read_events(events.path)
+    assert terminal["error"] == last["error"]
     assert terminal["status"] == "failed"
     assert 2 <= terminal["step"] <= 5  # of 6
     assert terminal["error"].startswith("upload:checkpoint of step 2")

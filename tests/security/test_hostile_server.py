@@ -10,7 +10,6 @@ import threading
 from datetime import UTC, datetime
 from urllib.parse import quote
 
-import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -19,7 +18,7 @@ from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.inputs.materialize import materialize_inputs
 from genlight.adapter.inputs.private_addresses import AddressGuard, is_private
 from genlight.adapter.inputs.refs import parse_ref
-from genlight.adapter.inputs.transfer import HttpResolveClient, Manifest
+from genlight.adapter.inputs.transfer import HttpResolveClient
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
 from genlight.reporters.uploads import UploadConfig, Uploader
@@ -157,12 +156,6 @@ def test_names_that_files_have_are_taken(publish, fetch_repository, server, sha2
 def test_a_reference_is_no_path_either(reference):
     with pytest.raises(InputError):
         parse_ref(reference)
-
-
-@given(st.binary(max_size=200) | st.text(max_size=50).map(lambda text: json.dumps({"files": text}).encode()))
-def test_whatever_a_manifest_is_it_is_read_or_malformed(data):
-    with contextlib.suppress(ValueError, RecursionError):
-        msgspec.json.decode(data, type=Manifest)
 
 
 # the cache
