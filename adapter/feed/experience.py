@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors, save as to_safetensors
 from torch import Tensor
 
@@ -341,7 +342,10 @@ class ReplayBuffer:
             self._tree = SumTree(self.capacity)
             self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, np.frombuffer(saved.priorities))
         self._largest_priority = saved.largest_priority
-        self._generator.set_state(torch.frombuffer(bytearray(saved.generator), dtype=torch.uint8))
+        try:
+            self._generator.set_state(torch.frombuffer(bytearray(saved.generator), dtype=torch.uint8))
+        except (RuntimeError, ValueError) as error:
+            raise BrokenCheckpointError(str(folder / META), "it has no state of a generator") from error
         self._oldest, self._written, self._writer = saved.oldest, saved.written, None
         self._saved.remember(folder, list(saved.files))
         self._changed.notify_all()
@@ -454,7 +458,10 @@ def _read_rows(path: Path, file: _RowFile) -> dict[str, Tensor]:
         raise BrokenCheckpointError(str(path), f"it cannot be read: {error}") from error
     if len(packed) != file.nbytes or xxhash.xxh3_128_hexdigest(packed) != file.digest:
         raise BrokenCheckpointError(str(path), "it is not what was saved: its size or digest differs")
-    rows: dict[str, Tensor] = load_safetensors(packed)
+    try:
+        rows: dict[str, Tensor] = load_safetensors(packed)
+    except SafetensorError as error:
+        raise BrokenCheckpointError(str(path), f"it has no rows: {error}") from error
     return rows
 
 

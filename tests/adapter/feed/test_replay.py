@@ -8,9 +8,11 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter import ReplayBuffer, ReplayFeed
@@ -259,6 +261,24 @@ def test_a_save_that_is_not_whole_is_refused(tmp_path, damage):
         content[-1] ^= 1
         path.write_bytes(content if damage == "flip" else content[:-10])
     with pytest.raises(BrokenCheckpointError, match=path.name):
+        made().load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["rows", "generator"])
+def test_a_save_of_another_form_is_refused_though_its_digests_fit(tmp_path, damage):
+    buffer = made()
+    buffer.extend(rows(0, 100))
+    buffer.save(tmp_path)
+    (path,) = tmp_path.glob("rows-*")
+    meta = msgspec.msgpack.decode((tmp_path / "replay.bin").read_bytes()[16:])
+    if damage == "generator":
+        meta["generator"] = b"x"
+    else:
+        path.write_bytes(b"x" * 50)
+        meta["files"][0][2:] = [50, xxhash.xxh3_128_hexdigest(b"x" * 50)]
+    packed = msgspec.msgpack.encode(meta)
+    (tmp_path / "replay.bin").write_bytes(xxhash.xxh3_128_digest(packed) + packed)
+    with pytest.raises(BrokenCheckpointError):
         made().load(tmp_path)
 
 
