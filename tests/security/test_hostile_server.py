@@ -330,13 +330,14 @@ def test_what_is_allowed_may_be_reached(server, client, transport, tmp_path, all
     assert download(Download(server.put("/a", GOOD), tmp_path / "file"), transport).read_bytes() == GOOD
 
 
-def test_behind_a_proxy_the_name_is_judged(server, tmp_path, retry, monkeypatch):
+@pytest.mark.parametrize("host", ["169.254.169.254", "localhost"])
+def test_behind_a_proxy_the_name_is_judged(server, tmp_path, retry, monkeypatch, host):
     """The proxy may be private itself, and would connect to any requested host."""
     monkeypatch.setenv("HTTP_PROXY", server.url)
     monkeypatch.setenv("http_proxy", server.url)
     with build_client(None, ()) as client:
         AddressGuard().attach(client)
-        metadata = Download("http://169.254.169.254/latest/meta-data", tmp_path / "file")
+        metadata = Download(f"http://{host}/latest/meta-data", tmp_path / "file")
         with refusal(InputError):
             download(metadata, Transport(client, retry))
     assert server.requests == []
