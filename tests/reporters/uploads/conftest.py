@@ -1,4 +1,4 @@
-"""The chaos server as a process on loopback, and uploaders that do not wait long."""
+"""Uploaders that do not wait long, and checkpoints to upload."""
 
 import json
 
@@ -6,40 +6,9 @@ import pytest
 
 from genlight.adapter.plumbing.retry import RetryPolicy
 from genlight.reporters.uploads import UploadConfig, Uploader
-from support.upload_server import TOKEN, Chaos, start_server, stop_server
+from support.upload_server import TOKEN
 
 AT_ONCE = RetryPolicy(1_000_000, first_delay_s=0.004, longest_delay_s=0.05, longest_retry_after_s=3600.0)
-
-
-@pytest.fixture(scope="session")
-def _server_processes():
-    """Servers are kept for the next test: starting one takes longer than most tests."""
-    servers = []
-    yield servers
-    for process, _ in servers:
-        stop_server(process)
-
-
-@pytest.fixture
-def start_chaos(tmp_path, _server_processes):
-    """A server that knows nothing yet; the function returns another one at each call."""
-    used = 0
-
-    def start(name):
-        nonlocal used
-        if used == len(_server_processes):
-            _server_processes.append(start_server(tmp_path / name))
-        _, chaos = _server_processes[used]
-        used += 1
-        chaos.control(directory=str(tmp_path / name))
-        return Chaos(chaos.port, tmp_path / name)
-
-    return start
-
-
-@pytest.fixture
-def chaos(start_chaos):
-    return start_chaos("server")
 
 
 @pytest.fixture
