@@ -46,6 +46,20 @@ def test_a_resumed_feed_goes_on_after_the_last_batch_handed_out(rows_file, ids, 
         assert ids(again.iter_batches()) == whole[steps:]
 
 
+def test_an_epoch_that_a_loop_sets_applies_unless_a_position_was_loaded(rows_file, ids):
+    path = rows_file(5)
+    feed = ArrowFeed(path, batch_size=2)
+    assert ids(feed) == [[0, 1], [2, 3], [4]]
+    assert ids(feed, 1) == [[0, 1]]
+    again = ArrowFeed(path, batch_size=2)
+    again.load_state_dict(feed.state_dict())
+    again.set_epoch(0)
+    assert ids(again) == [[2, 3], [4]]
+    again.set_epoch(0)
+    assert next(iter(again)).column("id").to_pylist() == [0, 1]
+    assert again.state_dict()["position"]["epoch"] == 0
+
+
 def test_one_iteration_is_one_epoch(rows_file, ids):
     feed = ArrowFeed(rows_file(5), batch_size=2, shuffle=True)
     first, second = ids(feed), ids(feed)
