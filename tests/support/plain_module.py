@@ -15,7 +15,7 @@ class Plain(LightningModule):
         self.layer = torch.nn.Linear(1, 1)
 
     def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(torch.ones(2, 1))  # type: ignore[arg-type]
+        return torch.utils.data.DataLoader(torch.ones(2, 1))
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.layer(batch).sum()
