@@ -83,8 +83,11 @@ if TYPE_CHECKING:
         FunctionDataModule as FunctionDataModule,
         MockDataModule as MockDataModule,
     )
-    from .feed.minibatches import Minibatches as Minibatches
-    from .feed.replay_buffer import ReplayBuffer as ReplayBuffer, ReplayFeed as ReplayFeed
+    from .feed.experience import (
+        Minibatches as Minibatches,
+        ReplayBuffer as ReplayBuffer,
+        ReplayFeed as ReplayFeed,
+    )
     from .gradients.fsdp.strategy import FSDP2Strategy as FSDP2Strategy
     from .helpers import (
         OptimizerBundle as OptimizerBundle,

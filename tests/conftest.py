@@ -11,6 +11,8 @@ import threading
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.upload_server import chaos as chaos, chaos_servers as chaos_servers, start_chaos as start_chaos
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: more threads only fight over the cores
 
 LIBRARIES_OWN_VARIABLES = (
@@ -182,16 +184,6 @@ class CountingTrainer:
 def counting_trainer():
     """The class of a trainer without torch."""
     return CountingTrainer
-
-
-@pytest.fixture
-def chaos(tmp_path):
-    """A real HTTP server on loopback that takes uploads, and misbehaves on request."""
-    from support.upload_server import start_server, stop_server
-
-    process, server = start_server(tmp_path / "server")
-    yield server
-    stop_server(process)
 
 
 @pytest.fixture

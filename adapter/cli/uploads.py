@@ -76,7 +76,7 @@ def _facts(entry: Entry, root: Path) -> dict[str, Any]:
 
 
 def _retry(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> int:
-    from ...reporters.uploads.uploader import Uploader
+    from ...reporters.uploads import Uploader
 
     for run_id in dict.fromkeys(entry.run_id for entry in entries):
         config = _config(args, queue, [entry for entry in entries if entry.run_id == run_id])

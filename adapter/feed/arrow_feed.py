@@ -135,13 +135,6 @@ class ArrowFeed(FeedOptions):
         if not share.steps:
             needed = f"the {share.step_rows} of a full step (`drop_last` is on)" if self.drop_last else "one a rank"
             raise InputError(f"The data has {order.rows} rows for {self.world_size} ranks, fewer than {needed}.")
-        partitions = getattr(self._source, "partitions", ())
-        if partitions and self.columns is None and self.rank == 0:
-            log.warning(
-                "Folders of the data are named after columns (%s), which are not read. Write these columns into the "
-                "files if the training needs them, or set `columns`.",
-                ", ".join(f"{name}=…" for name in partitions),
-            )
         rest = share.total - share.full_steps * share.step_rows
         if rest and self.rank == 0 and not self.drop_last:
             # The batch size of some steps differs from the requested one.

@@ -1,9 +1,9 @@
-"""Record batches as torch tensors, without copies where the memory allows it, and tensors on their way to a device.
+"""Convert record batches to torch tensors, without a copy if possible, and copy tensors to a device.
 
-The tensors share memory with Arrow, which treats it as constant: work on them in place only after ``clone()``. Memory
-that is mapped from a file cannot be written at all.
+The tensors share memory with Arrow, and Arrow treats that memory as constant: change them in place only after
+``clone()``. Memory that is mapped from a file cannot be written at all.
 
-A module of its own because it imports torch, which a feed of record batches does without.
+This module is separate from `arrow_feed` because it imports torch, and a feed of record batches does not need torch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..plumbing.devices import accelerator
 
 
 def to_torch(batch: pa.RecordBatch) -> dict[str, Any]:
-    """The columns of `batch` by name.
+    """Return the columns of `batch` by name.
 
     Numbers become 1-d tensors, fixed-size lists of numbers (also nested) and fixed-shape tensors become n-d tensors,
-    both without a copy; booleans become bool tensors. Times and dates become integers of the column's own unit and
-    width. Lists of varying length, such as token ids, become one tensor as long as the longest row of the batch, filled
-    up with zeros behind shorter ones; the column's name with ``_lengths`` has how many values each
-    row has: ``torch.arange(x.shape[1]) < x_lengths[:, None]`` is the mask. Structs become a dictionary, anything
-    else (text, bytes, decimals, lists of lists, …) a list of Python values. Dictionary-encoded columns become what
-    their values would.
+    both without a copy; booleans become bool tensors. Times and dates become integers of the column's unit and width.
+    Lists of varying length, such as token ids, become one tensor as long as the longest row of the batch; shorter rows
+    are padded with zeros. A second tensor, the column's name with ``_lengths``, has the number of values of each row:
+    ``torch.arange(x.shape[1]) < x_lengths[:, None]`` is the mask. Structs become a dictionary, anything else (text,
+    bytes, decimals, lists of lists, …) a list of Python values. Dictionary-encoded columns become the same as columns
+    of their values.
 
     Args:
         batch: The rows.
 
     Raises:
-        InputError: A column of numbers or of lists has nulls, for which a tensor has no place, or there is a column
-            named as the lengths of another one.
+        InputError: A column of numbers or of lists has nulls, which a tensor cannot hold, or a column has the name of
+            the lengths of another one.
     """
     return _columns("", batch.schema.names, batch.columns)
 
@@ -59,7 +59,7 @@ def _columns(prefix: str, names: Sequence[str], columns: Sequence[pa.Array]) -> 
 
 
 def _convert(name: str, array: pa.Array) -> Any:
-    """Tensors, Python values, or a pair: lists as one tensor, with zeros behind the shorter ones, and their lengths."""
+    """Return a tensor, Python values, or a pair: lists as one padded tensor, and their lengths."""
     kind = array.type
     if isinstance(array, pa.FixedShapeTensorArray):
         tensor: torch.Tensor = _convert(name, array.storage)
@@ -121,9 +121,9 @@ def _padded(name: str, array: pa.Array) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pinned(batch: Any) -> Any:
-    """`batch` with its tensors in pinned memory, from which ``.to(device, non_blocking=True)`` does not wait.
+    """Return `batch` with its tensors in pinned memory, so that ``.to(device, non_blocking=True)`` does not wait.
 
-    Tensors of a device, and those that are pinned or not strided, stay as they are; so does everything else.
+    Tensors that are on a device, pinned or not strided stay unchanged, like everything else.
     """
     return apply_to_collection(batch, torch.Tensor, _pinned)
 
@@ -135,10 +135,10 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """`batches` on the current accelerator, each copied while the step before it trains; without one, as they are.
+    """Yield `batches` on the current accelerator, each copied during the step before it; unchanged without one.
 
-    A stream of its own copies; the stream that trains waits for the copy of a batch before it uses it, the host never.
-    One batch more than was handed out has been taken from `batches` and lies on the device.
+    A separate stream copies. The training stream waits for the copy of a batch before it uses the batch; the host never
+    waits. One batch more than was handed out has been taken from `batches` and is on the device.
     """
     kind = accelerator()
     if kind is None:
@@ -159,15 +159,15 @@ def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
             torch.accelerator.set_stream(training)
         if waiting is not None:
             yield _arrived(device, *waiting[:2])
-        waiting = copy, arrives, source  # which must live on the host until the copy was handed out
+        waiting = copy, arrives, source  # the source must stay alive until the copy was handed out
     if waiting is not None:
         yield _arrived(device, *waiting[:2])
 
 
 def _arrived(device: torch.device, batch: Any, arrives: torch.Event) -> Any:
-    """A batch on its way to the device, for what the training stream does from now on."""
+    """Return a batch that is being copied, for use by the training stream from now on."""
     training = torch.accelerator.current_stream(device)
     training.wait_event(arrives)
-    # Else its memory could be given to the next copy while a kernel of the training stream still reads it.
+    # Otherwise the next copy could get its memory while a kernel of the training stream still reads it.
     apply_to_collection(batch, torch.Tensor, lambda tensor: tensor.record_stream(training))
     return batch

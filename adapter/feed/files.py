@@ -1,10 +1,10 @@
-"""Where Parquet files lie: local paths, folders, patterns, and URLs of any file system.
+"""Find Parquet files: by local paths, folders, patterns, and URLs of any file system.
 
-A plain path is local, and so is a ``file:`` URL, in which ``%20`` is a blank. Any other URL goes to the file system
-that Arrow has for it (``s3://``, ``gs://``, ``hdfs://``), else to the one that fsspec has (``hf://``, ``memory://``,
-``az://``, …).
+A plain path is local. So is a ``file:`` URL; ``%20`` in it means a blank. Any other URL belongs to the file system that
+Arrow has for its scheme (``s3://``, ``gs://``, ``hdfs://``), otherwise to fsspec's (``hf://``, ``memory://``, ``az://``,
+…).
 
-In a folder, what begins with a dot or an underscore is not data, as Spark, Hive and Arrow have it: ``_SUCCESS``,
+Names in a folder that begin with a dot or an underscore are not data, as in Spark, Hive and Arrow: ``_SUCCESS``,
 ``_temporary``, ``._part-0.parquet``.
 """
 
@@ -32,7 +32,7 @@ _ARROW_SCHEMES = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file, as the user named it and as its file system knows it."""
+    """A file: the user's name for it, its file system, and its path there."""
 
     name: str
     filesystem: fs.FileSystem
@@ -40,11 +40,11 @@ class DataFile:
 
     @property
     def local(self) -> bool:
-        """Whether looking at the file costs no network access."""
+        """Whether the file can be checked without network access."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
     def stamp(self) -> tuple[int, int]:
-        """Size in bytes and modification time in ns, to see whether the file changed.
+        """Return size in bytes and modification time in ns, which show whether the file has changed.
 
         Raises:
             InputError: The file does not exist or is not a regular file.
@@ -57,7 +57,11 @@ class DataFile:
         return info.size or 0, info.mtime_ns or 0
 
     def require(self, stamp: tuple[int, int], label: str) -> None:
-        """Raise `InputError`, for `label`, unless the file is still the one of `stamp`; a remote one is not asked."""
+        """Check that a local file still has this `stamp`; remote files are not checked.
+
+        Raises:
+            InputError: It has changed or is gone; the message begins with `label`.
+        """
         try:
             changed = self.local and self.stamp() != stamp
         except InputError as error:
@@ -74,14 +78,14 @@ class DataFile:
 
 
 def expand(paths: PathLike | Iterable[PathLike], *, filesystem: Any = None) -> list[DataFile]:
-    """The files behind `paths`: a folder stands for the Parquet files in it, a pattern for its matches.
+    """Return the files for `paths`: all Parquet files in a folder, and all matches of a pattern.
 
-    Folders and patterns come sorted by path, so that every rank sees the same order. A path that does not exist is
-    returned as it is; reading its metadata tells.
+    The files of a folder or pattern are sorted by path, so that every rank sees the same order. A path that does not
+    exist is returned unchanged; reading its metadata will fail.
 
     Args:
         paths: One or many paths or URLs.
-        filesystem: A `pyarrow.fs.FileSystem` or fsspec file system that all paths belong to; None finds it from each.
+        filesystem: A `pyarrow.fs.FileSystem` or fsspec file system of all paths; None finds it from each path.
 
     Raises:
         InputError: No path was given, a pattern or folder matches nothing, or the scheme of the URL is unknown.
@@ -110,7 +114,7 @@ def _expand_one(name: str, filesystem: Any) -> list[DataFile]:
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Whatever a file system raises, and each has errors of its own, as an `InputError` that names `name`."""
+    """Turn every error of a file system, whatever its type, into an `InputError` that names `name`."""
     try:
         yield
     except InputError:
@@ -122,7 +126,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _about_hub(name: str) -> str:
-    """The hint where a file of the Hugging Face hub is not found: the hub hides what a user may not read."""
+    """Return a hint if `name` is on the Hugging Face hub, which hides files that a user may not read."""
     return f"; or it may not be read: {HUB_LOGIN}" if name.startswith("hf://") else ""
 
 
@@ -142,7 +146,7 @@ def _is_hidden(path: str) -> bool:
 
 
 def _matches(system: fs.FileSystem, pattern: str) -> list[tuple[str, bool]]:
-    """The files that match, and whether it is a folder."""
+    """Return each match, and whether it is a folder."""
     if isinstance(system, fs.LocalFileSystem):
         return [(path, os.path.isdir(path)) for path in sorted(glob.glob(pattern, recursive=True))]
     from fsspec.implementations.arrow import ArrowFSWrapper

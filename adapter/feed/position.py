@@ -1,13 +1,13 @@
-"""The order of the rows in an epoch, and where a feed stands in it: plain data for a checkpoint, equal on all ranks.
+"""The order of the rows in an epoch, and the position of a feed in it: plain data for a checkpoint, equal on all ranks.
 
-The order is a function of row counts, seed and epoch alone. Without shuffling it is the order of the files. With
-shuffling the row groups come in random order, and within a row group each window of `window` consecutive rows is
-permuted; a window as large as a row group is a perfect shuffle within it. Rows of different row groups are not mixed: a
-batch comes from one row group, or from two at a border, so data that is sorted by label should be written in random
-order, or with row groups much smaller than the epoch.
+The order depends only on row counts, seed and epoch. Without shuffling it is the order of the files. With shuffling,
+row groups come in random order, and each window of `window` consecutive rows of a row group is permuted; a window as
+large as the row group is a perfect shuffle within it. Rows of different row groups are not mixed: a batch comes from
+one row group, or from two at a border. So data that is sorted by label should be written in random order, or with row
+groups much smaller than the epoch.
 
-Permutations come from sorted raw Philox output. NumPy keeps that stream stable between versions, which it does not
-promise for ``Generator.permutation``; a run may therefore be resumed under another NumPy.
+Permutations are made by sorting raw Philox output. NumPy keeps that stream stable between versions, but does not
+promise this for ``Generator.permutation``. So a run can be resumed under another NumPy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of one row group, or also of those that follow it, in the order of an epoch."""
+    """Consecutive rows of one row group, possibly also of the following ones, in the order of an epoch."""
 
     epoch: int
     group: int
@@ -53,12 +53,12 @@ class Order:
         return sum(self.group_rows)
 
     def pieces(self, span: Span, reach: Callable[[int], int]) -> Iterator[Piece]:
-        """The parts of row groups that make up `span`, in order.
+        """Yield the parts of row groups that make up `span`, in order.
 
         Args:
             span: Rows of an epoch.
-            reach: How many rows from the start of a row group on are read together, those of the groups that follow it
-                included; asked where rows are not shuffled.
+            reach: Returns how many rows are read together from the start of a row group, including rows of the
+                following groups. Called only if rows are not shuffled.
         """
         epoch, first, end = span
         groups, starts = _epoch_order(self, epoch)
@@ -70,17 +70,17 @@ class Order:
             first = last
 
     def terms(self) -> dict[str, int]:
-        """What the order depends on beside the row groups, for a checkpoint."""
+        """Return the settings that the order depends on, besides the row groups, for a checkpoint."""
         return {"seed": self.seed, "shuffle": int(self.shuffle), "window": self.window if self.shuffle else 0}
 
     def window_permutation(self, epoch: int, group: int, window: int, rows: int) -> npt.NDArray[np.intp]:
-        """Where the rows of one window come from."""
+        """Return the source row of each place in one window."""
         return permutation(rows, (self.seed, 1, epoch, group, window))
 
 
 @lru_cache(maxsize=8)
 def _epoch_order(order: Order, epoch: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
-    """The row groups of an epoch in order, and the place where each begins; then that where the last one ends."""
+    """Return the row groups of an epoch in order, and the start of each, followed by the end of the last."""
     count = len(order.group_rows)
     groups = permutation(count, (order.seed, 0, epoch)) if order.shuffle else np.arange(count, dtype=np.intp)
     starts = np.zeros(count + 1, dtype=np.int64)
@@ -89,7 +89,7 @@ def _epoch_order(order: Order, epoch: int) -> tuple[npt.NDArray[np.intp], npt.ND
 
 
 def permutation(count: int, key: Sequence[int]) -> npt.NDArray[np.intp]:
-    """A random permutation of ``0 … count-1`` that depends on `key` (integers >= 0) alone."""
+    """Return a random permutation of ``0 … count-1`` that depends only on `key` (integers >= 0)."""
     raw = np.asarray(np.random.Philox(np.random.SeedSequence(key)).random_raw(count), dtype=np.uint64)
     # Each number carries its own index in the low bits: sorting values is many times faster than argsort.
     low = np.uint64((1 << max(count - 1, 1).bit_length()) - 1)
@@ -98,34 +98,34 @@ def permutation(count: int, key: Sequence[int]) -> npt.NDArray[np.intp]:
 
 @dataclass(frozen=True)
 class Layout:
-    """In which order the rows come, and how they are shared: everything that a position depends on."""
+    """The order of the rows and their division among ranks: everything that a position depends on."""
 
     order: Order
     epoch: Share
-    """The plan of a whole epoch."""
+    """The plan of a complete epoch."""
 
     def share(self, rows: int) -> Share:
-        """The plan for `rows` rows that are left."""
+        """Return the plan for the last `rows` rows."""
         return replace(self.epoch, total=rows)
 
 
 class Position(msgspec.Struct, frozen=True):
-    """After `step` steps over `spans`, of which the last belongs to `epoch`.
+    """The place after `step` steps over `spans`. The last span belongs to `epoch`.
 
-    `spans` is a whole epoch unless the number of ranks, the batch size or the sharding changed in its middle: then it
-    is what was left of the epoch at the change. Rows that the steps of this pass cannot hand out (too few for the
-    ranks, see `Share`) come before the rows of the next epoch; with ``drop_last`` they are dropped.
+    `spans` is a complete epoch unless the number of ranks, the batch size or the sharding changed within it; then it is
+    the rest of the epoch at the change. Rows that the steps of this pass cannot hand out (too few for the ranks, see
+    `Share`) come before the rows of the next epoch; with ``drop_last`` they are dropped.
     """
 
     epoch: _Count
     spans: tuple[tuple[_Count, _Count, _Count], ...]
     step: _Count = 0
     before: _Count = 0
-    """Steps of the epoch that were taken before the change; a loop may count on from there."""
+    """Steps of the epoch before the change; a loop may continue its count from here."""
 
     @classmethod
     def start_of(cls, epoch: int, order: Order) -> Position:
-        """Before the first row of `epoch`."""
+        """Return the place before the first row of `epoch`."""
         return cls(epoch, ((epoch, 0, order.rows),))
 
     @property
@@ -134,33 +134,33 @@ class Position(msgspec.Struct, frozen=True):
         return sum(end - first for _, first, end in self.spans)
 
     def following(self, layout: Layout) -> Position:
-        """The start of the next pass."""
+        """Return the start of the next pass."""
         whole = (self.epoch + 1, 0, layout.order.rows)
         return Position(self.epoch + 1, (*self.left_over(layout), whole))
 
     def normalized(self, layout: Layout) -> Position:
-        """The same place; the end of a pass becomes the start of the next one."""
+        """Return the same place, but the start of the next pass instead of the end of this one."""
         return self if self.step < layout.share(self.rows).steps else self.following(layout)
 
     def left_over(self, layout: Layout) -> list[Span]:
-        """Rows that the steps of this pass do not hand out, and those of the next one do."""
+        """Return the rows that this pass leaves to the next one."""
         share = layout.share(self.rows)
         return [] if share.drop_last else cut(self.spans, [(share.usable, share.total)])
 
     def state(self, layout: Layout) -> dict[str, Any]:
-        """Everything needed to go on, as JSON values."""
+        """Return everything needed to continue, as JSON values."""
         state = _State(version=1, position=self, share=layout.epoch, order=layout.order.terms())
         found: dict[str, Any] = msgspec.to_builtins(state)
         return found
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], layout: Layout) -> Position:
-        """The position that `state` describes, in terms of `layout`.
+        """Return the position that `state` describes, in terms of `layout`.
 
-        Under another number of ranks, batch size or sharding the rest of the epoch is divided again.
+        If the number of ranks, the batch size or the sharding differs, the rest of the epoch is divided again.
 
         Raises:
-            InputError: The state is damaged or of another kind of source, or the rows, or their order, are others.
+            InputError: The state is damaged or belongs to another kind of source, to other rows or to another order.
         """
         try:
             found = msgspec.convert(state, _State)
@@ -178,7 +178,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class _State(msgspec.Struct):
-    """A position in a checkpoint, with what it depends on."""
+    """A position in a checkpoint, with the settings that it depends on."""
 
     version: Literal[1]
     position: Position

@@ -1,15 +1,13 @@
-"""Which rows each rank trains in each step: arithmetic on row counts, without data.
+"""The rows of each rank in each step: arithmetic on row counts, without data.
 
-Rows that an epoch still has to hand out are numbered 0, 1, 2, … in the order of the epoch; this module cuts that range
-into steps and each step into ranks. Nothing here depends on files, threads or the moment, so every rank comes to the
-same plan by itself.
+The remaining rows of an epoch are numbered 0, 1, 2, … in the order of the epoch. This module cuts that range into steps
+and each step into ranks. Nothing here depends on files, threads or time, so every rank computes the same plan.
 
-The rule for remainders: every rank has the same number of steps, no rank ever gets a batch without rows, and none gets
-more rows than it asked for. The last step of an epoch hands out what is left, shared as evenly as possible. When fewer
-rows are left than there are ranks, the step before gives up as many as it takes for one row on each rank, so that an
-epoch has as many steps as one process with the batches together. With a batch size of 1 no step can give up a row:
-what is left of an epoch then comes before the rows of the next one. With ``drop_last`` a step is full or it is not
-trained.
+The rule for remainders: every rank has the same number of steps, and each of its batches has at least one row and at
+most `batch_size` rows. The last step of an epoch shares the remaining rows as evenly as possible. If there are fewer of
+them than ranks, the step before gives up as many rows as one row on each rank requires. So an epoch has as many steps
+as on one process with the batches of all ranks together. With a batch size of 1 no step can give up a row; the
+remaining rows then come before the rows of the next epoch. With ``drop_last`` only full steps are trained.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ Span: TypeAlias = tuple[int, int, int]
 
 
 class Share(msgspec.Struct, frozen=True):
-    """How `total` rows are shared by the steps and ranks of what is left of an epoch.
+    """The division of the `total` remaining rows of an epoch among steps and ranks.
 
-    ``rows``: step k takes the next ``batch_size * world_size`` rows and rank r the r-th slice of them, so that one
-    process with that batch size sees the same rows. ``row_groups``: each rank owns one contiguous block, so that it
-    decodes nothing else; only a row group on the border of two blocks is read by two ranks.
+    ``rows``: step k takes the next ``batch_size * world_size`` rows, and rank r takes the r-th slice of them, so that
+    one process with that batch size sees the same rows. ``row_groups``: each rank has one contiguous block and decodes
+    nothing else; only a row group on the border of two blocks is read by two ranks.
     """
 
     total: Annotated[int, msgspec.Meta(ge=0)]
@@ -53,51 +51,51 @@ class Share(msgspec.Struct, frozen=True):
 
     @property
     def full_steps(self) -> int:
-        """How many steps have `batch_size` rows on each rank; they come first."""
+        """Number of steps with `batch_size` rows on each rank; they come first."""
         return self.total // self.step_rows - self._borrows
 
     @property
     def _borrows(self) -> bool:
-        """Whether the last step has one row a rank, some of them from the step before it."""
+        """Whether the last step has one row per rank, and takes some of them from the step before it."""
         full, rest = divmod(self.total, self.step_rows)
         return not self.drop_last and 0 < rest < self.world_size and full > 0 and self.batch_size > 1
 
     @property
     def usable(self) -> int:
-        """Rows that the steps hand out; with ``drop_last`` the others are dropped, else they are left over."""
+        """Number of rows that the steps hand out; the others are dropped with ``drop_last``, otherwise left over."""
         return min(self.total, self.steps * self.step_rows)
 
     def consumed(self, steps: int) -> int:
-        """Rows that the first `steps` steps hand out over all ranks."""
+        """Return the number of rows that the first `steps` steps hand out over all ranks."""
         if steps >= self.steps:
             return self.usable
         return steps * self.step_rows if steps <= self.full_steps else self.usable - self.world_size
 
     def interval(self, step: int, rank: int) -> tuple[int, int]:
-        """First row and end of what `rank` trains in `step`."""
+        """Return the first row and the end of the part of `rank` in `step`."""
         if self.shard == "row_groups":
             return self._place_in_block(rank, step), self._place_in_block(rank, step + 1)
         start = self.consumed(step)
         return _part(start, self.consumed(step + 1) - start, rank, self.world_size)
 
     def intervals(self, first: int, end: int, rank: int) -> Iterator[tuple[int, int]]:
-        """The intervals of `rank` in the steps from `first` to below `end`."""
+        """Yield the intervals of `rank` in the steps from `first` to below `end`."""
         full = max(first, min(end, self.full_steps))
         start, stop = self.interval(first, rank) if first < full else (0, 0)
         stride = self.step_rows if self.shard == "rows" else self.batch_size
-        # Of full steps by adding alone: a step of a few rows takes no longer than the arithmetic of `interval`.
+        # Full steps only add: if a step has few rows, `interval` would take longer than the step.
         starts, stops = (range(place, place + (full - first) * stride, stride) for place in (start, stop))
         return chain(zip(starts, stops, strict=True), (self.interval(step, rank) for step in range(full, end)))
 
     def rest(self, steps: int) -> list[tuple[int, int]]:
-        """Ranges that no rank has trained after `steps` steps, in order; some may be empty."""
+        """Return the ranges that no rank has trained after `steps` steps, in order; some may be empty."""
         if self.shard == "rows":
             return [(self.consumed(steps), self.total)]
         left = [(self._place_in_block(rank, steps), self.block(rank)[1]) for rank in range(self.world_size)]
         return [*left, (self.usable, self.total)]
 
     def block(self, rank: int) -> tuple[int, int]:
-        """Bounds of everything that `rank` trains with ``row_groups``."""
+        """Return the bounds of the block of `rank` with ``row_groups``."""
         return _part(0, self.usable, rank, self.world_size)
 
     def _place_in_block(self, rank: int, steps: int) -> int:
@@ -108,14 +106,14 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def _part(start: int, rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The part of `rank` when ``start:start+rows`` is cut as evenly as possible; longer parts come first."""
+    """Return the part of `rank` if ``start:start+rows`` is cut as evenly as possible; longer parts come first."""
     base, longer = divmod(rows, world_size)
     first = start + rank * base + min(rank, longer)
     return first, first + base + (rank < longer)
 
 
 def cut(spans: Sequence[Span], ranges: Iterable[tuple[int, int]]) -> list[Span]:
-    """The parts of `spans`, laid end to end, that lie in `ranges`; neighbours are merged."""
+    """Return the parts of `spans`, laid end to end, that lie in `ranges`; neighbors are merged."""
     result: list[Span] = []
     for start, end in ranges:
         offset = 0

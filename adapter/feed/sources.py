@@ -1,14 +1,12 @@
 """The sources of a feed: row groups that can be decoded one by one, in any order.
 
-A source knows the number of rows of each group without decoding it. That is what makes the order, the sharding and
-the position arithmetic, and lets a resume go straight to its row group.
+A source knows the number of rows of each group without decoding it. So order, sharding and position are arithmetic, and
+a resume can start at its row group.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,18 +34,18 @@ class Source(Protocol):
     group_rows: tuple[int, ...]
     """Rows of each group."""
     fingerprint: str
-    """Changes when the rows, or their order, may have changed; does not depend on where the files lie."""
+    """Changes if the rows or their order may have changed; does not depend on the folder of the files."""
 
     def reach(self, group: int, max_bytes: int) -> int:
-        """How many rows from the start of a group on are best read in one go, those of the groups after it included."""
+        """Return how many rows to read together from the start of a group, including rows of the following groups."""
         ...
 
     def read(self, group: int, first: int, end: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
-        """The rows ``first:end``, counted from the start of a group, in batches of about `max_bytes` where possible."""
+        """Yield the rows ``first:end`` of a group, in batches of about `max_bytes` if possible."""
         ...
 
     def close(self) -> None:
-        """Give open files back; reading again opens them again."""
+        """Close open files; reading again opens them again."""
 
 
 class TableSource:
@@ -85,7 +83,7 @@ class TableSource:
 
 
 def _input_error(errors: Sequence[str]) -> InputError:
-    """One error that lists `errors`, and of very many how many more there are."""
+    """Return one error that lists `errors`, or the first ones and the number of the others."""
     if len(errors) == 1:
         return InputError(f"Cannot read the training data: {errors[0]}")
     shown = [*errors[:_MOST_ERRORS], *([f"and {len(errors) - _MOST_ERRORS} more"] if errors[_MOST_ERRORS:] else [])]
@@ -93,10 +91,9 @@ def _input_error(errors: Sequence[str]) -> InputError:
 
 
 def _project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
-    """The one schema of `columns` (None: all of the first) in all files, and every error against it.
+    """Return the common schema of `columns` (None means all of the first file) in all files, and every conflict.
 
-    Between files the order of columns may differ, and so may nullability, metadata, and types that have a common one
-    without loss; see `_common_type`.
+    Files may differ in the order of columns, in nullability and metadata, and in types that `_common_type` unites.
     """
     schemas = [(name, _plain(schema)) for name, schema in named]
     first_name, first = schemas[0]
@@ -131,10 +128,10 @@ _WIDER = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
 
 
 def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """The type that holds the values of both without loss; None if there is none.
+    """Return the type that holds the values of both without loss, or None.
 
-    Writers choose null for a column without values, large offsets for much text, and dictionaries by the number of
-    different values.
+    Only types that writers choose by the values of a file are united: null for a column without values, large offsets
+    for much text, and dictionaries by the number of different values.
     """
     if one.equals(other) or pa.types.is_null(other):
         return one
@@ -164,7 +161,7 @@ def _types_in(struct: pa.StructType) -> list[pa.DataType]:
 
 
 def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The columns of `schema`, in its order; copies nothing but what `_project` gave another type."""
+    """Return `batch` with the columns of `schema`, in its order; only columns whose type changes are copied."""
     if batch.schema.equals(schema):
         return batch
     columns = [_decoded(batch.column(field.name), field.type) for field in schema]
@@ -180,7 +177,7 @@ def _decoded(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema without encodings whose rows Arrow cannot reorder, filter or join."""
+    """Return `schema` without encodings whose rows Arrow cannot reorder, filter or join."""
     return pa.schema([field.with_type(_plain_type(field.type)) for field in schema], metadata=schema.metadata)
 
 
@@ -213,13 +210,12 @@ def _in_words(names: Sequence[str], most: int = 12) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "") if names else "no columns"
 
 
-_PARTITION = re.compile(r"(?:^|/)([^/=]+)=([^/]*)(?=/)")
 _FOOTER_THREADS = 16
 _CACHED_FOOTERS = 16
 _SKIPPED_BYTES = 32 << 20
 _SMALL_BYTES = 8 << 20
 MOST_ROW_BYTES = 256 << 20
-"""The most that a row may take on average in a row group, by its metadata: no less than a row can be decoded."""
+"""Maximum average size of a row in a row group, by its metadata; no part of a row can be decoded alone."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +229,7 @@ class _Footer:
     group_bytes: tuple[int, ...]
     """Uncompressed size of each row group."""
     wanted: float
-    """The share of the wanted columns in that."""
+    """Share of the selected columns in `group_bytes`."""
     metadata: pq.FileMetaData | None
 
 
@@ -245,8 +241,8 @@ class ParquetSource:
         columns: Columns to hand out, in this order; None means all.
 
     Raises:
-        InputError: Lists every error that the metadata tells: files that are missing, truncated or no Parquet, columns
-            that are missing, schemas that differ, no rows at all.
+        InputError: Lists every error that the metadata shows: files that are missing, truncated or not Parquet, missing
+            columns, schemas that differ, or no rows at all.
     """
 
     def __init__(self, files: Sequence[DataFile], *, columns: Sequence[str] | None = None) -> None:
@@ -265,15 +261,12 @@ class ParquetSource:
         self.group_rows = tuple(footer.group_rows[index] for footer, index in self._groups)
         self._open: tuple[_Footer, pq.ParquetFile] | None = None
         self._row_bytes = 0.0
-        """Of the rows that were decoded last."""
-        pairs = {pair for f in footers for pair in _PARTITION.findall(f.file.path) if pair[0] not in self.schema.names}
-        self.partitions = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        """Columns that only the folders have, as in ``year=2024/part-0.parquet``."""
+        """Size of a row, from the rows decoded most recently."""
         sizes = [f"{os.path.basename(f.file.path)}:{f.stamp[0]}:{f.group_rows}" for f in footers]
         self.fingerprint = xxhash.xxh3_64_hexdigest("\0".join(sizes).encode())
 
     def reach(self, group: int, max_bytes: int) -> int:
-        """See `Source`: small row groups of a file together, since each takes time of its own."""
+        """See `Source`; small row groups of a file are read together, because each read has a fixed cost."""
         footer, index = self._groups[group]
         rows, size = footer.group_rows[index], footer.group_bytes[index]
         for more, bytes_ in zip(footer.group_rows[index + 1 :], footer.group_bytes[index + 1 :], strict=True):
@@ -308,7 +301,7 @@ class ParquetSource:
             footer.file.require(footer.stamp, label)
             if not ends[1:]:
                 raise InputError(f"Cannot read {label}: {error}") from error
-            # One by one: the rows before the row group that cannot be read, then its error.
+            # Read one by one, to yield the rows before the broken row group and then its error.
             for number, (start, last) in enumerate(zip([0, *ends], ends, strict=False), group):
                 if max(at, first) < last:
                     yield from self.read(number, max(at, first, start) - start, min(end, last) - start, max_bytes)
@@ -319,11 +312,11 @@ class ParquetSource:
     def _decoded(self, footer: _Footer, indices: range, skipped: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
         size = sum(footer.group_bytes[index] for index in indices) * footer.wanted
         total = sum(footer.group_rows[index] for index in indices)
-        # Repeated values are stored once and decode to much more than the metadata tells.
+        # Repeated values are stored once, so they decode to much more than the metadata states.
         rows_per_byte = 1 / max(size / max(total, 1), self._row_bytes, 1.0)
-        # What is skipped is decoded in one go: with small batches a wide table takes several times as long.
+        # Decode skipped rows in one go: in small batches, a wide table would take several times as long.
         rows = max(1, int(rows_per_byte * max_bytes), min(skipped, int(rows_per_byte * _SKIPPED_BYTES)))
-        # Handing each column to a thread costs more than a small batch of them takes to decode.
+        # For a small batch, passing each column to a thread costs more than decoding it.
         threads = min(rows, total) > _SMALL_BYTES * rows_per_byte
         file = self._opened(footer)
         for raw in file.iter_batches(rows, row_groups=indices, columns=self.schema.names, use_threads=threads):
@@ -356,7 +349,7 @@ def _read_footers(files: Sequence[DataFile], columns: Sequence[str] | None) -> t
 
 
 def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str:
-    """The footer of a file, or what is wrong with it."""
+    """Return the footer of a file, or a description of its fault."""
     try:
         stamp = file.stamp()
         with file.filesystem.open_input_file(file.path) as handle:
@@ -385,7 +378,7 @@ def _footer_of(
 
 
 def _share_of(columns: Sequence[str] | None, metadata: pq.FileMetaData) -> float:
-    """The share of `columns` in the bytes of the first row group."""
+    """Return the share of `columns` in the bytes of the first row group."""
     if columns is None or not metadata.num_row_groups:
         return 1.0
     chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
@@ -398,11 +391,11 @@ _TABLES = (pa.Table, pa.RecordBatch)
 
 
 def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -> Source:
-    """The source behind paths, tables, record batches, a data frame, or a source.
+    """Return the source for paths, tables, record batches, a data frame, or a source itself.
 
     Raises:
         TypeError: `given` is none of these.
-        InputError: The data cannot be used; lists every error that metadata can tell.
+        InputError: The data cannot be used; lists every error that metadata shows.
     """
     if hasattr(given, "group_rows"):
         source: Source = given
@@ -416,7 +409,7 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -
 
 
 def _items(given: Any) -> list[Any]:
-    """All paths, or all tables, of what was given; the first that is neither ends it, since a stream may be endless."""
+    """Return all paths or all tables in `given`. The first other item is refused, because a stream may be endless."""
     if isinstance(given, (*_PATHS, *_TABLES)):
         return [given]
     items: list[Any] = []

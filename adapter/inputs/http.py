@@ -16,7 +16,6 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..contract.exceptions import AuthError, InputError
 from ..plumbing.durable import fsync_directory, make_directory, write_bytes_durably
 from ..plumbing.file_lock import FileLock, LockHeldError
 from ..plumbing.http import failure_text
-from ..plumbing.retry import RetryPolicy, TransientError, is_transient, retry_after_s, with_retries
+from ..plumbing.retry import RetryPolicy, TransientError, transient_answer, with_retries
 from ..plumbing.safe_open import open_own, open_regular, read_own
 from ..plumbing.text import size_text
 from ..plumbing.urls import safe_url
@@ -299,7 +298,6 @@ def _refuse(response: httpx2.Response, label: str) -> None:
             f"The server refused {label} (status {status}). {advice}: the token of `TRAINER_CAPABILITY_TOKEN`, or of "
             "the job's `capability_token`, is sent only to known origins and to those in `TRAINER_TOKEN_ORIGINS`."
         )
-    if is_transient(status):
-        wait_s = retry_after_s(response.headers.get("retry-after"), datetime.now(UTC))
-        raise TransientError(f"the server answered with status {status}", wait_s)
-    raise InputError(f"{label} cannot be fetched: the server answered with status {status}.")
+    raise transient_answer(status, response.headers, f"the server answered with status {status}") or InputError(
+        f"{label} cannot be fetched: the server answered with status {status}."
+    )

@@ -3,7 +3,8 @@
 huggingface_hub fetches from the Hugging Face hub, with its cache and credentials (``HF_TOKEN``, ``HF_ENDPOINT``,
 ``HF_HOME``). The hub never gets the capability token of the run.
 
-This module is separate because it loads the HTTP client, which local inputs do not need.
+This module is separate from `materialize` because it loads the HTTP client, which local inputs do not need, and from
+`http` because each is long: that one has the transfer of a single file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..contract.types import ResolvedRef
 from ..job.config import RunConfig
 from ..plumbing.failures import causes_of
 from ..plumbing.http import build_client, failure_text
-from ..plumbing.retry import RetryPolicy, TransientError, is_transient, with_retries
+from ..plumbing.retry import RetryPolicy, TransientError, transient_answer, with_retries
 from ..plumbing.text import HUB_LOGIN
 from ..plumbing.threads import DaemonThreads
 from .http import Download, Transport, download, log_arrival
@@ -73,9 +74,9 @@ def fetch_all(
         if config.private_hosts is not None:
             AddressGuard(config.private_hosts).attach(client)
         transport = Transport(client, RETRY)
-        fetcher = _Fetcher(config, directory, transport)
+        fetch = functools.partial(_fetch, config=config, directory=directory, transport=transport)
         threads = DaemonThreads(PARALLEL_TRANSFERS, "genlight-input")
-        futures = {key: threads.submit(functools.partial(fetcher.fetch, *key)) for key in dict.fromkeys(references)}
+        futures = {key: threads.submit(functools.partial(fetch, *key)) for key in dict.fromkeys(references)}
         left = set(futures.values())
         try:
             while left:
@@ -90,54 +91,37 @@ def fetch_all(
         return {key: future.result() for key, future in futures.items()}
 
 
-@dataclass(frozen=True)
-class _Fetcher:
-    """Fetches one reference of any kind."""
+def _fetch(kind: Kind, ref: RemoteRef, *, config: RunConfig, directory: Path, transport: Transport) -> tuple[Path, str]:
+    """Fetch a reference of any kind; return its local path, and its name without credentials.
 
-    config: RunConfig
-    directory: Path
-    transport: Transport
-
-    def fetch(self, kind: Kind, ref: RemoteRef) -> tuple[Path, str]:
-        """Fetch `ref`; return its local path, and its name without credentials.
-
-        Raises:
-            AuthError: A server refused the credentials.
-            InputError: The files are missing, malformed, unreachable, or cannot be stored.
-        """
-        self.transport.wait(0)
-        try:
-            if isinstance(ref, HttpRef):
-                return self._http(kind, ref)
-            return self._hub(kind, ref) if isinstance(ref, HubRef) else self._cozy(kind, ref)
-        except OSError as error:
-            raise InputError(
-                f"{ref.label} cannot be stored below {str(self.directory)!r}: {error.strerror or error}. "
-                "Free some space, or name another cache with `XDG_CACHE_HOME` (`HF_HOME` for the hub's)."
-            ) from error
-
-    def _http(self, kind: Kind, ref: HttpRef) -> tuple[Path, str]:
-        # The name counts too: a model folder must not contain one file under the names of several URLs.
-        identity = f"{ref.digest or ref.url} {ref.file_name}"
-        folder = self.directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
-        if kind == "checkpoint":
-            return fetch_checkpoint(ref, folder, self.transport), ref.label
-        path = download(Download(ref.url, folder / ref.file_name, ref.digest), self.transport)
-        return folder if kind == "model" else path, ref.label
-
-    def _hub(self, kind: Kind, ref: HubRef) -> tuple[Path, str]:
-        path = fetch_from_hub(kind, ref, self.transport) / (ref.path or ".")
-        if kind != "dataset" and not path.exists():  # for a dataset it may be a pattern
-            raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
-        return resolve_path(kind, path), ref.label
-
-    def _cozy(self, kind: Kind, ref: RemoteRef) -> tuple[Path, str]:
-        assert isinstance(ref, CozyRef)
-        if self.config.file_store_url is None:
+    Raises:
+        AuthError: A server refused the credentials.
+        InputError: The files are missing, malformed, unreachable, or cannot be stored.
+    """
+    transport.wait(0)
+    try:
+        if isinstance(ref, HttpRef):
+            # The name counts too: a model folder must not contain one file under the names of several URLs.
+            identity = f"{ref.digest or ref.url} {ref.file_name}"
+            folder = directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
+            if kind == "checkpoint":
+                return fetch_checkpoint(ref, folder, transport), ref.label
+            path = download(Download(ref.url, folder / ref.file_name, ref.digest), transport)
+            return folder if kind == "model" else path, ref.label
+        if isinstance(ref, HubRef):
+            path = fetch_from_hub(kind, ref, transport) / (ref.path or ".")
+            if kind != "dataset" and not path.exists():  # for a dataset it may be a pattern
+                raise InputError(f"{ref.label}: the repository has no path {ref.path!r}.")
+            return resolve_path(kind, path), ref.label
+        if config.file_store_url is None:
             raise InputError(f"{ref.label} needs a tensor hub. Set `TENSORHUB_URL`.")
-        resolver = HttpResolveClient(self.config.file_store_url, self.transport, self.directory / "cozy")
-        folder, label = resolver.fetch(ref)
+        folder, label = HttpResolveClient(config.file_store_url, transport, directory / "cozy").fetch(ref)
         return resolve_path(kind, folder), label
+    except OSError as error:
+        raise InputError(
+            f"{ref.label} cannot be stored below {str(directory)!r}: {error.strerror or error}. "
+            "Free some space, or name another cache with `XDG_CACHE_HOME` (`HF_HOME` for the hub's)."
+        ) from error
 
 
 def fetch_checkpoint(ref: HttpRef, folder: Path, transport: Transport) -> Path:
@@ -218,7 +202,7 @@ def _translate(error: Exception, ref: HubRef, kind: str) -> Exception:
 
     causes = list(causes_of(error))
     answer = next((cause for cause in causes if isinstance(cause, errors.HfHubHTTPError)), None)
-    status = getattr(getattr(answer, "response", None), "status_code", 0)
+    status = 0 if answer is None else answer.response.status_code
     if status in (401, 403):
         who = "nobody is logged in" if get_token() is None else "the token that was sent may not read it"
         return AuthError(
@@ -230,12 +214,13 @@ def _translate(error: Exception, ref: HubRef, kind: str) -> Exception:
             f"{ref.label}: the hub has no such {kind} or revision, and there is no such path on this machine."
         )
     reason = next((c for c in causes if isinstance(c, errors.OfflineModeIsEnabled | errors.HFValidationError)), None)
-    if reason is not None or (status and not is_transient(status)):
-        return InputError(f"{ref.label} cannot be fetched from the hub: {reason or error}")
+    refusal = InputError(f"{ref.label} cannot be fetched from the hub: {reason or error}")
+    if reason is not None:
+        return refusal
+    if answer is not None:
+        return transient_answer(status, answer.response.headers, f"the hub answered with status {status}") or refusal
     if isinstance(error, OSError) and error.errno is not None:
         return error
-    if status:
-        return TransientError(f"the hub answered with status {status}")
     failed = next((f" ({failure_text(cause)})" for cause in causes if isinstance(cause, httpx2.TransportError)), "")
     return TransientError(f"the hub cannot be reached{failed}")
 

@@ -17,7 +17,7 @@ from ...callbacks.checkpoint.codec.tensors import TensorTable
 from ...callbacks.hook.events import fire, run_state_of
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.run_state import RunState
-from ..feed.minibatches import Minibatches
+from ..feed.experience import Minibatches
 from .plugin_loading import optional_hook
 from .state import PHASE
 

@@ -4,7 +4,7 @@ A secret is recognized by one of three properties:
 
 - its value: secrets that a caller names, secrets of the environment, and credentials in the URLs of settings;
 - its name: values assigned to ``api_key``, ``hfToken`` or ``password``, in a text or under a key;
-- its form: tokens of well-known services, private keys, headers, credentials and queries of URLs.
+- its form: tokens of well-known services, private keys, headers, credentials and queries of complete URLs.
 
 Every text that leaves the process passes through `hide_secrets` (for the operator of this machine: logs, tracebacks,
 warnings) or `hide_environment` (for texts that are sent or stored: events, terminal payloads). Both take time
@@ -22,18 +22,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 from urllib.parse import parse_qsl, quote, unquote
 
-from .text import shortened
 from .urls import hide_urls
 
 HIDDEN: Final = "<hidden>"
 SHORTEST_SECRET = 4
 SHORTEST_OF_SECRET_NAME = 6
-SHORTEST_HALF = 8
-"""Minimum length of the rest of a secret, cut by an ellipsis, that is hidden."""
 SHORTEST_OF_ANY_NAME = 16
 """A value of this length may be a secret, whatever the name of its variable or query parameter."""
 LONGEST_TEXT = 64 * 1024
 """Maximum number of characters read of an exception's text: 200 MB would be copied a dozen times on the way."""
+LONGEST_WORD = 4096
+"""Maximum number of characters by which a text is cut further, so that it ends between two words."""
 MOST_LINES = 400
 """Maximum number of entries kept of a traceback, half from its beginning and half from its end."""
 
@@ -77,29 +76,21 @@ _HEADER = re.compile(
     r"[A-Za-z0-9._~+/=-]{8,}",
     re.IGNORECASE,
 )
-_ELLIPSIS = re.compile(r"(…|\.{3,})")
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[opusr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|"
     r"sk-(?=[\w-]{0,64}\d)[\w-]{16,}|xox[abprs]-[\w-]{10,}|A(?:KIA|SIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|"
     r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]+)?)"
-    r"|(?<![A-Za-z0-9])(?:gh[opusr]_|github_pat_|glpat-|hf_|sk-|xox[abprs]-|AKIA|ASIA|AIza)[\w-]{8,256}+(?=…|\.{3})"
     r"|-----BEGIN (?:[A-Z]{1,16} ){0,3}PRIVATE KEY-----[^-]*(?:-----END (?:[A-Z]{1,16} ){0,3}PRIVATE KEY-----)?"
 )
-"""Tokens of GitHub, GitLab, Hugging Face, OpenAI and the like, Slack, AWS and Google, also if an ellipsis has cut them;
-JSON Web Tokens; private keys."""
-_QUERY = re.compile(
-    r"((?<=[\w.%~+-])\?(?=[^\s=?&'\"`]{1,128}=)|/[^\s/?#'\"<>`(){}\[\]|*]{0,256}\?(?![\s<)\].,;:!?]))[^\s'\"`]+"
-)
-"""The query of a relative URL: pairs, or anything after a path."""
+"""Tokens of GitHub, GitLab, Hugging Face, OpenAI and the like, Slack, AWS and Google; JSON Web Tokens; private keys."""
 
 
 def redact(text: str, secrets: Iterable[str | None]) -> str:
-    """Replace every secret in `text`; very short values are not secrets, because they would blot out every message.
+    """Replace every secret in `text`, also in its JSON and URL spellings.
 
-    A secret is also found in its JSON and URL spellings, and if an ellipsis has cut it (`text.shortened`).
+    Very short values are not secrets, because they would blot out every message.
     """
-    known = _hidden_by(secrets)
-    return _without_halves(_replaced(text, known), known)
+    return _replaced(text, _hidden_by(secrets))
 
 
 def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
@@ -121,12 +112,7 @@ def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: 
 
 def _hidden(text: str, of_any_name: str, secrets: Iterable[str | None], environ: Mapping[str, str] | None) -> str:
     """Return `text` without `secrets`, likely secrets, and the values of the environment from `_values_of`."""
-    known = _hidden_by(secrets)
-    text = _replaced(text, _values_of(environ, of_any_name) | known)
-    if _ELLIPSIS.search(text):
-        text = _without_halves(text, _values_of(environ, "") | known)
-    # Queries of relative URLs come after those of complete ones.
-    return _without_known_forms(_QUERY.sub(rf"\1{HIDDEN}", hide_urls(text)))
+    return _without_known_forms(hide_urls(_replaced(text, _values_of(environ, of_any_name) | _hidden_by(secrets))))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -205,7 +191,11 @@ def traceback_of(error: BaseException | traceback.TracebackException) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_TEXT else f"{shortened(text, LONGEST_TEXT)}\n"
+    """Return the beginning of a very long text, without its last word: that might be half a secret."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    end = LONGEST_TEXT - LONGEST_WORD
+    return f"{text[:end]}{text[end:LONGEST_TEXT].rpartition(' ')[0]}…\n"
 
 
 def _values_of(environ: Mapping[str, str] | None, of_any_name: str) -> dict[str, str]:
@@ -269,25 +259,6 @@ def _replaced(text: str, hidden: Mapping[str, str]) -> str:
         for spelling in _spellings(value):
             text = text.replace(spelling, hidden[value])
     return text
-
-
-def _without_halves(text: str, hidden: Mapping[str, str]) -> str:
-    """Remove the beginnings and ends of the keys of `hidden` that are left next to an ellipsis."""
-    pieces = _ELLIPSIS.split(text)
-    if len(pieces) == 1:  # most texts; every line of a log comes here
-        return text
-    for value, shown in hidden.items():
-        for secret in _spellings(value):
-            for place, piece in enumerate(pieces):
-                lengths = range(min(len(secret), len(piece)), SHORTEST_HALF - 1, -1)
-                if place + 2 < len(pieces) and secret[:SHORTEST_HALF] in piece:
-                    left = next((length for length in lengths if piece.endswith(secret[:length])), 0)
-                    piece = f"{piece[: len(piece) - left]}{shown if left else ''}"
-                if place > 0 and secret[-SHORTEST_HALF:] in piece:
-                    left = next((length for length in lengths if piece.startswith(secret[-length:])), 0)
-                    piece = f"{shown if left else ''}{piece[left:]}"
-                pieces[place] = piece
-    return "".join(pieces)
 
 
 @functools.lru_cache(maxsize=512)

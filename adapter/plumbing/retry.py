@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -25,7 +25,6 @@ class TransientError(Exception):
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
-        self.reason = reason
         self.retry_after_s = retry_after_s
 
 
@@ -81,23 +80,32 @@ def with_retries(
         wait(policy.delay_s(failures, asked_s))
 
 
-def is_transient(status: int) -> bool:
-    """Whether a request that was answered with `status` may succeed later."""
-    return status in TRANSIENT_STATUS or 500 <= status <= 599
+def transient_answer(status: int, headers: Mapping[str, str], reason: str) -> TransientError | None:
+    """Return the error for an answer after which a later request may succeed; None for any other answer.
+
+    Args:
+        status: The HTTP status.
+        headers: The headers of the answer. The error has the seconds of ``Retry-After``, by the server's clock if it
+            sends the time: ours may be hours off.
+        reason: Safe text for the operator.
+    """
+    if status not in TRANSIENT_STATUS and not 500 <= status <= 599:
+        return None
+    now = _parsed_date(headers.get("Date", "")) or datetime.now(UTC)
+    wait_s = retry_after_s(headers.get("Retry-After"), now)
+    return TransientError(f"{reason} (Retry-After: {wait_s:.0f} s)" if wait_s else reason, wait_s)
 
 
 def retry_after_s(value: str | None, now: datetime) -> float | None:
     """Return the seconds of a ``Retry-After`` header (seconds or a date); None if absent or unreadable."""
-    if not value:
-        return None
-    text = value.strip()
+    text = (value or "").strip()
     if text.isdecimal():
         return min(float(text), LONGEST_RETRY_AFTER_S)
-    at = parsed_date(text)
+    at = _parsed_date(text)
     return None if at is None else min(max(0.0, (at - now).total_seconds()), LONGEST_RETRY_AFTER_S)
 
 
-def parsed_date(text: str) -> datetime | None:
+def _parsed_date(text: str) -> datetime | None:
     """Return the date in a header; None if it is unreadable."""
     try:
         at = email.utils.parsedate_to_datetime(text)

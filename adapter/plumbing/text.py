@@ -37,7 +37,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Truncate `text` to `most` characters, with an ellipsis by which redaction recognizes the cut."""
+    """Truncate `text` to `most` characters, with an ellipsis; hide secrets first, because half a one is not found."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

@@ -120,10 +120,6 @@ class UploadConfig(UploadUrls, frozen=True):
         """Return the endpoint for a ``metrics``, ``checkpoint``, ``sample`` or ``terminal`` message."""
         return self.urls().get(f"{kind}_url")
 
-    def stores_files(self) -> bool:
-        """Return whether artifacts are sent to the file store."""
-        return bool(self.file_store_url and self.owner and self.token)
-
     def file_store_fault(self) -> str | None:
         """Return why nothing is sent to the configured file store, and the remedy; None if artifacts are sent."""
         required = {"`owner`": self.owner, "`TRAINER_CAPABILITY_TOKEN`": self.token}
@@ -136,7 +132,7 @@ class UploadConfig(UploadUrls, frozen=True):
     def destinations(self, kind: str) -> tuple[str, ...]:
         """Return the names of all destinations of ``metrics``, ``checkpoint``, ``sample`` or ``terminal``, in order."""
         is_artifact = kind in ("checkpoint", "sample")
-        store = [FILE_STORE] if is_artifact and self.stores_files() else []
+        store = [FILE_STORE] if is_artifact and self.file_store_url and self.owner and self.token else []
         targets = map(safe_url, self.targets) if is_artifact else []
         return (*store, *targets, *([ENDPOINT] if self.url_of(kind) else []))
 

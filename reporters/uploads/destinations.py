@@ -14,7 +14,6 @@ import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,7 +25,7 @@ from ...adapter.contract.exceptions import UploadError
 from ...adapter.plumbing.durable import temporary_name
 from ...adapter.plumbing.failures import causes_of, safe_text
 from ...adapter.plumbing.http import build_client, failure_text
-from ...adapter.plumbing.retry import TransientError, is_transient, parsed_date, retry_after_s
+from ...adapter.plumbing.retry import TransientError, transient_answer
 from ...adapter.plumbing.safe_open import UnsafeFileError, open_regular
 from ...adapter.plumbing.text import folder_name
 from ...adapter.plumbing.urls import safe_url
@@ -69,7 +68,6 @@ class Refused(Exception):
 
     def __init__(self, reason: str, *, auth: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason
         self.auth = auth
 
 
@@ -155,7 +153,7 @@ class Delivery:
             _sha256_of.cache_clear()  # the local file may have been replaced
             self._contradictions[entry.seq] += 1
             if self._contradictions[entry.seq] > CONTRADICTIONS_ALLOWED:
-                raise Refused(error.reason) from error
+                raise Refused(str(error)) from error
             raise
 
     def _copy(self, entry: Entry, name: str) -> None:
@@ -333,15 +331,9 @@ def outcome_of_status(
     """
     if 200 <= status <= 299:
         return None
-    reason = f"HTTP {status} from {where}"
-    if is_transient(status):
-        # Use the server's clock if it sends the time: ours may be hours off.
-        now = parsed_date(headers.get("Date", "")) or datetime.now(UTC)
-        wait_s = retry_after_s(headers.get("Retry-After"), now)
-        return TransientError(f"{reason} (Retry-After: {wait_s:.0f} s)" if wait_s else reason, wait_s)
-    if status in (401, 403):
-        return Refused(f"{reason}; {advice}" if advice else reason, auth=True)
-    return Refused(reason)
+    reason, auth = f"HTTP {status} from {where}", status in (401, 403)
+    final = Refused(f"{reason}; {advice}" if auth and advice else reason, auth=auth)
+    return transient_answer(status, headers, reason) or final
 
 
 def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -> str:

@@ -416,8 +416,8 @@ class Uploader:
         if self._closing.is_set():
             raise Interrupted
         level = logging.DEBUG if entry.reason else logging.WARNING
-        log.log(level, "upload of %s failed: %s", entry.kind, failed.reason)
-        entry.reason = failed.reason
+        entry.reason = str(failed)
+        log.log(level, "upload of %s failed: %s", entry.kind, entry.reason)
         raise failed
 
     def _pause(self, seconds: float) -> None:
@@ -430,12 +430,12 @@ class Uploader:
             return
         if entry.kind == "metrics" and not error.auth:
             self.queue.remove(entry)
-            self._count_lost_metrics(error.reason)
+            self._count_lost_metrics(str(error))
             return
         with self._results:
-            entry.reason, entry.auth = error.reason, entry.auth or error.auth
-            entry.refusals |= dict.fromkeys(lane, error.reason)
-        log.error("upload of %s, step %d, was refused: %s", entry.kind, entry.step, error.reason)
+            entry.reason, entry.auth = str(error), entry.auth or error.auth
+            entry.refusals |= dict.fromkeys(lane, entry.reason)
+        log.error("upload of %s, step %d, was refused: %s", entry.kind, entry.step, error)
         if entry.files and self.failure is None:
             self.failure = UploadError(str(entry), auth=error.auth)
 

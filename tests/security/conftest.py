@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
 import socket
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from genlight.adapter.job.config import resolve_run_config
 from genlight.reporters import read_events
+from support.file_server import other_server as other_server, retry as retry, server as server, sha256 as sha256
 from support.loopback import serving
-
-
-def _load(*parts):
-    path = Path(__file__).parents[1].joinpath(*parts)
-    name = "_".join(("security", *path.parent.parts[-2:], path.stem))
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(module)
-    return module
-
-
-_inputs = _load("adapter", "inputs", "conftest.py")
-server, other_server, retry, sha256 = _inputs.server, _inputs.other_server, _inputs.retry, _inputs.sha256
 
 STRANGER = 54_321
 """A user of this machine who is neither root nor runs the tests."""

@@ -8,11 +8,11 @@ import os
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
-from genlight.adapter.contract.exceptions import UploadError
+from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads import UploadConfig, Uploader
-from genlight.reporters.uploads.queue import Queue, read_entries
+from genlight.reporters.uploads.queue import DELIVERED, Entry, Queue, pack, read_entries
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="security")
@@ -84,13 +84,9 @@ def test_a_layout_that_leads_out_of_the_target_writes_nothing(sent, layout):
 
 
 def test_a_file_outside_of_the_run_is_not_sent(sent, secret):
-    err, files = sent(_entry(secret), _entry("../home/id_rsa"))
+    entries = (_entry(secret), _entry("../home/id_rsa"), _entry("checkpoints/link"))
+    err, files = sent(*entries, prepare=lambda run: (run / "checkpoints" / "link").symlink_to(secret))
     assert "outside" in err
-    assert files == []
-
-
-def test_nor_is_one_that_a_link_in_the_run_leads_to(sent, secret):
-    _, files = sent(_entry("checkpoints/link"), prepare=lambda run: (run / "checkpoints" / "link").symlink_to(secret))
     assert files == []
 
 
@@ -116,23 +112,18 @@ def test_what_the_run_names_as_its_targets_is_not_sent_to(foreign, genlight_uplo
     assert loot.exists()  # the command line names it
 
 
-def test_an_uploader_sends_nothing_from_outside_of_the_runs_folders(foreign, tmp_path, secret):
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_uploader_sends_only_files_of_the_runs_folder_and_of_those_that_the_job_names(
+    foreign, tmp_path, secret, is_named
+):
     loot = tmp_path / "loot"
-    run = foreign(_entry(secret, to=[f"file://{loot}"]))
-    config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"])
+    run, roots = foreign(_entry(secret, to=[f"file://{loot}"])), [secret.parent] if is_named else []
+    config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"], roots=roots)
     with Uploader(config) as uploader:
-        left = uploader.settle(0.1)
-    assert "is outside the run's folders" in str(left)
-    assert not loot.exists()
-
-
-def test_checkpoints_that_the_job_keeps_elsewhere_are_sent(foreign, tmp_path, secret):
-    loot = tmp_path / "loot"
-    run = foreign(_entry(secret, to=[f"file://{loot}"]))
-    config = UploadConfig(run_id="theirs", queue_dir=run / "uploads", targets=[f"file://{loot}"], roots=[secret.parent])
-    with Uploader(config) as uploader:
-        assert uploader.settle(30) is None
-    assert _all_files(loot) == ["theirs/checkpoints/step.json"]
+        left = uploader.settle(30 if is_named else 0.1)
+    assert (left is None) == is_named
+    assert is_named or "is outside the run's folders" in str(left)
+    assert _all_files(loot) == (["theirs/checkpoints/step.json"] if is_named else [])
 
 
 @pytest.mark.parametrize("name", ["..", "x", "000000001", "../../home"])
@@ -207,12 +198,56 @@ def test_whatever_an_entry_says_is_used_or_named(tmp_path, said):
     assert not refusal or str(tmp_path / "000000001.json") in refusal
 
 
-@given(st.binary(max_size=200) | st.lists(JSON, max_size=3).map(lambda lines: b"\n".join(map(_encoded, lines)) + b"\n"))
-def test_whatever_the_file_of_an_entry_holds_is_read_or_named(tmp_path, data):
-    (tmp_path / "000000001.json").write_bytes(data)
-    with contextlib.suppress(UploadError):
-        assert [entry.seq for entry in read_entries(tmp_path)] in ([], [1])
-
-
 def _encoded(value):
     return json.dumps(value).encode()
+
+
+URL = "http://127.0.0.1:9"
+
+
+def open_uploader(folder):
+    config = UploadConfig("r", folder / "uploads", terminal_url=f"{URL}/t", checkpoint_url=f"{URL}/c")
+    return Uploader(config, keep_terminal=True)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A run's folder with an upload of each kind, and the bytes of its entries, delivered ones too."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "a.json").write_text("{}")
+    queue = Queue(folder / "uploads")
+    common = {"run_id": "r", "step": 1, "to": ("endpoint",)}
+    for kind in ("checkpoint", "checkpoint"):
+        queue.add(Entry(kind=kind, local_path="a.json", files=pack(folder, folder / "a.json", []), **common))
+    queue.add(Entry(kind="metrics", payload={"metrics": {"a": 1.0}}, key="k", **common))
+    queue.add(Entry(kind="terminal", payload={"status": "failed", "step": 1}, key="k", **common))
+    queue.finish(queue.entries()[0])
+    queue.close()
+    return folder, {
+        path: path.read_bytes() for path in (folder / "uploads").rglob("*.json") if "links" not in path.parts
+    }
+
+
+@pytest.mark.parametrize("name", [f"{DELIVERED}/000000001.json", "000000002.json", "000000003.json", "000000004.json"])
+@given(place=st.integers(0, 10_000), byte=st.integers(0, 255), cut=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_byte_that_is_wrong(sound, name, place, byte, cut):
+    folder, files = sound
+    for path in (folder / "uploads").rglob("0*.json"):
+        path.unlink()
+    for path, data in files.items():
+        path.write_bytes(data)
+    damaged = folder / "uploads" / name
+    data = files[damaged]
+    place %= len(data)
+    damaged.write_bytes(data[:place] + bytes([byte]) * (not cut) + data[place + 1 :])
+
+    refusal = None
+    try:
+        open_uploader(folder).close()
+    except (UploadError, StartupContractError) as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert str(damaged) in refusal
+    else:
+        assert {entry.kind for entry in read_entries(folder / "uploads")} <= {"checkpoint", "metrics", "terminal"}

@@ -34,6 +34,8 @@ from support.messages import refusal
 pytestmark = pytest.mark.promise(name="security")
 
 NOT_REGULAR = "it is not a regular file"
+STRANGER = 54_321
+"""The user of the fixture `stranger`."""
 
 
 @pytest.fixture
@@ -144,14 +146,6 @@ def test_a_file_that_is_larger_than_may_be_read_is_refused_before_memory_is_take
         read_regular(tmp_path / "huge", limit=1000)
 
 
-def test_permissions_of_a_file_of_ours_are_narrowed(tmp_path):
-    path = tmp_path / ".lock"
-    path.write_text("")
-    path.chmod(0o666)
-    os.close(open_own(path, os.O_RDWR | os.O_CREAT))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
 def test_a_file_of_another_user_is_refused_by_name(tmp_path, stranger):
     path = tmp_path / ".lock"
     path.write_text("")
@@ -171,11 +165,6 @@ def test_a_second_name_of_a_file_is_refused_in_a_folder_of_somebody_else(tmp_pat
 # directories
 
 
-def test_directories_are_made_for_this_user_alone(tmp_path):
-    make_directory(tmp_path / "a" / "b")
-    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b")] == [0o700, 0o700]
-
-
 def test_in_a_shared_folder_the_umask_says_who_may_enter(tmp_path):
     before = os.umask(0o007)
     try:
@@ -185,29 +174,34 @@ def test_in_a_shared_folder_the_umask_says_who_may_enter(tmp_path):
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o770
 
 
-def test_a_directory_of_this_user_alone_is_trusted(tmp_path):
-    (tmp_path / "own").mkdir(0o755)
-    assert distrust(tmp_path / "own") is None
+EVERYBODY, GROUP = "every user of this machine can write to it (`chmod o-w,g-w`", "can write to it (`chmod g-w`"
 
 
-def test_a_directory_that_everybody_may_write_is_not(tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    assert "every user of this machine can write to it (`chmod o-w,g-w`" in distrust(tmp_path / "open")
-    assert os.listdir(tmp_path / "open") == []  # the probe is gone
-
-
-def test_one_with_the_sticky_bit_may_hold_files_that_are_looked_at_one_by_one(tmp_path):
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "tmp").chmod(0o1777)
-    assert distrust(tmp_path / "tmp", may_be_sticky=True) is None
-    assert distrust(tmp_path / "tmp") is not None
-
-
-def test_a_directory_of_another_user_is_not_trusted(tmp_path, stranger):
-    (tmp_path / "theirs").mkdir()
-    os.chown(tmp_path / "theirs", stranger, -1)
-    assert f"a directory that belongs to another user (uid {stranger})" in distrust(tmp_path / "theirs")
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "may_be_sticky", "fault"),
+    [
+        (0o755, -1, -1, False, None),
+        (0o777, -1, -1, False, EVERYBODY),
+        (0o1777, -1, -1, True, None),
+        (0o1777, -1, -1, False, EVERYBODY),
+        (0o755, STRANGER, -1, False, f"a directory that belongs to another user (uid {STRANGER})"),
+        (0o2775, -1, 0, False, None),
+        (0o2775, -1, STRANGER, False, GROUP),
+    ],
+    ids=["own", "open", "sticky file", "sticky", "a stranger's", "root's group", "another group"],
+)
+def test_a_directory_is_trusted_unless_others_may_change_its_contents(
+    tmp_path, mode, owner, group, may_be_sticky, fault
+):
+    if os.geteuid() != 0 and (owner, group) != (-1, -1):
+        pytest.skip("only root can give a folder to others")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.chown(folder, owner, group)
+    folder.chmod(mode)
+    found = distrust(folder, may_be_sticky=may_be_sticky)
+    assert found is None if fault is None else fault in found
+    assert os.listdir(folder) == []  # the probe is gone
 
 
 def test_a_link_that_another_user_made_is_not_trusted_wherever_it_leads(tmp_path, stranger):
@@ -216,15 +210,6 @@ def test_a_link_that_another_user_made_is_not_trusted_wherever_it_leads(tmp_path
     assert distrust(tmp_path / "link") is None  # one's own, as to a larger disk
     os.lchown(tmp_path / "link", stranger, -1)
     assert f"a link that belongs to another user (uid {stranger})" in distrust(tmp_path / "link")
-
-
-def test_a_group_may_write_where_it_is_the_users_own_or_roots(tmp_path, stranger):
-    (tmp_path / "team").mkdir()
-    (tmp_path / "team").chmod(0o2775)
-    assert distrust(tmp_path / "team") is None  # the group is root's
-    os.chown(tmp_path / "team", -1, stranger)
-    (tmp_path / "team").chmod(0o2775)
-    assert f"its group (gid {stranger}) can write to it (`chmod g-w`" in distrust(tmp_path / "team")
 
 
 def test_on_a_file_system_that_shows_one_owner_for_all_that_owner_is_trusted(tmp_path, stranger, monkeypatch):
@@ -266,11 +251,12 @@ def test_a_mounted_volume_is_trusted_as_it_is():
 # a run
 
 
-def test_a_run_refuses_a_folder_that_others_may_write_and_names_the_ways_out(config_of, tmp_path):
+@pytest.mark.parametrize("job", [{}, {"shared_artifacts": True}], ids=["silent", "a job that allows it"])
+def test_a_run_refuses_a_folder_that_others_may_write_and_names_the_ways_out(config_of, tmp_path, job):
     (tmp_path / "out").mkdir()
     (tmp_path / "out").chmod(0o777)
     with pytest.raises(StartupContractError) as caught:
-        prepare_artifact_dirs(config_of())
+        prepare_artifact_dirs(config_of(**job))
     assert caught.value.code == "startup.invalid_artifact_paths"
     for part in (
         "`artifacts_dir`",
@@ -287,13 +273,6 @@ def test_a_team_says_so_and_may_share_a_folder(config_of, tmp_path):
     (tmp_path / "out").chmod(0o777)
     prepare_artifact_dirs(config_of(environ={"TRAINER_SHARED_ARTIFACTS": "1"}))
     assert (tmp_path / "out" / "samples").is_dir()
-
-
-def test_the_job_spec_cannot_say_so(config_of, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out").chmod(0o777)
-    with pytest.raises(StartupContractError):
-        prepare_artifact_dirs(config_of(shared_artifacts=True))
 
 
 def test_a_planted_folder_of_samples_is_refused(config_of, tmp_path, stranger):
@@ -354,15 +333,6 @@ def test_a_pipe_in_place_of_a_file_of_ours_is_not_waited_for(config_of, tmp_path
     if name.startswith("uploads"):
         with pytest.raises(UploadError, match=NOT_REGULAR):
             read_entries(path.parent)
-
-
-def test_a_lock_that_others_could_open_is_closed_to_them(config_of, tmp_path):
-    config = config_of()
-    prepare_artifact_dirs(config)
-    (tmp_path / "out" / ".lock").write_text("")
-    (tmp_path / "out" / ".lock").chmod(0o644)
-    with lock_artifacts(config):
-        assert stat.S_IMODE((tmp_path / "out" / ".lock").stat().st_mode) == 0o600
 
 
 def test_a_file_system_without_locks_is_told_in_our_own_words(config_of, tmp_path, monkeypatch):

@@ -30,7 +30,6 @@ CANARY = "c4nary-0f-th3-r3d4ct10n"
 PLACES = [
     "url: /b/k?X-Amz-Signature={}",
     "Max retries exceeded with url: /b/k?X-Amz-Algorithm=A&X-Amz-Signature={}&x=1 (Caused by x)",
-    "GET /b/k?{} failed",
     "404 for http://host/a file?sig={}",
     "404 for http://host/it's?X-Amz-Signature={}",
     'for url "http://host/a?name=it\'s&X-Amz-Security-Token={}"',
@@ -96,28 +95,9 @@ def test_a_known_secret_is_found_in_each_of_its_spellings(secret, around):
         assert spelled not in redact(f"{around}{spelled}{around}", [secret])
 
 
-TEXTS_THAT_WERE_SLOW = [
-    "a",
-    "?",
-    "/",
-    "a://",
-    "=",
-    "{",
-    "token",
-    "token=",
-    "/a?",
-    "bearer ",
-    "c4nary-0…",
-    "sk-",
-    "sk-12345678...",
-    "'",
-    "a='",
-    "\ud800",
-    "key: ",
-]
-
-
-@pytest.mark.parametrize("part", TEXTS_THAT_WERE_SLOW)
+@pytest.mark.parametrize(
+    "part", ["a", "?", "/", "a://", "=", "{", "token", "token=", "/a?", "bearer ", "sk-", "'", "a='", "\ud800", "key: "]
+)
 def test_a_text_of_megabytes_takes_time_in_proportion_to_its_length(part):
     """Anything quadratic would take hours."""
     text = part * (2_000_000 // len(part))
@@ -150,30 +130,16 @@ def test_the_values_of_a_runs_variables_may_be_shown_but_for_its_token(variable)
     assert (hide_environment(CANARY, environ={variable: CANARY}) == CANARY) is shown
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "api_key",
-        "apiKey",
-        "API_KEY",
-        "hf_token",
-        "wandb_api_key",
+SECRETS = ["api_key", "apiKey", "API_KEY", "hf_token", "wandb_api_key", "db_password", "client_secret", "accessKey"]
+OTHERS = ["key", "keys", "lr", "pad_token", "max_tokens", "num_tokens", "monkey", "author", "tokenizer", "sort_key"]
+
+
+def test_names_of_secrets_are_distinguished_from_similar_names():
+    assert [name for name in (*SECRETS, "password", "auth_tokens", *OTHERS) if is_secret_name(name)] == [
+        *SECRETS,
         "password",
-        "db_password",
-        "client_secret",
-        "accessKey",
         "auth_tokens",
-    ],
-)
-def test_names_of_secrets(name):
-    assert is_secret_name(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["key", "keys", "lr", "pad_token", "max_tokens", "num_tokens", "monkey", "author", "tokenizer", "sort_key"]
-)
-def test_names_of_other_things(name):
-    assert not is_secret_name(name)
+    ]
 
 
 JSON = st.recursive(
@@ -231,12 +197,6 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end():
     assert len(text) < 100_000
 
 
-@given(st.text(max_size=200))
-def test_no_text_makes_it_raise(text):
-    for hide in (hide_secrets, hide_environment):
-        assert isinstance(hide(text, secrets=[CANARY]), str)
-
-
 FORMS = [
     "ghp_{}",
     "github_pat_{}",
@@ -259,32 +219,56 @@ def test_a_secret_is_known_by_its_form_whatever_its_setting_is_called(form):
     assert "4kZ0p9Qw2Lx7Vt5Rb8Nd3Ms6" not in hide_secrets(f"it said {secret} today", environ={})
 
 
-@pytest.mark.parametrize("hide", [hide_secrets, hide_environment, lambda text, **known: redact(text, known["secrets"])])
-@pytest.mark.parametrize("length", range(8, len(CANARY)))
-@pytest.mark.parametrize("around", ["{}…", "{}... and more", "…{}", "x ...{}", "a…{}…b"])
-def test_of_a_secret_that_an_ellipsis_has_cut_no_half_is_left(hide, length, around):
-    half = CANARY[-length:] if around.endswith("{}") else CANARY[:length]
-
-    assert half not in hide(f"it was {around.format(half)}", secrets=[CANARY], environ={})
-    assert half not in hide_secrets(f"it was {around.format(half)}", environ={"API_KEY": CANARY})
-
-
-def test_a_token_of_a_known_form_is_hidden_where_it_is_cut():
-    assert hide_secrets("it was hf_4kZ0p9Qw2L… and hf_4kZ0p9Qw...", environ={}) == f"it was {HIDDEN}… and {HIDDEN}..."
-
-
-def test_a_text_that_genlight_shortens_shows_no_half_of_a_secret(monkeypatch):
+def test_a_text_that_genlight_cuts_has_no_half_of_a_secret(monkeypatch):
     monkeypatch.setattr(redaction, "LONGEST_TEXT", 40)
-    secret = CANARY * 2
-    error = ValueError(f"the key was {secret}")
+    monkeypatch.setattr(redaction, "LONGEST_WORD", 30)
+    error = ValueError(f"the key was {CANARY * 2}")
 
-    for text in (safe_str(error), traceback_of(error)):
-        assert CANARY[:8] in text
-        assert CANARY[:8] not in hide_secrets(text, secrets=[secret], environ={})
-    assert CANARY[:8] not in safe_text(error, secrets=[secret], environ={})
+    assert safe_str(error) == "the key was…\n"
+    assert CANARY[:8] not in traceback_of(error)
 
 
 def test_what_looks_a_little_like_a_secret_stays():
     for text in ("sk-learn-like-estimator", "task-0123456789abcdef0123", "data/part-?x.parquet", "hf_hub", "eyJ.x"):
         assert without_secrets({"a": text}) == {"a": text}
     assert without_secrets({"secret_access": "abcdef"}) == {"secret_access": HIDDEN}
+
+
+ENVIRON = {"API_KEY": "s3cret-key", "LONG": "x" * 20, "PWD": "/a/path/that/is/long", "LANG": "en_US.UTF-8", "KEY": "ab"}
+SPELLED = 'ab"cd'
+
+
+def test_secrets_are_replaced_longest_first_also_in_json_except_tiny_ones():
+    assert redact('abcdef abcd "ab\\"cd"', ["abcd", "abcdef", SPELLED, "a", None]) == '<hidden> <hidden> "<hidden>"'
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("Bearer my-token!", "Bearer <hidden>!"),
+        ("key s3cret-key", "key $API_KEY"),
+        ("x" * 20, "$LONG"),
+        ('File "/a/path/that/is/long/x.py"', 'File "/a/path/that/is/long/x.py"'),
+        ("en_US.UTF-8 ab", "en_US.UTF-8 ab"),
+        ("nothing", "nothing"),
+        ("GET https://me:pw@host/path?sig=1 now", "GET https://host/path now"),
+    ],
+)
+def test_a_log_keeps_paths_and_short_values(text, safe):
+    assert hide_secrets(text, secrets=("my-token", None, ""), environ=ENVIRON) == safe
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ('File "/a/path/that/is/long/x.py"', 'File "$PWD/x.py"'),
+        ("en_US.UTF-8 ab", "$LANG ab"),
+        ("one two my-token", "one two <hidden>"),
+    ],
+)
+def test_a_text_for_other_machines_has_no_value_of_the_environment_except_tiny_ones(text, safe):
+    assert hide_environment(text, secrets=("my-token",), environ=ENVIRON) == safe
+
+
+def test_a_value_that_contains_a_secret_is_hidden_completely():
+    assert hide_environment("see user:my-token", secrets=["my-token"], environ={"A": "user:my-token"}) == "see $A"

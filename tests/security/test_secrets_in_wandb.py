@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support import SUPPORT
 from support.forked import run_forked
 
 PACKAGES = Path(sys.prefix) / "guides"
@@ -24,47 +25,12 @@ pytestmark = [
 
 TRAINER = """
 import logging
-from gen_worker.trainer import StepResult
+from support.trainer_class import Counts
 
 
-class Logs:
+class Logs(Counts):
     def setup(self, ctx):
         logging.getLogger("mine").warning("logged in with %s", ctx.job.hyperparams["api_key"])
-
-    def configure(self, ctx):
-        return {"step": 0}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
-    def train_step(self, batch, state, ctx):
-        return StepResult(metrics={"loss": 1.0})
-
-    def state_dict(self, state):
-        return dict(state)
-
-    def load_state_dict(self, state, payload, ctx):
-        state.update(payload)
-"""
-MODULE = """
-import torch
-from lightning.pytorch import LightningModule
-
-
-class Plain(LightningModule):
-    def __init__(self, api_key: str, data: str, login: dict, remark: str, lr: float):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.ones(2, 1))
-
-    def training_step(self, batch, index):
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 """
 HYPERPARAMS = {
     "api_key": "c4nary-0f-th3-4pi-k3y",
@@ -89,19 +55,18 @@ JOB = {
 }
 FIT = {
     "trainer": {**TRAINER_ARGUMENTS, "max_steps": 2, "enable_progress_bar": False},
-    "model": {"class_path": "plain.Plain", "init_args": HYPERPARAMS},
+    "model": {"class_path": "support.plain_module.Plain", "init_args": HYPERPARAMS},
 }
 
 
 @pytest.mark.parametrize(("command", "spec"), [("run", JOB), ("fit", FIT)])
 def test_its_files_have_the_configuration_without_secrets(tmp_path, command, spec):
     (tmp_path / "logs.py").write_text(TRAINER)
-    (tmp_path / "plain.py").write_text(MODULE)
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     offline = {"WANDB_SILENT": "true", "WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"}
     secrets = {"TRAINER_CAPABILITY_TOKEN": "c4nary-0f-th3-t0ken", "MY_API_KEY": "c4nary-0f-4-v4ri4ble"}
-    path = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(PACKAGES)])}
+    path = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SUPPORT.parent), str(PACKAGES)])}
     words = (command, *(["--config"] if command == "fit" else []), "spec.json")
     done = run_forked(*words, folder=tmp_path, environ=mine | offline | secrets | path)
     assert done.returncode == 0, done.stderr

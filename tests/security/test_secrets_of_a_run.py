@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -13,11 +12,13 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.adapter.cli import main
 from genlight.callbacks import Checkpoint, Heartbeat, SystemMonitor
 from genlight.reporters import EventLogger, read_events
 from support.forked import run_forked
+from support.plain_module import Plain
+from support.trainer_class import Counts
 
 pytestmark = pytest.mark.promise(name="security")
 
@@ -95,37 +96,13 @@ def test_loggers_are_told_hyperparameters_without_secrets(job):
     assert "lr: 0.001" in written.read_text()
 
 
-PLAIN_MODULE = """
-import torch
-from lightning.pytorch import LightningModule
-
-
-class Plain(LightningModule):
-    def __init__(self, api_key: str, data: str, login: dict, lr: float):
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.ones(2, 1))
-
-    def training_step(self, batch, index):
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-"""
-
-
 def test_so_they_are_of_a_lightning_module(job, monkeypatch):
     """Saves its hyperparameters itself, so W&B and other loggers get them from Lightning."""
     monkeypatch.chdir(job.folder)
-    monkeypatch.syspath_prepend(job.folder)
-    (job.folder / "plain_module.py").write_text(PLAIN_MODULE)
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(job.folder / "csv")}}
     trainer = {"max_steps": 2, "accelerator": "cpu", "logger": logger, "enable_progress_bar": False, "callbacks": []}
     given = {name: HYPERPARAMS[name] for name in ("api_key", "data", "login", "lr")}
-    model = {"class_path": "plain_module.Plain", "init_args": given}
+    model = {"class_path": "support.plain_module.Plain", "init_args": given}
     (job.folder / "fit.json").write_text(json.dumps({"trainer": trainer, "model": model}))
 
     arguments = ["fit", "--config", "fit.json"]
@@ -138,13 +115,9 @@ def test_so_they_are_of_a_lightning_module(job, monkeypatch):
     assert "lr: 0.001" in written.read_text()
 
 
-def test_in_a_trainer_of_ones_own_only_the_state_of_a_checkpoint_has_what_a_module_saves(tmp_path, monkeypatch):
+def test_in_a_trainer_of_ones_own_only_the_state_of_a_checkpoint_has_what_a_module_saves(tmp_path):
     """Lightning rebuilds the module from its checkpoint; event log, record and other files of genlight have none."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "plain_module.py").write_text(PLAIN_MODULE)
-    module = importlib.import_module("plain_module").Plain(
-        **{name: HYPERPARAMS[name] for name in ("api_key", "data", "login", "lr")}
-    )
+    module = Plain(**{name: HYPERPARAMS[name] for name in ("api_key", "data", "login", "lr")})
     trainer = pl.Trainer(
         max_steps=2,
         accelerator="cpu",
@@ -164,30 +137,12 @@ def test_of_a_trainer_class_foreign_loggers_of_ones_own_trainer_are_told_no_secr
     trainer = pl.Trainer(
         max_steps=1, accelerator="cpu", enable_progress_bar=False, logger=CSVLogger(tmp_path), default_root_dir=tmp_path
     )
-    module = ContractModule(Constant(), TrainingJobSpec(run_id="own", max_steps=1, hyperparams=HYPERPARAMS))
+    module = ContractModule(Counts(), TrainingJobSpec(run_id="own", max_steps=1, hyperparams=HYPERPARAMS))
     trainer.fit(module, [1])
 
     (written,) = tmp_path.rglob("hparams.yaml")
     assert leaks(written.read_bytes()) == set()
     assert "lr: 0.001" in written.read_text()
-
-
-class Constant:
-    def setup(self, ctx): ...
-
-    def configure(self, ctx):
-        return {}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
-    def train_step(self, batch, state, ctx):
-        return StepResult(metrics={"loss": 1.0})
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx): ...
 
 
 def test_a_hyperparameter_cannot_be_guessed_from_a_record(job):

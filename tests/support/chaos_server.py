@@ -30,19 +30,8 @@ DEFAULTS = {
     "wrong_ref": False,
 }
 ALL_FAULTS = [
-    "500",
-    "503",
-    "429",
-    "reset-before",
-    "reset-mid-body",
-    "reset-after",
-    "stall",
-    "half-close",
-    "truncated",
-    "slow-read",
-    "duplicate",
-    "wrong-digest",
-    "garbage",
+    *("500", "503", "429", "reset-before", "reset-mid-body", "reset-after", "stall"),
+    *("half-close", "truncated", "slow-read", "duplicate", "wrong-digest", "garbage"),
 ]
 
 

@@ -34,7 +34,9 @@ class Server:
 
             def do_POST(self):
                 path = self.path.partition("?")[0]
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null")
+                text = self.rfile.read(int(self.headers["Content-Length"])) or b"null"
+                is_lines = "ndjson" in self.headers.get("Content-Type", "")
+                body = [json.loads(line) for line in text.splitlines()] if is_lines else json.loads(text)
                 server.headers.append((path, dict(self.headers)))
                 time.sleep(server.delay_s.get(path, 0))
                 code = server.status.get(path, server.status.get("*", 200))

@@ -1,4 +1,7 @@
-"""The client side of `chaos_server`: a real HTTP server on loopback, as a process, that misbehaves on request."""
+"""The client side of `chaos_server`: a real HTTP server on loopback, as a process, that misbehaves on request.
+
+The top conftest imports the fixtures.
+"""
 
 import json
 import subprocess
@@ -6,6 +9,8 @@ import sys
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 TOKEN = "t0ken-that-must-not-leak"
 
@@ -58,3 +63,35 @@ def stop_server(process):
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def chaos_servers():
+    """Servers are kept for the next test: starting one takes longer than most tests."""
+    servers = []
+    yield servers
+    for process, _ in servers:
+        stop_server(process)
+
+
+@pytest.fixture
+def start_chaos(tmp_path, chaos_servers):
+    """A server that knows nothing yet; the function returns another one at each call."""
+    used = 0
+
+    def start(name):
+        nonlocal used
+        if used == len(chaos_servers):
+            chaos_servers.append(start_server(tmp_path / name))
+        _, chaos = chaos_servers[used]
+        used += 1
+        chaos.control(directory=str(tmp_path / name))
+        return Chaos(chaos.port, tmp_path / name)
+
+    return start
+
+
+@pytest.fixture
+def chaos(start_chaos):
+    """A real HTTP server on loopback that takes uploads, and misbehaves on request."""
+    return start_chaos("server")

@@ -1,13 +1,15 @@
-"""The feed as its users see it: batches, order, shares of the ranks, position."""
+"""The feed as its users see it: batches, order, shares of the ranks, position, options."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import logging
 
+import pyarrow as pa
 import pytest
 
-from genlight.adapter import ArrowFeed
+from genlight.adapter import ArrowDataModule, ArrowFeed, ParquetArrowBatchFeeder
+from genlight.adapter.contract.types import ArrowFeedConfig
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="rows")
@@ -27,34 +29,6 @@ def test_the_last_batch_of_an_epoch_is_short_and_never_mixed_with_the_next_epoch
     assert ids(feed.iter_batches(), 4) == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
 
 
-def test_drop_last_leaves_out_what_does_not_fill_a_step_of_all_ranks(rows_file, ids):
-    feed = ArrowFeed(rows_file(11), batch_size=2, world_size=2, rank=1, epochs=1, drop_last=True)
-    assert ids(feed) == [[2, 3], [6, 7]]
-    assert len(feed) == 2
-
-
-def test_rank_r_trains_the_rth_slice_of_what_one_process_would_see(rows_file, ids):
-    path = rows_file(7, 13, 3)
-    alone = ids(ArrowFeed(path, batch_size=6, epochs=1))
-    ranks = [ids(ArrowFeed(path, batch_size=2, rank=r, world_size=3, epochs=1)) for r in range(3)]
-    assert [flat(step) for step in zip(*ranks, strict=True)] == alone
-
-
-def test_with_fewer_rows_left_than_ranks_the_step_before_gives_some_up(rows_file, ids):
-    path = rows_file(9)
-    ranks = [ids(ArrowFeed(path, batch_size=4, rank=r, world_size=2, epochs=1)) for r in range(2)]
-    assert ranks == [[[0, 1, 2, 3], [7]], [[4, 5, 6], [8]]]
-
-
-def test_batches_of_one_row_that_ranks_cannot_share_come_before_the_next_epoch(rows_file, ids):
-    path = rows_file(10)
-    feeds = [ArrowFeed(path, batch_size=1, rank=r, world_size=3, epochs=2) for r in range(3)]
-    with pytest.warns(UserWarning, match="The last 2 rows of the last epoch are not used: 3 ranks cannot share them"):
-        ranks = [ids(feed.iter_batches()) for feed in feeds]
-    steps = [flat(step) for step in zip(*ranks, strict=True)]
-    assert steps == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1], [2, 3, 4], [5, 6, 7]]
-
-
 @pytest.mark.parametrize("shard", ["rows", "row_groups"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_resumed_feed_goes_on_after_the_last_batch_handed_out(rows_file, ids, shard, shuffle):
@@ -72,12 +46,18 @@ def test_a_resumed_feed_goes_on_after_the_last_batch_handed_out(rows_file, ids, 
         assert ids(again.iter_batches()) == whole[steps:]
 
 
-def test_the_position_is_the_same_on_every_rank(rows_file):
-    path = rows_file(11, 30)
-    feeds = [ArrowFeed(path, batch_size=3, rank=r, world_size=3, shard="row_groups") for r in range(3)]
-    for feed in feeds:
-        list(itertools.islice(feed, 3))
-    assert feeds[0].state_dict() == feeds[1].state_dict() == feeds[2].state_dict()
+def test_an_epoch_that_a_loop_sets_applies_unless_a_position_was_loaded(rows_file, ids):
+    path = rows_file(5)
+    feed = ArrowFeed(path, batch_size=2)
+    assert ids(feed) == [[0, 1], [2, 3], [4]]
+    assert ids(feed, 1) == [[0, 1]]
+    again = ArrowFeed(path, batch_size=2)
+    again.load_state_dict(feed.state_dict())
+    again.set_epoch(0)
+    assert ids(again) == [[2, 3], [4]]
+    again.set_epoch(0)
+    assert next(iter(again)).column("id").to_pylist() == [0, 1]
+    assert again.state_dict()["position"]["epoch"] == 0
 
 
 def test_one_iteration_is_one_epoch(rows_file, ids):
@@ -107,3 +87,52 @@ def test_an_iterator_that_is_overtaken_by_another_fails_instead_of_mixing_rows(r
     feed.close()
     with refusal(RuntimeError):
         next(second)
+
+
+def test_the_old_feeder_makes_one_pass_in_order_each_time(rows_file, ids):
+    paths = [rows_file(3, name="a"), rows_file(2, name="b", first_id=3)]
+    feeder = ParquetArrowBatchFeeder(paths, ArrowFeedConfig(batch_size=2, readahead=0, columns=["id"]))
+    assert ids(feeder.iter_batches()) == ids(feeder) == [[0, 1], [2, 3], [4]]
+    assert feeder.config.batch_size == 2
+
+
+@pytest.mark.parametrize("make", [ArrowDataModule, ArrowFeed])
+def test_options_that_cannot_be_used_are_named_together_where_they_are_given(make):
+    """A data module that complained in `setup` alone would do so after the ranks have met."""
+    with refusal(ValueError):
+        make("rows.parquet", batch_size=0, workers=-1, shard="q")
+    with refusal(ValueError):
+        make("rows.parquet", batch_size="3")
+    with refusal(ValueError):
+        make("rows.parquet", collate="os:nope")
+    with refusal(TypeError):
+        make("rows.parquet", collate="torhc")
+
+
+@pytest.mark.parametrize("collate", [None, len])
+def test_batches_are_copied_ahead_only_where_that_changes_nothing(collate):
+    with refusal(ValueError):
+        ArrowFeed("rows.parquet", collate=collate, copy_ahead=True)
+    ArrowFeed("rows.parquet", collate="torch", copy_ahead=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "said"),
+    [
+        ({"batch_size": 4}, logging.INFO, "2 steps of 4 rows; the last 2 rows"),
+        ({"batch_size": 4, "world_size": 2}, logging.INFO, "1 steps of 8 rows; the last 2 rows"),
+        ({"batch_size": 16}, logging.WARNING, "0 steps of 16 rows; the last 10 rows"),
+        ({"batch_size": 1, "world_size": 3}, logging.INFO, "3 steps of 3 rows; the last 1 rows"),
+        ({"batch_size": 5}, None, ""),
+        ({"batch_size": 4, "drop_last": True}, None, ""),
+        ({"batch_size": 4, "world_size": 2, "rank": 1}, None, ""),
+    ],
+)
+def test_a_step_with_fewer_rows_than_asked_is_said_once(caplog, options, level, said):
+    caplog.set_level(logging.INFO, logger="genlight")
+    feed = ArrowFeed(pa.table({"x": list(range(10))}), **options)
+    for _ in range(2):
+        next(iter(feed))
+    told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [number for number, _ in told] == ([] if level is None else [level])
+    assert all(message.startswith(f"an epoch of 10 rows has {said} make smaller steps") for _, message in told), told

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
-from genlight.adapter import ArrowDataModule, ArrowFeed, ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter import ArrowDataModule, ArrowFeed, ContractModule, MockDataModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import InputError
-from support import SUPPORT
-from support.forked import Forked
 from support.messages import refusal
-from support.row_audit import trained_rows
+from support.trainer_class import Counts
+from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="rows")
 
@@ -64,18 +63,8 @@ class SaveAt(Callback):
 
 
 def fit(data, *callbacks, resume=None, model=None, **options):
-    options = {"max_epochs": 3, **options}
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        **options,
-    )
     model = model or Seen()
+    trainer = quiet_trainer(*callbacks, **{"max_epochs": 3, **options})
     trainer.fit(model, data, ckpt_path=resume, weights_only=False)
     return model
 
@@ -112,13 +101,6 @@ def test_rank_and_number_of_ranks_come_from_the_trainer(rows_file, ids):
     assert ids(data.train_dataloader()) == [[2, 3], [6, 7]]
 
 
-def test_a_feed_given_to_the_trainer_directly_resumes_as_well(rows_file, tmp_path):
-    options = {"batch_size": 3, "shuffle": True}
-    path = rows_file(7)
-    whole = fit(ArrowFeed(path, **options), SaveAt(tmp_path / "c.ckpt", step=4)).seen
-    assert fit(ArrowFeed(path, **options), resume=tmp_path / "c.ckpt").seen == whole[4:]
-
-
 def test_limited_epochs_are_followed_by_the_next_order_not_the_rest(rows_file):
     model = fit(ArrowDataModule(str(rows_file(6)), batch_size=2), limit_train_batches=2)
     assert model.seen == [[0, 1], [2, 3]] * 3
@@ -130,72 +112,6 @@ def test_validation_reads_its_files_anew_each_time(rows_file):
     )
     model = fit(data, model=Validated(), max_epochs=2, num_sanity_val_steps=0)
     assert model.validated == [[10, 11], [12]] * 2
-
-
-def test_a_missing_column_fails_before_training(rows_file):
-    with refusal(InputError):
-        fit(ArrowDataModule(str(rows_file(2)), columns=["tekst"]))
-
-
-TWO_PROCESSES = """
-import json, sys
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-import torch.distributed as dist
-from support.row_audit import AuditedFeed
-
-folder, rank, world_size, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-meeting = f"file://{folder}/store-{world_size}-{steps}"
-dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-feed = AuditedFeed(
-    folder / "data.parquet", batch_size=12 // world_size, rank=rank, world_size=world_size, epochs=2, shuffle=True,
-    audit=folder / sys.argv[5],
-)
-checkpoint = folder / "position.json"
-if checkpoint.exists():
-    feed.load_state_dict(json.loads(checkpoint.read_text()))
-dist.barrier()
-done = 0
-for batch in feed.iter_batches():
-    total = torch.tensor([batch.num_rows])
-    dist.all_reduce(total)  # hangs, and so fails, when ranks have different numbers of steps
-    done += 1
-    if done == steps:
-        if rank == 0:
-            checkpoint.write_text(json.dumps(feed.state_dict()))
-        break
-feed.close()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_real_processes_and_one_share_an_epoch_exactly(rows_file, tmp_path):
-    rows_file(40, 1, 33, 27)
-    path = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
-    program = tmp_path / "two_processes.py"
-    program.write_text(TWO_PROCESSES)
-    audits = []
-    for world_size, steps in ((1, 3), (2, 5), (1, 4), (2, 1000)):
-        audits.append(f"attempt-{len(audits)}")
-        ranks = [
-            Forked(
-                str(program),
-                *(tmp_path, rank, world_size, steps, audits[-1]),
-                environ={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-                folder=tmp_path,
-                log=tmp_path / f"{audits[-1]}-{rank}.log",
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-    trained = trained_rows([tmp_path / name for name in audits])
-    assert trained == {(epoch, row): 1 for epoch in range(2) for row in range(101)}
-    position = json.loads((tmp_path / "position.json").read_text())
-    assert position["position"]["epoch"] == 1
 
 
 class RankOfTwo(LightningDataModule):
@@ -242,35 +158,15 @@ def test_a_feed_that_was_asked_for_its_length_too_early_warns_that_lightning_wil
     assert len(shared) == 7
 
 
-def test_each_epoch_of_lightning_has_an_order_of_its_own(rows_file):
-    model = fit(ArrowFeed(rows_file(9), batch_size=9, shuffle=True), max_epochs=2)
-    assert model.seen[0] != model.seen[1]
-
-
-class Hosted:
+class Hosted(Counts):
     """A trainer of the contract that notes the ids of each step."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
 
-    def setup(self, ctx):
-        pass
-
-    def configure(self, ctx):
-        return {}
-
-    def prepare_batch(self, raw_batch, state, ctx):
-        return raw_batch
-
     def train_step(self, batch, state, ctx):
         self.seen.append(batch.column("id").to_pylist())
         return StepResult()
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx):
-        pass
 
 
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
@@ -285,3 +181,37 @@ def test_a_hosted_trainer_resumes_as_if_never_stopped_where_epochs_are_cut_short
     whole = train(SaveAt(tmp_path / "c.ckpt", step=step))
     assert len({tuple(batch) for batch in whole}) == 8
     assert train(resume=tmp_path / "c.ckpt") == whole[step:]
+
+
+def mock(batches, rank=0, world_size=1):
+    data = MockDataModule(batches)
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
+    return data.train_dataloader()
+
+
+def test_each_iteration_is_one_pass_and_a_batch_can_be_asked_for_by_number():
+    feed = mock([{"x": 1}, None, "three"])
+    assert list(feed) == list(feed) == [{"x": 1}, None, "three"]
+    assert (len(feed), feed[2]) == (3, "three")
+
+
+def test_ranks_share_mock_batches_step_by_step_and_a_remainder_is_said(caplog):
+    caplog.set_level(logging.INFO, logger="genlight")
+    feeds = [mock([1, 2, 3, 4, 5], r, 2) for r in range(2)]
+    assert [list(feed) for feed in feeds] == [[1, 3], [2, 4]]
+    assert [feed[1] for feed in feeds] == [3, 4]
+    assert "the last 1 rows" in caplog.text
+
+
+def test_fewer_mock_batches_than_ranks_are_refused():
+    with refusal(InputError):
+        list(mock([1], 0, 2))
+
+
+def test_mock_batches_resume_on_another_number_of_ranks():
+    alone = mock(list(range(6)))
+    list(itertools.islice(alone, 3))
+    ranks = [mock(list(range(6)), rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(alone.state_dict())
+    assert [list(rank) for rank in ranks] == [[3], [4]]

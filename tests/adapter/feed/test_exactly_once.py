@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -20,7 +17,6 @@ import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
 from genlight.adapter import ArrowFeed
-from support import SUPPORT
 from support.row_audit import AuditedFeed, trained_rows
 
 pytestmark = pytest.mark.promise(name="rows")
@@ -100,6 +96,10 @@ def run_all(history: list[Attempt], source: Any, folder: Path, **options: Any) -
 @settings(max_examples=40)
 @given(layouts, st.lists(attempts, max_size=5), st.booleans(), st.integers(1, 8), st.booleans())
 @example([[2, 9]], [Attempt(1, 2, "rows", 8, 0), Attempt(1, 2, "rows", 3, 1), Attempt(2, 1, "rows", 0, 0)], *NO_OPTIONS)
+@example([[10, 10]], [Attempt(2, 1, "row_groups", 2, 1)], *NO_OPTIONS)
+@example([[9]], [Attempt(1, 4, "rows", 2, 0), Attempt(2, 2, "rows", 1, 0)], *NO_OPTIONS)  # a row waits for epoch 1
+@example([[9]], [Attempt(1, 4, "rows", 5, 0), Attempt(2, 2, "rows", 1, 0)], *NO_OPTIONS)  # the last row is given up
+@example([[10]], [Attempt(3, 1, "rows", 9, 0)], *NO_OPTIONS)
 def test_every_row_is_trained_once_an_epoch_whatever_is_killed_and_resumed(files, history, shuffle, window, drop_last):
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{i}.parquet") for i in range(len(files))]
@@ -115,35 +115,6 @@ def test_every_row_is_trained_once_an_epoch_whatever_is_killed_and_resumed(files
     assert set(trained.values()) <= {1}
     assert set(trained) <= expected
     assert drop_last or len(expected) - len(trained) == given_up
-
-
-def test_a_rank_change_from_one_to_two_and_back_neither_loses_nor_repeats_a_row(tmp_path, rows_file):
-    path = rows_file(33, 1, 50, 17)
-    history = [Attempt(1, 8, "rows", 3, 2), Attempt(2, 4, "rows", 4, 1), Attempt(1, 8, "rows", 2, 0)]
-    trained, given_up = run_all(history, path, tmp_path, shuffle=True)
-    assert given_up == 0
-    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(101))
-
-
-def test_what_two_ranks_left_of_their_row_groups_is_trained_by_one(tmp_path, rows_file):
-    path = rows_file(10, 10)
-    trained, given_up = run_all([Attempt(2, 1, "row_groups", 2, 1)], path, tmp_path)
-    assert given_up == 0
-    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(20))
-
-
-def test_rows_too_few_for_more_ranks_are_trained_with_the_first_step_of_the_next_epoch(tmp_path, rows_file):
-    path = rows_file(9)
-    trained, given_up = run_all([Attempt(1, 4, "rows", 2, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
-    assert given_up == 0
-    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(9))
-
-
-def test_rows_too_few_for_more_ranks_at_the_very_end_are_given_up_with_a_warning(tmp_path, rows_file):
-    path = rows_file(9)
-    trained, given_up = run_all([Attempt(1, 4, "rows", 5, 0), Attempt(2, 2, "rows", 1, 0)], path, tmp_path)
-    assert given_up == 1
-    assert set(trained) == {(e, row) for e in range(EPOCHS) for row in range(9)} - {(1, 8)}
 
 
 @settings(max_examples=25)
@@ -165,44 +136,3 @@ def test_one_process_with_the_batches_of_all_ranks_sees_the_same_rows_per_step(f
         *single, before, last = single  # the step before the last gives up what the ranks need for a row each
         single += [(before + last)[:-world_size], (before + last)[-world_size:]]
     assert together == single
-
-
-TRAIN = """
-import json, os, sys, time
-from pathlib import Path
-from support.row_audit import AuditedFeed
-
-folder, attempt, workers, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-feed = AuditedFeed(
-    folder / "data.parquet", batch_size=4, epochs=2, shuffle=True, workers=workers, audit=folder / attempt
-)
-checkpoint = folder / "position.json"
-if checkpoint.exists():
-    feed.load_state_dict(json.loads(checkpoint.read_text()))
-for step, batch in enumerate(feed.iter_batches()):
-    if step % 3 == 2:
-        checkpoint.with_suffix(".tmp").write_text(json.dumps(feed.state_dict()))
-        os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
-    print(step, flush=True)
-    if step == last:
-        time.sleep(600)  # until it is killed
-feed.close()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_again_and_again_trains_every_row_once(tmp_path, rows_file):
-    rows_file(37, 1, 50, 13)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}
-    attempts = [("a", 0, 7), ("b", 1, 10), ("c", 2, 2), ("d", 0, 11), ("e", 1, None)]
-    for attempt, workers, kill_at in attempts:
-        last = -1 if kill_at is None else kill_at + 4  # before the end of the rows, however late the kill comes
-        command = [sys.executable, "-c", TRAIN, str(tmp_path), attempt, str(workers), str(last)]
-        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                if kill_at is not None and int(line) >= kill_at:
-                    process.kill()
-                    break
-        assert process.returncode == (0 if kill_at is None else -9)
-    trained = trained_rows([tmp_path / attempt for attempt, _, _ in attempts])
-    assert trained == Counter((epoch, row) for epoch in range(EPOCHS) for row in range(101))

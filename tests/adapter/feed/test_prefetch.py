@@ -66,13 +66,6 @@ def test_reading_ahead_stops_at_the_number_of_chunks(ahead):
         reader.close()
 
 
-def test_everything_comes_out_in_order():
-    reader = ReadAhead(iter(Decoding(50)), 3)
-    assert list(reader) == list(range(50))
-    with pytest.raises(StopIteration):
-        next(reader)
-
-
 def test_an_error_comes_after_what_was_decoded_before_it():
     def failing():
         yield 0

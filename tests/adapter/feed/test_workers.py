@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import resource
 import subprocess
@@ -18,6 +19,7 @@ import torch
 
 from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
+from support import SUPPORT
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="rows")
@@ -123,30 +125,15 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_feed_with_the_way_out(rows_
     feed.close()
 
 
-TRAINER = """
-import torch
-from genlight.adapter import StepResult
-
-class Sums:
-    def setup(self, ctx): pass
-    def configure(self, ctx): return {}
-    def prepare_batch(self, raw, state, ctx): return raw["x"]
-    def train_step(self, x, state, ctx): return StepResult(metrics={"loss": x.sum()})
-    def state_dict(self, state): return {}
-    def load_state_dict(self, state, payload, ctx): pass
-"""
-
-
 @pytest.mark.slow
 def test_a_shared_memory_that_is_too_small_ends_the_run_with_the_way_out(tmp_path):
     """In a mount namespace with a /dev/shm of 4 MiB, which only root can make."""
     values = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(64 * 100_000, np.float32)), 100_000)
     pq.write_table(pa.table({"x": values}), tmp_path / "x.parquet")
-    (tmp_path / "sums.py").write_text(TRAINER)
     data = {"parquet_paths": ["x.parquet"], "batch_size": 16, "workers": 2, "collate": "torch"}
     job = {
         "run_id": "small",
-        "trainer": "sums:Sums",
+        "trainer": "support.trainer_class:Counts",
         "max_steps": 8,
         "dataset": data,
         "lightning": {"accelerator": "cpu"},
@@ -154,7 +141,10 @@ def test_a_shared_memory_that_is_too_small_ends_the_run_with_the_way_out(tmp_pat
     (tmp_path / "job.json").write_text(json.dumps(job))
     mount = "mount -t tmpfs -o size=4m tmpfs /dev/shm || exit 99; exec "
     command = f"{mount} {sys.executable} -m genlight.adapter.cli run job.json"
-    ended = subprocess.run(["unshare", "-m", "sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}
+    ended = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     if ended.returncode == 99 or "unshare failed" in ended.stderr:
         pytest.skip("needs root, for a mount of its own")
     assert ended.returncode == 1

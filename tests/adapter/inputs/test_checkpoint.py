@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from genlight.adapter.contract.exceptions import AuthError, InputError
+from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.inputs.http import Transport
 from genlight.adapter.inputs.refs import local_checkpoint, parse_ref
 from genlight.adapter.inputs.transfer import fetch_checkpoint
@@ -94,11 +94,6 @@ def test_a_record_cannot_write_outside_of_its_folder(server, fetch, tmp_path):
     with refusal(InputError):
         fetch(server.put("/c.json", record({"../../outside": b"x"})))
     assert not (tmp_path / "outside").exists()
-
-
-def test_refused_credentials_are_an_auth_error(server, fetch):
-    with pytest.raises(AuthError):
-        fetch(server.put("/c.json", record(), token="t"))
 
 
 def test_of_a_folder_of_checkpoints_the_final_one_or_the_last_is_meant(tmp_path):

@@ -77,18 +77,6 @@ def test_each_refusal_of_the_hub_says_what_to_do(fetch, hub, status, headers, ki
     assert "canary" not in str(caught.value)
 
 
-PLUGIN = """
-class Counts:
-    def setup(self, ctx): ...
-    def configure(self, ctx): return {}
-    def prepare_batch(self, raw, state, ctx): return raw
-    def train_step(self, batch, state, ctx): ...
-    def state_dict(self, state): return {}
-    def load_state_dict(self, state, payload, ctx): ...
-"""
-
-
-@pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize(
     "data",
     [
@@ -98,18 +86,21 @@ class Counts:
     ],
     ids=["model", "dataset reference", "data file"],
 )
-def test_a_run_that_is_not_logged_in_says_in_one_message_how_to(
-    hub, tmp_path, monkeypatch, caplog, capsys, status, data
-):
+def test_a_run_that_is_not_logged_in_says_in_one_message_how_to(hub, tmp_path, monkeypatch, caplog, capsys, data):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)  # which the file system read at its import
     monkeypatch.delenv("HF_TOKEN")
     for path in list(hub.resources):
-        hub.put(path, status=status, fail_first=[status] * 99)
-    (tmp_path / "hub_trainer.py").write_text(PLUGIN)
-    job = {"run_id": "r", "trainer": "hub_trainer:Counts", "max_steps": 1, "lightning": {"accelerator": "cpu"}, **data}
+        hub.put(path, status=401, fail_first=[401] * 99)
+    job = {
+        "run_id": "r",
+        "trainer": "support.trainer_class:Counts",
+        "max_steps": 1,
+        "lightning": {"accelerator": "cpu"},
+        **data,
+    }
     (tmp_path / "job.json").write_text(json.dumps(job))
 
     assert main(["run", str(tmp_path / "job.json")]) != 0

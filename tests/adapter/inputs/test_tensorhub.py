@@ -75,13 +75,6 @@ def test_a_manifest_that_is_not_what_its_digest_says_is_refused(publish, fetch, 
         fetch("cozy:owner/repo")
 
 
-def test_a_file_that_is_not_what_the_manifest_says_is_refused(publish, fetch, server):
-    digest = publish()
-    server.put(f"/base/api/v1/file/v1/owner/repo/{digest.replace(':', '%3A')}/model.safetensors", b"other")
-    with pytest.raises(InputError, match=r"(was|were) expected"):
-        fetch("cozy:owner/repo")
-
-
 @pytest.mark.parametrize("answer", [{}, [], {"owner": "o", "repo": "r", "digest": "md5:1"}, {"owner": 1}])
 def test_a_malformed_answer_is_an_input_error(server, resolver, answer):
     server.put("/base/api/v1/resolve/owner/repo", answer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import (
     AuthError,
@@ -33,11 +32,6 @@ def test_a_text_keeps_useful_parts_and_drops_secrets(error, text):
     assert safe_text(error, secrets=["TOKEN-123", ""], environ=environ) == text
 
 
-def test_a_longer_value_is_hidden_before_one_that_it_contains():
-    environ = {"HOME": "/home/me", "DATA": "/home/me/data"}
-    assert safe_text(ValueError("/home/me/data/x"), environ=environ) == "ValueError: $DATA/x"
-
-
 def test_the_environment_of_the_process_is_hidden_by_default(monkeypatch):
     monkeypatch.setenv("API_KEY", "sk-123456")
     assert safe_text(ValueError("key sk-123456")) == "ValueError: key $API_KEY"
@@ -51,13 +45,6 @@ def test_a_value_of_several_lines_is_hidden_completely():
     key = "-----BEGIN KEY-----\nc4nary1\nc4nary2\n-----END KEY-----"
     assert safe_text(InputError(f"bad key:\n{key}"), environ={"PEM": key}) == "bad key:; $PEM"
     assert safe_text(ValueError(f"bad key {key}"), environ={"PEM": key}) == "ValueError: bad key $PEM"
-
-
-@given(st.text(min_size=6, max_size=20), st.text(max_size=10), st.text(max_size=10))
-def test_no_secret_survives_in_any_position(secret, before, after):
-    secret = f"\u2603{secret}"
-    assert secret not in safe_text(ValueError(before + secret + after), secrets=[secret], environ={})
-    assert secret not in safe_text(ValueError(before + secret + after), environ={"KEY": secret})
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,6 @@ else:
 '''
 
 
-def without_source(folder):
-    compileall.compile_dir(folder, quiet=1, legacy=True)
-    for path in folder.rglob("*.py"):
-        path.unlink()
-    return folder
-
-
 def optimized_without_source(folder):
     compileall.compile_dir(folder, quiet=1, legacy=True, optimize=2)
     for path in folder.rglob("*.py"):
@@ -47,7 +40,7 @@ def zipped(folder):
     return shutil.make_archive(str(folder), "zip", folder)
 
 
-@pytest.mark.parametrize("form", [None, without_source, optimized_without_source, zipped])
+@pytest.mark.parametrize("form", [None, optimized_without_source, zipped])
 def test_names_resolve_with_and_without_source_files(tmp_path, form):
     package = tmp_path / "site" / "package"
     (package / "inner").mkdir(parents=True)

@@ -108,47 +108,31 @@ def test_the_token_is_sent_only_to_the_trusted_origin_however_a_url_is_written(c
         assert header.startswith(f"[{host}]" if ":" in host else host)
 
 
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("", "does not begin"),
-        ("host", "does not begin"),
-        ("ftp://h", "does not begin"),
-        ("https:/h", "does not begin"),
-        ("https://", "cannot be used"),
-        ("https://u@:80/", "cannot be used"),
-        ("https:///path", "cannot be used"),
-        ("http://h:x", "cannot be used"),
-        ("http://h:65536", "cannot be used"),
-        ("http://h:0", "cannot be used"),
-        ("http://127.1/", "cannot be used"),
-        ("http://[1.2.3.4]/", "cannot be used"),
-        ("http://\u212aing/", "cannot be used"),
-        ("http://h:\uff18\uff10", "cannot be used"),
-        ("http://1.2.3.256/", "cannot be used"),
-        ("http://127.000.0.1/", "cannot be used"),
-        ("http://[::1", "cannot be used"),
-        ("http://[::1]evil", "cannot be used"),
-        ("http://[::1%25eth0]/", "cannot be used"),
-        ("http://trusted\\@evil/", "cannot be used"),
-        ("http://a%2eb/", "cannot be used"),
-        ("http://a..b/", "cannot be used"),
-        ("http://.a/", "cannot be used"),
-        ("http://xn--a/", "cannot be used"),
-        ("http://me:p@ss@h/", "cannot be used"),
-        ("http://bücher.example/", "cannot be used"),
-        ("http://\uff48/", "cannot be used"),
-        ("http://h/a b", "white space"),
-        ("http://h\n", "white space"),
-        ("http://h\t.example", "white space"),
-        ("http://h/\udc80", "white space"),
-        ("http://h/" + "a" * 70_000, "cannot be used"),
+BAD = {
+    "does not begin": ["", "host", "ftp://h", "https:/h"],
+    "white space": ["http://h/a b", "http://h\n", "http://h\t.example", "http://h/\udc80"],
+    "cannot be used": [
+        *("https://", "https://u@:80/", "https:///path", "http://h:x", "http://h:65536", "http://h:0", "http://127.1/"),
+        *(
+            "http://[1.2.3.4]/",
+            "http://\u212aing/",
+            "http://h:\uff18\uff10",
+            "http://1.2.3.256/",
+            "http://127.000.0.1/",
+        ),
+        *("http://[::1", "http://[::1]evil", "http://[::1%25eth0]/", "http://trusted\\@evil/", "http://a%2eb/"),
+        *("http://a..b/", "http://.a/", "http://xn--a/", "http://me:p@ss@h/", "http://bücher.example/"),
+        *("http://\uff48/", "http://h/" + "a" * 70_000),
     ],
-)
-def test_ambiguous_and_unusable_urls_are_refused_with_a_reason(url, reason):
-    assert reason in url_fault(url)
-    with refusal(ValueError):
-        origin_of(url)
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_ambiguous_and_unusable_urls_are_refused_with_a_reason(reason):
+    for url in BAD[reason]:
+        assert reason in url_fault(url)
+        with refusal(ValueError):
+            origin_of(url)
 
 
 @pytest.mark.parametrize(

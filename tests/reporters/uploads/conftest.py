@@ -1,48 +1,14 @@
-"""The chaos server as a process on loopback, and uploaders that do not wait long."""
+"""Uploaders that do not wait long, and checkpoints to upload."""
 
-import contextlib
 import json
-import resource
-import signal
 
 import pytest
 
 from genlight.adapter.plumbing.retry import RetryPolicy
 from genlight.reporters.uploads import UploadConfig, Uploader
-from support.upload_server import TOKEN, Chaos, start_server, stop_server
+from support.upload_server import TOKEN
 
 AT_ONCE = RetryPolicy(1_000_000, first_delay_s=0.004, longest_delay_s=0.05, longest_retry_after_s=3600.0)
-
-
-@pytest.fixture(scope="session")
-def _server_processes():
-    """Servers are kept for the next test: starting one takes longer than most tests."""
-    servers = []
-    yield servers
-    for process, _ in servers:
-        stop_server(process)
-
-
-@pytest.fixture
-def start_chaos(tmp_path, _server_processes):
-    """A server that knows nothing yet; the function returns another one at each call."""
-    used = 0
-
-    def start(name):
-        nonlocal used
-        if used == len(_server_processes):
-            _server_processes.append(start_server(tmp_path / name))
-        _, chaos = _server_processes[used]
-        used += 1
-        chaos.control(directory=str(tmp_path / name))
-        return Chaos(chaos.port, tmp_path / name)
-
-    return start
-
-
-@pytest.fixture
-def chaos(start_chaos):
-    return start_chaos("server")
 
 
 @pytest.fixture
@@ -86,24 +52,6 @@ def uploader_for(config_for, monkeypatch):
 
 
 @pytest.fixture
-def full_disk():
-    """A context in which no file can have more than a few bytes, as on a disk that is full."""
-
-    @contextlib.contextmanager
-    def keep_small():
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, before)
-
-    return keep_small
-
-
-@pytest.fixture
 def write_checkpoint(tmp_path):
     """Write a checkpoint as genlight lays it out; returns the record and its files."""
 
@@ -118,3 +66,15 @@ def write_checkpoint(tmp_path):
         return record, [model, lora]
 
     return write
+
+
+@pytest.fixture
+def enqueue(write_checkpoint):
+    """Write a checkpoint and queue it; return the record and its files."""
+
+    def write_and_queue(uploader, step=1, *, size=1000, name=None, **options):
+        record, files = write_checkpoint(step, size, name)
+        uploader.enqueue("checkpoint", record, files, step=step, **options)
+        return record, files
+
+    return write_and_queue

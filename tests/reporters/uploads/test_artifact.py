@@ -62,14 +62,6 @@ def test_a_missing_file_is_an_error_that_names_it(run):
         pack(root, root / "c/step.json", [root / "c/gone.bin"])
 
 
-def test_a_change_of_a_file_is_noticed(run):
-    root = run("c/step.json")
-    before = checkpoint(pack(root, root / "c/step.json", []))
-    assert before.identity == checkpoint(pack(root, root / "c/step.json", [])).identity
-    os.utime(root / "c/step.json", ns=(1, 1))
-    assert before.identity != checkpoint(pack(root, root / "c/step.json", [])).identity
-
-
 def test_links_keep_the_bytes_in_their_layout_until_the_entry_is_removed(run):
     root = run("c/step.json", "c/step/a/b", "elsewhere.bin")
     files = pack(root, root / "c/step.json", [root / "c/step/a/b", root / "elsewhere.bin"])
@@ -113,15 +105,3 @@ def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
     assert uploader.settle() is None
     assert chaos.messages("/checkpoint")[0]["local_path"] == str(record)
     assert os.listdir(tmp_path / "run" / "uploads" / LINKS) == []
-
-
-def test_where_nothing_can_be_kept_the_files_themselves_are_queued(
-    chaos, uploader_for, write_checkpoint, tmp_path, caplog
-):
-    uploader = uploader_for(chaos)
-    (tmp_path / "run" / "uploads" / LINKS).write_text("stands in the way")
-    record, files = write_checkpoint(1)
-    uploader.enqueue("checkpoint", record, files, step=1)
-    assert uploader.settle() is None
-    assert len(chaos.files()) == 3
-    assert "do not delete it until it is uploaded" in caplog.text

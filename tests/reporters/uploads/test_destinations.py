@@ -2,23 +2,18 @@
 
 import base64
 import errno
-import http.server
-import json
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
-import threading
 from typing import ClassVar
 
 import fsspec
 import fsspec.implementations.memory
+import httpx2
 import pytest
 
 from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads import UploadConfig
-from genlight.reporters.uploads.destinations import MOST_TRIES, open_target
+from genlight.reporters.uploads.destinations import MOST_TRIES, Refused, open_target
+from support.loopback import serving
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="uploads")
@@ -44,20 +39,13 @@ def test_a_folder_gets_the_files_in_their_layout(files, tmp_path):
     assert (archive / "step-00000003" / "model.bin").read_bytes() == b"weights"
 
 
-def test_an_object_store_gets_the_same(files):
-    open_target("memory://bucket/prefix")(files, "")
-    stored = fsspec.filesystem("memory").cat("/bucket/prefix/run-1/step-00000003/model.bin")
-    assert stored == b"weights"
-
-
 @pytest.fixture
-def send(chaos, uploader_for, write_checkpoint, tmp_path):
+def send(chaos, uploader_for, enqueue, tmp_path):
     """Queue a checkpoint for a target and return the uploader; `prepare` may change the target or the files."""
 
     def queued(prepare=lambda record, files: None):
         uploader = uploader_for(chaos, start=False, targets=[f"file://{tmp_path}/archive"], file_store_url=None)
-        record, files = write_checkpoint(3)
-        uploader.enqueue("checkpoint", record, files, step=3)
+        record, files = enqueue(uploader, 3)
         prepare(record, files)
         uploader.start()
         return uploader
@@ -91,10 +79,9 @@ def test_a_target_that_may_not_be_written_is_final(send, tmp_path, monkeypatch):
     assert left.auth
 
 
-def test_closing_stops_between_two_files(chaos, uploader_for, write_checkpoint, tmp_path):
+def test_closing_stops_between_two_files(chaos, uploader_for, enqueue, tmp_path):
     uploader = uploader_for(chaos, start=False, targets=[f"file://{tmp_path}/archive"], file_store_url=None)
-    record, files = write_checkpoint(3)
-    uploader.enqueue("checkpoint", record, files, step=3)
+    _record, _files = enqueue(uploader, 3)
     put = []
 
     def closing(files, title):
@@ -125,10 +112,9 @@ def test_a_scheme_that_nothing_knows_is_refused():
         open_target("nothing://x")
 
 
-def test_an_uploader_sends_to_every_target_and_then_the_message(chaos, uploader_for, write_checkpoint, tmp_path):
+def test_an_uploader_sends_to_every_target_and_then_the_message(chaos, uploader_for, enqueue, tmp_path):
     uploader = uploader_for(chaos, targets=[f"file://{tmp_path}/archive"], file_store_url=None)
-    record, files = write_checkpoint(3)
-    uploader.enqueue("checkpoint", record, files, step=3)
+    record, files = enqueue(uploader, 3)
     assert uploader.settle() is None
     archive = tmp_path / "archive" / "run-1" / "checkpoints"
     for file in (record, *files):
@@ -184,14 +170,13 @@ def broken():
     ],
 )
 def test_a_target_that_cannot_be_used_is_named_and_holds_up_no_other_destination(
-    chaos, uploader_for, write_checkpoint, tmp_path, broken, error, said, is_auth
+    chaos, uploader_for, enqueue, tmp_path, broken, error, said, is_auth
 ):
     broken(error)
     targets = ["broken://bucket/x", f"file://{tmp_path}/archive"]
     uploader = uploader_for(chaos, targets=targets)
     for step in (1, 2, 3):
-        record, files = write_checkpoint(step)
-        uploader.enqueue("checkpoint", record, files, step=step)
+        enqueue(uploader, step)
     failure = uploader.settle()
 
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2, 3]
@@ -209,11 +194,10 @@ def test_a_target_that_cannot_be_used_is_named_and_holds_up_no_other_destination
     assert sum(path.endswith(".json") for path in Broken.store) == 3
 
 
-def test_an_error_of_the_network_is_tried_until_it_passes(chaos, uploader_for, write_checkpoint, broken):
+def test_an_error_of_the_network_is_tried_until_it_passes(chaos, uploader_for, enqueue, broken):
     broken(*[EndpointConnectionError("no route")] * 20, *[NoCredentialsError()] * (MOST_TRIES - 1), None)
     uploader = uploader_for(chaos, targets=["broken://bucket/y"], file_store_url=None)
-    record, files = write_checkpoint(1)
-    uploader.enqueue("checkpoint", record, files, step=1)
+    enqueue(uploader)
     assert uploader.settle() is None
 
 
@@ -229,121 +213,59 @@ def test_an_endpoint_that_is_away_holds_up_no_target(chaos, uploader_for, write_
     assert chaos.messages(f"/{kind}") == []
 
 
-def test_a_target_works_without_any_endpoint(chaos, uploader_for, write_checkpoint, tmp_path):
+def test_a_target_works_without_any_endpoint(chaos, uploader_for, enqueue, tmp_path):
     urls = dict.fromkeys(("metrics_url", "checkpoint_url", "sample_url", "terminal_url", "file_store_url", "token"))
     uploader = uploader_for(chaos, targets=[f"file://{tmp_path}/archive"], **urls)
-    record, files = write_checkpoint(3)
-    uploader.enqueue("checkpoint", record, files, step=3)
+    record, _files = enqueue(uploader, 3)
     assert uploader.settle() is None
     assert (tmp_path / "archive" / "run-1" / "checkpoints" / record.name).exists()
     assert chaos.requests() == []
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the hub's API that a commit needs."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.seen.append((self.path, body, self.headers.get("Authorization")))
-        status, answer = self.server.fails.pop(0) if self.server.fails else (200, self.answer_to(body))
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def answer_to(self, body):
-        if self.path == "/api/repos/create":
-            return {"url": f"http://{self.headers['Host']}/me/model"}
-        if "/preupload/" in self.path:
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            return {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
-        return {"commitUrl": f"http://{self.headers['Host']}/me/model/commit/abc", "commitOid": "abc", "hookOutput": ""}
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def hub():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.daemon_threads = True
-    server.seen, server.fails = [], []
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def hub(tmp_path, monkeypatch):
+    """A server that answers as the hub does to a commit, and to which huggingface_hub sends its requests."""
+    from huggingface_hub import constants
 
-
-DELIVER = textwrap.dedent(
-    """
-    import sys
-    from pathlib import Path
-    from genlight.adapter.plumbing.retry import TransientError
-    from genlight.reporters.uploads.destinations import Refused
-    from genlight.reporters.uploads.destinations import open_target
-
-    folder = Path(sys.argv[1])
     names = ("step-00000003/model.bin", "step-00000003.json")
-    files = [(f"run-1/checkpoints/{name}", folder / Path(name).name) for name in names]
-    try:
-        open_target("hf://me/model" + sys.argv[2])(files, "run-1: checkpoint step-00000003")
-    except (Refused, TransientError) as error:
-        print(type(error).__name__, getattr(error, "auth", ""), error.reason)
-    except Exception as error:  # which counts as one that may pass
-        print(type(error).__name__)
-    """
-)
+    uploads = [{"path": f"run-1/{name}", "uploadMode": "regular", "shouldIgnore": False} for name in names]
+    with serving(tmp_path) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_own")
+        api = "/api/models/me/model"
+        server.answers["/api/repos/create"] = {"url": f"{server.url}/me/model"}
+        for branch in ("main", "dev"):
+            server.answers[f"{api}/preupload/{branch}"] = {"files": uploads}
+            url = f"{server.url}/me/model/commit/abc"
+            server.answers[f"{api}/commit/{branch}"] = {"commitUrl": url, "commitOid": "abc", "hookOutput": ""}
+        yield server
 
 
-@pytest.fixture
-def deliver_to_hub(hub, tmp_path):
-    """Runs in a separate process, because huggingface_hub reads its endpoint once, at import."""
-
-    def deliver(branch="", endpoint=f"http://127.0.0.1:{hub.server_port}"):
-        environment = os.environ | {
-            "HF_ENDPOINT": endpoint,
-            "HF_TOKEN": "hf_own",
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", DELIVER, str(tmp_path), branch], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    return deliver
-
-
-def test_a_repository_gets_one_commit_with_all_files_under_its_own_token(files, hub, deliver_to_hub):
-    assert deliver_to_hub() == ""
-    assert deliver_to_hub("@dev") == ""
-    assert len([path for path, *_ in hub.seen if "/commit/dev" in path]) == 1
-    commits = [body for path, body, _ in hub.seen if "/commit/main" in path]
-    assert len(commits) == 1
-    header, *files = [json.loads(line) for line in commits[0].splitlines()]
+def test_a_repository_gets_one_commit_with_all_files_under_its_own_token(files, hub):
+    for branch in ("", "@dev"):
+        open_target(f"hf://me/model{branch}")(files, "run-1: checkpoint step-00000003")
+    assert len(hub.posted("/api/models/me/model/commit/dev")) == 1
+    ((header, *contents),) = hub.posted("/api/models/me/model/commit/main")
     assert header["value"]["summary"] == "run-1: checkpoint step-00000003"
-    assert {file["value"]["path"]: base64.b64decode(file["value"]["content"]) for file in files} == {
-        "run-1/checkpoints/step-00000003/model.bin": b"weights",
-        "run-1/checkpoints/step-00000003.json": b"{}",
+    assert {file["value"]["path"]: base64.b64decode(file["value"]["content"]) for file in contents} == {
+        "run-1/step-00000003/model.bin": b"weights",
+        "run-1/step-00000003.json": b"{}",
     }
-    assert {token for _, _, token in hub.seen} == {"Bearer hf_own"}
+    tokens = {
+        headers.get("authorization") for path, headers in hub.headers if path.startswith(("/api/repos", "/api/models"))
+    }
+    assert tokens == {"Bearer hf_own"}
 
 
-@pytest.mark.parametrize(
-    ("status", "outcome"), [(403, "Refused True HTTP 403 from hf://me/model"), (400, "Refused False HTTP 400")]
-)
-def test_a_repository_that_refuses_is_final(files, hub, deliver_to_hub, status, outcome):
-    hub.fails = [(status, {"error": "no"})] * 9
-    assert deliver_to_hub().startswith(outcome)
+@pytest.mark.parametrize("status", [403, 400])
+def test_a_repository_that_refuses_is_final(files, hub, status):
+    hub.status["*"] = status
+    with pytest.raises(Refused, match=f"HTTP {status} from hf://me/model") as caught:
+        open_target("hf://me/model")(files, "")
+    assert caught.value.auth == (status == 403)
 
 
-def test_a_hub_that_is_away_may_come_back(files, deliver_to_hub):
-    assert deliver_to_hub(endpoint="http://127.0.0.1:9") == "ConnectError"
+def test_a_hub_that_is_away_may_come_back(files, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(httpx2.ConnectError):  # which counts as an error of the network
+        open_target("hf://me/model")(files, "")

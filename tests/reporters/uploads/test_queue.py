@@ -1,6 +1,5 @@
 """The queue on disk: entries that survive, entries that are skipped, and values that are never written."""
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
 from genlight.reporters.uploads.queue import DELIVERED, LOCK, Entry, File, Queue, UploadedFile, read_entries
+from support.full_disk import full_disk
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="uploads")
@@ -50,33 +50,6 @@ def _names(entries):
 
 def _files(queue):
     return sorted(queue.directory.glob("0*.json"))
-
-
-def test_entries_and_their_progress_survive_the_process(open_queue):
-    queue = open_queue()
-    (queue.root / "1").touch()
-    first, second = add(queue, "checkpoint", 1, "1"), add(queue, "checkpoint", 2, "2")
-    second.parts["put:0"] = UploadedFile("x", "0", 1)
-    queue.save(second)
-    queue.finish(first)
-    queue.close()
-    again = open_queue()
-    (waiting,) = again.entries()
-    assert (waiting.seq, waiting.step, waiting.parts) == (2, 2, {"put:0": UploadedFile("x", "0", 1)})
-    assert _names(again.delivered("checkpoint")) == ["1"]
-    assert again.delivered("terminal") == []
-    assert add(again, "sample", 5).seq == 3
-
-
-def test_a_failure_lasts_as_long_as_the_attempt(open_queue):
-    queue = open_queue()
-    failed = add(queue, "checkpoint", 1)
-    failed.reason = "HTTP 400"
-    queue.refuse(failed)
-    assert queue.head("checkpoint") is None
-    assert read_entries(queue.directory)[0].reason == "HTTP 400"
-    queue.close()
-    assert open_queue().head("checkpoint").reason == ""
 
 
 def test_an_empty_file_as_a_power_cut_leaves_it_is_no_entry(open_queue):
@@ -166,7 +139,7 @@ def test_threads_that_add_and_remove_share_a_queue(open_queue):
     assert len({each.seq for each in queue.entries()}) == len(read_entries(queue.directory)) == 60
 
 
-def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_queue, full_disk):
+def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_queue):
     queue = open_queue()
     (queue.root / "4").touch()
     sent, gone, _ = (add(queue, "metrics", step) for step in (1, 2, 3))
@@ -189,7 +162,7 @@ def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_qu
     assert _names(read_entries(queue.directory / DELIVERED)) == ["4"]
 
 
-def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_closed(open_queue, full_disk):
+def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_closed(open_queue):
     queue = open_queue()
     with full_disk():
         add(queue, "metrics", 1)
@@ -278,15 +251,7 @@ def test_what_was_delivered_and_is_still_there_as_waiting_is_not_sent_again(open
     assert open_queue().entries() == read_entries(queue.directory) == []
 
 
-def test_every_file_of_the_queue_is_json(open_queue):
-    queue = open_queue()
-    entry_of_nan = entry("metrics", 1)
-    entry_of_nan.payload = {"metrics": {"a": float("nan")}}
-    queue.add(entry_of_nan)
-    assert json.loads(_files(queue)[0].read_text())["payload"] == {"metrics": {"a": None}}
-
-
-def test_entries_that_are_none_of_ours_stay_as_they_are(open_queue, full_disk, tmp_path):
+def test_entries_that_are_none_of_ours_stay_as_they_are(open_queue, tmp_path):
     queue = open_queue()
     (queue.root / "a").touch()
     add(queue, "checkpoint", 1)

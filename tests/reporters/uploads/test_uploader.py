@@ -25,10 +25,9 @@ def test_metrics_arrive_in_order_with_token_and_idempotency_key(chaos, uploader_
     assert len({header["idempotency-key"] for header in headers}) == 3
 
 
-def test_a_checkpoint_sends_every_file_and_describes_its_record(chaos, uploader_for, write_checkpoint):
+def test_a_checkpoint_sends_every_file_and_describes_its_record(chaos, uploader_for, enqueue):
     uploader = uploader_for(chaos)
-    record, files = write_checkpoint(200)
-    uploader.enqueue("checkpoint", record, files, step=200)
+    record, files = enqueue(uploader, 200)
     assert uploader.settle() is None
     names = [
         "step-00000200-model.safetensors",
@@ -101,33 +100,28 @@ def test_a_sample_is_sent_with_a_message_for_each_of_its_files(chaos, uploader_f
     assert "/samples/" in chaos.requests("/api/")[0]["path"]
 
 
-def test_without_a_file_store_the_message_carries_our_own_digest(chaos, uploader_for, write_checkpoint):
+def test_without_a_file_store_the_message_carries_our_own_digest(chaos, uploader_for, enqueue):
     uploader = uploader_for(chaos, file_store_url=None)
-    record, files = write_checkpoint(3)
-    uploader.enqueue("checkpoint", record, files, step=3)
+    record, _files = enqueue(uploader, 3)
     assert uploader.settle() is None
     (message,) = chaos.messages("/checkpoint")
     assert message["sha256"] == hashlib.sha256(record.read_bytes()).hexdigest()
     assert (message["file_ref"], message["uploaded_size_bytes"]) == ("", None)
 
 
-def test_nothing_is_sent_where_no_url_is_set(chaos, uploader_for, write_checkpoint):
+def test_nothing_is_sent_where_no_url_is_set(chaos, uploader_for, enqueue):
     urls = dict.fromkeys(("metrics_url", "checkpoint_url", "sample_url", "terminal_url", "file_store_url"))
     uploader = uploader_for(chaos, **urls)
-    record, files = write_checkpoint(3)
-    uploader.enqueue("checkpoint", record, files, step=3)
+    enqueue(uploader, 3)
     uploader.enqueue_metrics({"a": 1.0}, 3)
     assert uploader.settle() is None
     assert uploader.deliver_terminal("completed", 3) is None
     assert chaos.state["requests"] == []
 
 
-def test_the_terminal_message_names_the_uploaded_final_checkpoint_and_is_sent_once(
-    chaos, uploader_for, write_checkpoint
-):
+def test_the_terminal_message_names_the_uploaded_final_checkpoint_and_is_sent_once(chaos, uploader_for, enqueue):
     uploader = uploader_for(chaos)
-    record, files = write_checkpoint(9, name="final")
-    uploader.enqueue("checkpoint", record, files, step=9, final=True)
+    record, _files = enqueue(uploader, 9, name="final", final=True)
     assert uploader.settle() is None
     assert uploader.deliver_terminal("completed", 9, str(record)) is None
     uploader.close()
@@ -176,23 +170,12 @@ def refuse_link(*_, **__):
     raise PermissionError(errno.EPERM, "a file system without links")
 
 
-def test_what_is_deleted_before_it_has_arrived_is_sent_all_the_same(chaos, uploader_for, write_checkpoint):
-    uploader = uploader_for(chaos, start=False)
-    record, files = write_checkpoint(1)
-    uploader.enqueue("checkpoint", record, files, step=1)
-    assert uploader.queue.unlinked_files() == set()
-    for file in (record, *files):
-        file.unlink()
-    assert uploader.settle() is None
-    assert len(chaos.files()) == 1 + len(files)
-
-
-def test_what_waits_without_links_is_named_until_it_has_arrived(chaos, uploader_for, write_checkpoint, monkeypatch):
+def test_what_waits_without_links_is_named_until_it_has_arrived(chaos, uploader_for, enqueue, monkeypatch, caplog):
     monkeypatch.setattr("os.link", refuse_link)
     uploader = uploader_for(chaos, start=False)
-    record, files = write_checkpoint(1)
-    uploader.enqueue("checkpoint", record, files, step=1)
+    record, files = enqueue(uploader)
     assert uploader.queue.unlinked_files() == {record, *files}
+    assert "do not delete it until it is uploaded" in caplog.text
     assert uploader.settle() is None
     assert uploader.queue.unlinked_files() == set()
 
@@ -219,16 +202,3 @@ def test_a_checkpoint_that_was_delivered_is_not_sent_again_by_a_resumed_run(chao
     uploader.enqueue("checkpoint", record, files, step=1)
     assert uploader.settle() is None
     assert chaos.files()["step-00000001-trainer_lora.safetensors"] == b"other weights"
-
-
-def test_lines_about_what_is_left_come_at_an_interval(chaos, uploader_for, write_checkpoint, monkeypatch):
-    monkeypatch.setattr(uploader_module, "PROGRESS_EVERY_S", 0.2)
-    chaos.control(script=["503"] * 2000)
-    uploader = uploader_for(chaos)
-    uploader.enqueue("checkpoint", *write_checkpoint(3), step=3)
-    lines = []
-
-    assert uploader.settle(deadline_s=1.0, progress=lines.append) is not None
-
-    assert 0 < len(lines) <= 6
-    assert lines[-1].startswith("uploads: 1 left, ")

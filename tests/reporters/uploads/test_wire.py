@@ -1,6 +1,6 @@
 """Addresses, keys, payloads and the patience of retries: pure functions."""
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -37,34 +37,27 @@ def test_a_query_of_the_store_stays_at_the_end_and_odd_characters_are_quoted():
 
 def test_a_key_is_the_same_for_the_same_content_in_every_process():
     assert idempotency_key("r", "metrics", 1, "", "d") == KEY
-    others = [("s", "metrics", 1, "", "d"), ("r", "file", 1, "", "d"), ("r", "metrics", 2, "", "d"),
-              ("r", "metrics", 1, "n", "d"), ("r", "metrics", 1, "", "e")]  # fmt: skip
-    assert len({idempotency_key(*arguments) for arguments in others} | {KEY}) == 6
+
+
+ARGUMENTS = st.tuples(st.text(), st.sampled_from(["file", "metrics"]), st.integers(0, 3), st.text(), st.text())
 
 
 @settings(max_examples=50)
-@given(st.tuples(st.text(), st.text(), st.text()), st.tuples(st.text(), st.text(), st.text()))
-def test_keys_differ_where_any_part_differs(one, other):
-    keys = {idempotency_key(run, "file", 1, name, digest) for run, name, digest in (one, other)}
-    assert len(keys) == len({one, other})
+@given(ARGUMENTS, ARGUMENTS)
+def test_keys_differ_if_any_part_differs(one, other):
+    assert len({idempotency_key(*one), idempotency_key(*other)}) == len({one, other})
 
 
-@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 599])
-def test_statuses_that_may_pass(status):
-    assert isinstance(outcome_of_status(status, {}, "x"), TransientError)
-
-
-@pytest.mark.parametrize("status", [300, 304, 400, 401, 403, 404, 409, 410, 418, 422, 499])
-def test_statuses_that_are_final(status):
-    outcome = outcome_of_status(status, {}, "https://h/x")
-    assert isinstance(outcome, Refused)
-    assert outcome.auth == (status in (401, 403))
-    assert outcome.reason == f"HTTP {status} from https://h/x"
-
-
-@pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
-def test_statuses_of_success(status):
-    assert outcome_of_status(status, {}, "x") is None
+def test_a_status_is_a_success_may_pass_or_is_final():
+    for status in (200, 201, 202, 204, 299):
+        assert outcome_of_status(status, {}, "x") is None
+    for status in (408, 425, 429, 500, 502, 503, 504, 599):
+        assert isinstance(outcome_of_status(status, {}, "x"), TransientError)
+    for status in (300, 304, 400, 401, 403, 404, 409, 410, 418, 422, 499):
+        outcome = outcome_of_status(status, {}, "https://h/x", advice="log in")
+        assert isinstance(outcome, Refused)
+        assert outcome.auth == (status in (401, 403))
+        assert str(outcome) == f"HTTP {status} from https://h/x" + ("; log in" if outcome.auth else "")
 
 
 @pytest.mark.parametrize(
@@ -80,18 +73,12 @@ def test_statuses_of_success(status):
         ("99999999999", LONGEST_RETRY_AFTER_S),
         ("Fri, 02 Jan 2026 03:04:35 GMT", 30.0),
         ("Fri, 02 Jan 2026 03:04:35", 30.0),
+        ("Fri, 02 Jan 2026 04:04:35 +0100", 30.0),
         ("Fri, 02 Jan 2026 03:00:00 GMT", 0.0),
     ],
 )
 def test_retry_after_holds_seconds_or_a_date(header, seconds):
     assert retry_after_s(header, NOW) == seconds
-
-
-@given(st.text(max_size=30))
-@settings(max_examples=100)
-def test_retry_after_never_fails_whatever_a_server_says(text):
-    seconds = retry_after_s(text, NOW)
-    assert seconds is None or 0 <= seconds <= LONGEST_RETRY_AFTER_S
 
 
 def test_the_back_off_doubles_up_to_its_cap_and_is_spread():
@@ -100,11 +87,6 @@ def test_the_back_off_doubles_up_to_its_cap_and_is_spread():
         drawn = [policy.delay_s(failures, None) for _ in range(50)]
         assert whole / 2 <= min(drawn) < max(drawn) <= whole
     assert RetryPolicy(first_delay_s=0.0).delay_s(1, None) == 0.0
-
-
-def test_a_date_with_a_zone_counts_from_that_zone():
-    at = (NOW + timedelta(seconds=10)).strftime("%a, %d %b %Y %H:%M:%S +0000")
-    assert retry_after_s(at, NOW) == 10.0
 
 
 def test_a_date_counts_from_the_clock_of_the_server_that_named_it():

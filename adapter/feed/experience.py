@@ -1,8 +1,8 @@
-"""A ring of transitions that one thread writes and another samples, and a loader of its samples.
+"""Experience of a policy: a ring of transitions, a loader of its samples, and minibatches of one rollout.
 
-A save is a folder. ``replay.bin`` is written last, whole or not at all, and says what belongs to the save: it has the
-priorities and the state of the generator, and names the files of rows, which never change and of which later saves have
-links: ``rows-<first>-<last>.safetensors`` has the rows of these numbers.
+A save of the ring is a folder. ``replay.bin`` is written last, complete or absent. It has the priorities and the state
+of the generator, and lists the files of rows: ``rows-<first>-<last>.safetensors`` has the rows of these numbers. These
+files never change; later saves link them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ..plumbing.safe_open import read_regular
 from ..plumbing.text import shortened
 
 FANOUT = 128
-"""Leaves of a group. Of a million, the cumulative sum of all groups and that of some groups take about as long."""
+"""Leaves of a group. With a million leaves, summing all groups and summing within some groups take about as long."""
 
 META = "replay.bin"
 MOST_BYTES_OF_META = 64 << 20
-"""Beside the priorities."""
+"""Maximum size of ``replay.bin`` without the priorities."""
 MOST_BYTES_OF_FILE = 64 << 20
-"""About how much of new rows goes into a file; what is written at once is in memory twice."""
+"""Approximate size of a file of rows; rows are in memory twice while their file is written."""
 
 Floats: TypeAlias = NDArray[np.float64]
 Positions: TypeAlias = NDArray[np.int64]
@@ -43,7 +43,7 @@ Positions: TypeAlias = NDArray[np.int64]
 class SumTree:
     """Priorities of `size` leaves, all 0 at first, with the sums of groups of them.
 
-    Sums are always made of their parts anew, so that they depend on the leaves alone and not on what these were before.
+    A changed group is summed again, so that its sum depends only on the leaves and not on their earlier values.
     """
 
     def __init__(self, size: int) -> None:
@@ -52,24 +52,24 @@ class SumTree:
 
     @property
     def total(self) -> float:
-        """The sum of all priorities."""
+        """Sum of all priorities."""
         return float(self._sums.cumsum()[-1])
 
     def values(self, leaves: Positions) -> Floats:
-        """The priorities of `leaves`."""
+        """Return the priorities of `leaves`."""
         found: Floats = self._leaves.reshape(-1)[leaves]
         return found
 
     def set(self, leaves: Positions, priorities: Floats | float) -> None:
-        """Give `leaves` other priorities; where one is named twice, the last counts."""
+        """Set the priorities of `leaves`; if one is named twice, the last value counts."""
         self._leaves.reshape(-1)[leaves] = priorities
         groups = np.unique(leaves // FANOUT)
         self._sums[groups] = self._leaves[groups].sum(axis=1)
 
     def find(self, targets: Floats) -> Positions:
-        """For each target, from 0 to below `total`, the leaf in whose part of the sum of all it lies.
+        """Return, for each target from 0 to below `total`, the leaf whose part of the cumulative sum contains it.
 
-        Where rounding puts a target behind the last leaf that has a priority, it is that leaf.
+        If rounding puts a target behind the last leaf with a priority, that leaf is returned.
         """
         ends = self._sums.cumsum()
         groups = np.minimum(np.searchsorted(ends, targets, side="right"), np.searchsorted(ends, ends[-1]))
@@ -84,14 +84,14 @@ class SumTree:
 class ReplayBuffer:
     """The newest `capacity` rows that were written, in columns that are allocated once.
 
-    The thread that writes first is the only one that may write. Any thread may sample meanwhile; it gets whole rows.
+    Only the thread that writes first may write. Any thread may sample meanwhile; it gets complete rows.
 
     Args:
-        capacity: Rows that it holds.
+        capacity: Maximum number of rows.
         row: A row by column, for names, dtypes and shapes.
-        seed: Of the generator that samples are drawn with, which belongs to the buffer.
+        seed: Seed of the buffer's generator, which draws the samples.
         priority_exponent: Rows are drawn in proportion to their priority to this power (Schaul et al. 2016); None draws
-            all alike.
+            all with equal probability.
 
     Raises:
         ValueError: An argument is out of range.
@@ -122,7 +122,7 @@ class ReplayBuffer:
         self._tree = None if priority_exponent is None else SumTree(capacity)
         self._largest_priority = 1.0
         self._written = self._oldest = 0
-        """Rows that were ever written, and how many of them are gone."""
+        """Rows that were ever written, and how many of them were overwritten."""
         self._writer: tuple[int, int] | None = None
         self._changed = threading.Condition()
         self._saved = _SavedRows()
@@ -132,22 +132,23 @@ class ReplayBuffer:
 
     @property
     def written(self) -> int:
-        """Rows that were ever written; the next one has this number."""
+        """Number of rows that were ever written; the next one has this number."""
         return self._written
 
     def close(self) -> None:
-        """Close the folder of the last save; a save that follows is a whole one."""
+        """Close the folder of the last save; the next save writes all rows."""
         self._saved.forget()
 
     # writing
 
     def extend(self, rows: Mapping[str, Any]) -> None:
-        """Write rows: each column with one more dimension, in front. New rows have the largest priority so far.
+        """Write rows: each column has one more dimension, in front. New rows get the largest priority so far.
+
+        Nothing is changed if an error is raised.
 
         Raises:
-            ReplayWriterError: Another thread or process has written before; nothing was changed.
-            ValueError: Columns, dtypes or shapes are not those of the buffer, or there are more rows than it holds;
-                nothing was changed.
+            ReplayWriterError: Another thread or process is the writer.
+            ValueError: Columns, dtypes or shapes differ from the buffer's, or there are more rows than it holds.
         """
         self._claim()
         given = _tensors(rows)
@@ -161,7 +162,7 @@ class ReplayBuffer:
         count = min(counts)
         with self._changed:
             places = np.arange(self._written, self._written + count) % self.capacity
-            # Before a row of it is touched: what an interrupt leaves half written is no longer a row of the buffer.
+            # First, so that a row that an interrupt leaves half written no longer belongs to the buffer.
             self._oldest = max(self._oldest, self._written + count - self.capacity)
             if self._tree is not None:
                 self._tree.set(places, 0.0)
@@ -184,10 +185,10 @@ class ReplayBuffer:
             )
 
     def release_writer(self) -> None:
-        """Let another thread become the writer; called by the one that is.
+        """Let another thread become the writer.
 
         Raises:
-            ReplayWriterError: It is called by another.
+            ReplayWriterError: The calling thread is not the writer.
         """
         self._claim()
         self._writer = None
@@ -202,18 +203,18 @@ class ReplayBuffer:
     # sampling
 
     def wait_for(self, rows: int, seconds: float | None = None) -> bool:
-        """Return when there are so many rows, or after so many seconds; whether there are."""
+        """Wait for `rows` rows, at most `seconds`; return whether there are that many."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self) >= rows, seconds)
 
     def sample(self, batch_size: int, *, importance_exponent: float = 0.4) -> dict[str, Tensor]:
-        """Rows drawn with replacement, as new tensors.
+        """Draw rows with replacement; return them as new tensors.
 
-        Beside the columns there are ``index``, the numbers of the rows (int64) for `update_priorities`, and ``weight``
-        with priorities: importance weights to the power of `importance_exponent`, at most 1.
+        Besides the columns the result has ``index``, the numbers of the rows (int64) for `update_priorities`, and with
+        priorities ``weight``: importance weights to the power of `importance_exponent`, at most 1.
 
         Raises:
-            ValueError: `batch_size` is below 1, or more than there are rows.
+            ValueError: `batch_size` is below 1 or above the number of rows, or all priorities are 0.
         """
         with self._changed:
             if not 1 <= batch_size <= len(self):
@@ -245,11 +246,11 @@ class ReplayBuffer:
         return {name: column[places] for name, column in self._columns.items()}
 
     def update_priorities(self, index: Tensor, priorities: Any) -> None:
-        """Give the rows of a sample other priorities; rows that are gone meanwhile are passed over.
+        """Set the priorities of the rows of a sample; rows that were overwritten meanwhile are skipped.
 
         Raises:
-            ValueError: The buffer has no priorities, one is negative, infinite or NaN, or there is no such row; nothing
-                was changed.
+            ValueError: The buffer has no priorities, one is negative, infinite or NaN, or there is no such row. Nothing
+                is changed.
         """
         if self._tree is None or self.priority_exponent is None:
             raise ValueError("the buffer draws all rows alike; give it a `priority_exponent`")
@@ -265,9 +266,9 @@ class ReplayBuffer:
                 f"of them, but received {rows} of {rows.dtype} and {given}"
             )
         with self._changed:
-            there = rows >= self._oldest
-            weighted = given[there] ** self.priority_exponent
-            self._tree.set(rows[there] % self.capacity, weighted)
+            is_kept = rows >= self._oldest
+            weighted = given[is_kept] ** self.priority_exponent
+            self._tree.set(rows[is_kept] % self.capacity, weighted)
             self._largest_priority = max(self._largest_priority, float(weighted.max(initial=0.0)))
 
     # checkpoints
@@ -275,11 +276,11 @@ class ReplayBuffer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write rows, priorities and the generator into `folder`, such as the ``output_dir`` of ``save_checkpoint``.
 
-        Rows that the last save or load has in a folder on the same file system are linked, not written again: what is
-        written is new rows, and 8 bytes for the priority of each row. The writer waits meanwhile.
+        Rows that were saved or loaded before are linked if their folder is on the same file system. Only new rows are
+        written, and 8 bytes for the priority of each row. The writer waits meanwhile.
 
         Raises:
-            OSError: They could not be written.
+            OSError: A file could not be written.
         """
         folder = Path(folder)
         make_directory(folder, shared=None)
@@ -296,43 +297,40 @@ class ReplayBuffer:
             packed = to_safetensors(self._rows(torch.arange(begin, end, device="cpu")))
             files.append(_RowFile(begin, end, len(packed), xxhash.xxh3_128_hexdigest(packed)))
             write_bytes_durably(folder / files[-1].name, packed)
-        numbers = (self._oldest, self._written)
-        meta = msgspec.json.encode(_Meta(self._layout(), *numbers, self._largest_priority, tuple(files)))
-        places = np.arange(*numbers) % self.capacity
-        sampling = {
-            "meta": torch.frombuffer(bytearray(meta), dtype=torch.uint8),
-            "generator": self._generator.get_state(),
-            "priorities": torch.from_numpy(np.zeros(0) if self._tree is None else self._tree.values(places)),
-        }
-        packed = to_safetensors(sampling)
+        places = np.arange(self._oldest, self._written) % self.capacity
+        priorities = b"" if self._tree is None else self._tree.values(places).tobytes()
+        state = self._generator.get_state().numpy().tobytes()
+        ends = (self._oldest, self._written)
+        meta = _Meta(self._layout(), *ends, self._largest_priority, tuple(files), state, priorities)
+        packed = msgspec.msgpack.encode(meta)
         write_bytes_durably(folder / META, xxhash.xxh3_128_digest(packed) + packed)
         for earlier in {*folder.glob("rows-*.safetensors")} - {folder / file.name for file in files}:
             earlier.unlink()
         self._saved.remember(folder, files)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Take over what `save` wrote; samples that follow are those that followed there.
+        """Restore a save. The following samples are the same as after that save.
 
-        The thread that calls this may write, or another that writes first.
+        Afterwards any thread may become the writer, by writing first.
 
         Raises:
-            FileNotFoundError: There is nothing of `save` in `folder`.
-            BrokenCheckpointError: It is not whole; the buffer is empty then.
-            ValueError: It is of a buffer with other arguments; names both, and nothing was changed.
+            FileNotFoundError: `folder` contains no save.
+            BrokenCheckpointError: The save is damaged. The buffer may be empty afterwards.
+            ValueError: The saved buffer had other arguments; the message has both. Nothing is changed.
         """
         folder = Path(folder)
         with self._changed:
             self._load_whole(folder)
 
     def _load_whole(self, folder: Path) -> None:
-        saved, priorities, generator = _read_meta(folder / META, limit=8 * self.capacity + MOST_BYTES_OF_META)
+        saved = _read_meta(folder / META, limit=8 * self.capacity + MOST_BYTES_OF_META)
         if saved.layout != self._layout():
             raise ValueError(f"the replay buffer in {folder} has {saved.layout}, and this one {self._layout()}")
         self._saved.forget()
         self._written = self._oldest = 0
         reached = saved.oldest
         for file in saved.files:
-            rows = _proven(folder / file.name, file)
+            rows = _read_rows(folder / file.name, file)
             if _kinds(rows, rows=True) != _kinds(self._row) or not file.first <= reached < file.last:
                 raise BrokenCheckpointError(str(folder / file.name), "it does not have the rows that its name says")
             fresh = {name: column[reached - file.first :] for name, column in rows.items()}
@@ -342,9 +340,12 @@ class ReplayBuffer:
             raise BrokenCheckpointError(str(folder), f"it has rows up to {reached}, and not to {saved.written}")
         if self._tree is not None:
             self._tree = SumTree(self.capacity)
-            self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, priorities)
+            self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, np.frombuffer(saved.priorities))
         self._largest_priority = saved.largest_priority
-        self._generator.set_state(generator)
+        try:
+            self._generator.set_state(torch.frombuffer(bytearray(saved.generator), dtype=torch.uint8))
+        except (RuntimeError, ValueError) as error:
+            raise BrokenCheckpointError(str(folder / META), "it has no state of a generator") from error
         self._oldest, self._written, self._writer = saved.oldest, saved.written, None
         self._saved.remember(folder, list(saved.files))
         self._changed.notify_all()
@@ -354,7 +355,7 @@ class ReplayBuffer:
 
 
 def _tensors(values: Any) -> dict[str, Tensor]:
-    """Columns as tensors that keep no graph of what they were computed from."""
+    """Return columns as tensors without an autograd graph."""
     if not isinstance(values, Mapping) or not values:
         raise ValueError(f"ReplayBuffer: expected rows by column, but received {shortened(repr(values), 200)}")
     tensors = {}
@@ -367,7 +368,7 @@ def _tensors(values: Any) -> dict[str, Tensor]:
 
 
 def _kinds(columns: Mapping[str, Tensor], *, rows: bool = False) -> dict[str, str]:
-    """The dtype and the shape of each column of a row, or of `rows`."""
+    """Return the dtype and the shape of each column of a row, or of `rows`."""
     return {name: f"{column.dtype} {list(column.shape[rows:])}" for name, column in columns.items()}
 
 
@@ -375,7 +376,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _RowFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file of the rows from `first` to below `last`."""
+    """A file with the rows from `first` to below `last`."""
 
     first: _Count
     last: _Count
@@ -388,19 +389,22 @@ class _RowFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Meta(msgspec.Struct, frozen=True):
-    """What a save has: which rows, of which buffer, and in which files."""
+    """The content of ``replay.bin``: which rows of which buffer are in which files, and how the next ones are drawn."""
 
     layout: dict[str, Any]
     oldest: _Count
     written: _Count
     largest_priority: float
     files: tuple[_RowFile, ...]
+    generator: bytes
+    priorities: bytes
+    """One float64 for each row; empty if the buffer has no priorities."""
 
 
 class _SavedRows:
-    """Knows which rows the last save or load has in which files, so that the next save links them.
+    """The files of the last save or load, which the next save links.
 
-    The folder stays open: a checkpoint is renamed when it is whole.
+    The folder stays open, because a checkpoint is renamed when it is complete.
     """
 
     def __init__(self) -> None:
@@ -408,7 +412,7 @@ class _SavedRows:
         self._files: list[_RowFile] = []
 
     def remember(self, folder: Path, files: list[_RowFile]) -> None:
-        """`folder` has `files`."""
+        """Take the `files` of `folder` for the next save."""
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.forget()
         self._folder, self._files = opened, files
@@ -420,62 +424,62 @@ class _SavedRows:
             os.close(folder)
 
     def linked_into(self, folder: Path, oldest: int, written: int) -> list[_RowFile]:
-        """The files of the last save that have some of these rows, linked into `folder`; none where one cannot be."""
+        """Link the files that have some of these rows into `folder`; return them, or none if one cannot be linked."""
         needed = [file for file in self._files if oldest < file.last <= written]
         try:
             if needed and not os.path.samestat(os.fstat(self._folder), folder.stat()):
                 for file in needed:
-                    (folder / file.name).unlink(missing_ok=True)  # of a save that was broken off
+                    (folder / file.name).unlink(missing_ok=True)  # of an interrupted save
                     os.link(file.name, folder / file.name, src_dir_fd=self._folder)
-        except OSError:  # pruned, or on another file system: the rows are in memory as well
+        except OSError:  # pruned, or on another file system; the rows are in memory as well
             return []
         return needed
 
 
-def _read_meta(path: Path, *, limit: int) -> tuple[_Meta, Floats, Tensor]:
-    """What a save has, its priorities, and the state of its generator."""
+def _read_meta(path: Path, *, limit: int) -> _Meta:
     try:
         content = read_regular(path, limit=limit)
         if xxhash.xxh3_128_digest(content[16:]) != content[:16]:
             raise ValueError("its digest differs")
-        found = load_safetensors(content[16:])
-        meta = msgspec.json.decode(found["meta"].numpy().tobytes(), type=_Meta)
-        priorities, count = found["priorities"].numpy(), meta.written - meta.oldest
-        if priorities.dtype != np.float64 or priorities.shape != (count if meta.layout["prioritised"] else 0,):
+        meta = msgspec.msgpack.decode(content[16:], type=_Meta)
+        if len(meta.priorities) != 8 * (meta.written - meta.oldest) * bool(meta.layout["prioritised"]):
             raise ValueError("it does not have a priority for each row")
-        return meta, priorities, found["generator"]
+        return meta
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no saved replay buffer in {path.parent}: it has no {META}") from None
-    except (OSError, ValueError, KeyError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise BrokenCheckpointError(str(path), f"it does not describe a saved replay buffer: {error}") from error
 
 
-def _proven(path: Path, file: _RowFile) -> dict[str, Tensor]:
+def _read_rows(path: Path, file: _RowFile) -> dict[str, Tensor]:
     try:
         packed = read_regular(path, limit=file.nbytes)
     except (OSError, ValueError) as error:
         raise BrokenCheckpointError(str(path), f"it cannot be read: {error}") from error
     if len(packed) != file.nbytes or xxhash.xxh3_128_hexdigest(packed) != file.digest:
         raise BrokenCheckpointError(str(path), "it is not what was saved: its size or digest differs")
-    found: dict[str, Tensor] = load_safetensors(packed)
-    return found
+    try:
+        rows: dict[str, Tensor] = load_safetensors(packed)
+    except SafetensorError as error:
+        raise BrokenCheckpointError(str(path), f"it has no rows: {error}") from error
+    return rows
 
 
 class ReplayFeed:
-    """A loader without end whose batches are samples of `buffer`; what it has drawn is in the buffer's own checkpoint.
+    """An endless loader of samples of `buffer`. Its position is the state of the buffer's generator.
 
     Args:
-        buffer: Is written by another thread, or between two steps.
+        buffer: The buffer; another thread writes it, or the training thread between two steps.
         batch_size: Rows of a batch.
-        start_after: Rows that there must be before the first batch; None waits for `batch_size`.
-        importance_exponent: Of the weights, where the buffer has priorities.
-        wait_s: How long to wait for `start_after` rows.
+        start_after: Number of rows that the buffer must have before the first batch; None means `batch_size`.
+        importance_exponent: Exponent of the importance weights of a buffer with priorities.
+        wait_s: Maximum seconds to wait for `start_after` rows.
 
     Raises:
         ValueError: Arguments are out of range.
     """
 
-    begins_anew = True  # a pass has no position but the buffer's
+    begins_anew = True  # a pass has no position of its own
 
     def __init__(
         self,
@@ -503,3 +507,65 @@ class ReplayFeed:
             )
         while True:
             yield self.buffer.sample(self.batch_size, importance_exponent=self.importance_exponent)
+
+
+class Minibatches:
+    """Columns of equal length, as dictionaries of `batch_size` rows.
+
+    The ``rollout`` of a trainer returns it if each update epoch goes over the same rows in another order. Orders are
+    drawn from torch's default generator on the CPU when a pass begins. A checkpoint holds the columns and the order of
+    the pass that it interrupts.
+
+    Args:
+        columns: Tensors by name, of any dtype and device, whose first dimension is the row.
+        batch_size: Rows of a minibatch.
+        shuffle: Whether each pass has a different order; otherwise it is the order of the rows.
+        drop_last: Whether a last minibatch of fewer rows is dropped.
+
+    Raises:
+        ValueError: There are no columns, they differ in length, they have no rows, or `batch_size` is below 1, or above
+            the number of rows with `drop_last`.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Tensor], batch_size: int, *, shuffle: bool = True, drop_last: bool = False
+    ) -> None:
+        self.columns = dict(columns)
+        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
+        self.order: Tensor | None = None
+        """Rows in the order of the pass that was begun last; None before the first and without `shuffle`."""
+        lengths = {name: len(column) if column.ndim else 0 for name, column in self.columns.items()}
+        self.rows = min(lengths.values(), default=0)
+        most = self.rows if drop_last else batch_size
+        if not self.rows or len(set(lengths.values())) > 1 or not 1 <= batch_size <= most:
+            raise ValueError(
+                "Minibatches: expected columns of one length >= 1 and a `batch_size` >= 1, at most that length with "
+                f"`drop_last`, but received the lengths {lengths} and a `batch_size` of {batch_size}"
+            )
+
+    def __len__(self) -> int:
+        return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self.order = torch.randperm(self.rows) if self.shuffle else None
+        yield from self.rest_of_pass(0)
+
+    def rest_of_pass(self, first: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the minibatches from number `first` of the pass whose `order` was drawn last."""
+        order, devices = self.order, {column.device for column in self.columns.values()}
+        for index in range(first, len(self)):
+            rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
+            picked = {device: rows if order is None else order[rows].to(device) for device in devices}
+            yield {name: column[picked[column.device]] for name, column in self.columns.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return columns, order of the pass and arguments, for `from_state_dict`."""
+        arguments = {"batch_size": self.batch_size, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        return {"columns": self.columns, "order": self.order, **arguments}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Minibatches:
+        """Return the minibatches that `state_dict` described, in the middle of the same pass."""
+        minibatches = cls(**{name: value for name, value in state.items() if name != "order"})
+        minibatches.order = state["order"]
+        return minibatches
