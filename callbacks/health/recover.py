@@ -28,13 +28,12 @@ from ..checkpoint.selection import WRITER, list_checkpoints, newest_valid, own_r
 from ..checkpoint.storage import delete_checkpoint
 from ..checkpoint.writing import require_shared_directory
 from ..hook.cadence import rewind
-from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_state_of
+from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_id_of, run_state_of
 from ..hook.hook import Hook, ending_the_run
 from ..lightning_internals import checkpoint_connector
-from ..telemetry.run_events import run_id_of
+from .diagnosis import WatchNonfinite
 from .readings import scaled_by
 from .rules import Case, Fault, History, Reading, find_faults
-from .watch_nonfinite import WatchNonfinite
 
 log = logging.getLogger(__name__)
 
