@@ -36,9 +36,15 @@ def test_a_cadence_that_is_not_an_integer_of_at_least_0_is_refused(name, value):
         getattr(callbacks, name)(**{**others, argument: value})
 
 
-@pytest.mark.parametrize("value", [-1.0, math.nan])
-@pytest.mark.parametrize("name", TIMES)
-def test_a_time_that_is_negative_or_nan_is_refused(name, value):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in TIMES for value in (-1.0, math.nan)),
+        *((name, 0) for name in ("Goodput", "JobProgress", "SystemMonitor")),
+        ("SystemMonitor", math.inf),
+    ],
+)
+def test_a_time_that_makes_no_sense_is_refused(name, value):
     argument, others = TIMES[name]
     with pytest.raises(ValueError, match=argument):
         getattr(callbacks, name)(**{**others, argument: value})

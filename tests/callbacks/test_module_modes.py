@@ -10,15 +10,14 @@ import torch
 
 from genlight.adapter import StepResult
 from genlight.callbacks import Checkpoint, Evaluate, WriteSamples
+from support.trainer_class import Counts
 
 
-class ChangesMode:
+class ChangesMode(Counts):
     """One of its hooks changes the mode of the model, but not of a teacher in eval mode."""
 
     def __init__(self, hook: str) -> None:
         self.hook, self.modes = hook, []
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> Any:
         layers = [torch.nn.Linear(1, 1), torch.nn.Dropout(), torch.nn.BatchNorm1d(1).eval()]
@@ -44,17 +43,12 @@ class ChangesMode:
 
     def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Any, ctx: Any) -> None: ...
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
     def train_step(self, batch: Any, state: Any, ctx: Any) -> Any:
         self.modes.append([part.training for part in (*self.model.modules(), self.teacher)])
         return StepResult({"loss": 1.0})
 
     def state_dict(self, state: Any) -> dict[str, object]:
         return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,11 @@ from genlight.callbacks.hook.cadence import crossed, next_multiple, suppressed
 STEPS = st.integers(min_value=0, max_value=10_000)
 
 
-@given(previous=STEPS, advance=st.integers(min_value=0, max_value=500), every=st.integers(min_value=1, max_value=300))
+@given(previous=STEPS, advance=st.integers(min_value=0, max_value=500), every=st.integers(-1, 300))
 def test_an_action_is_due_exactly_if_a_multiple_lies_between_two_steps(previous, advance, every):
-    passed = any(step % every == 0 for step in range(previous + 1, previous + advance + 1))
+    passed = every > 0 and any(step % every == 0 for step in range(previous + 1, previous + advance + 1))
 
     assert crossed(previous, previous + advance, every) == passed
-
-
-@given(previous=STEPS, advance=st.integers(min_value=0, max_value=500), every=st.integers(max_value=0))
-def test_a_cadence_of_zero_is_never_due(previous, advance, every):
-    assert not crossed(previous, previous + advance, every)
-
-
-@given(start=STEPS, jumps=st.lists(st.integers(min_value=0, max_value=70), max_size=40), every=st.integers(1, 50))
-def test_no_boundary_of_a_run_counts_twice(start, jumps, every):
-    step, due = start, 0
-    for jump in jumps:
-        due += crossed(step, step + jump, every)
-        step += jump
-
-    assert due <= step // every - start // every
-    if all(jump <= every for jump in jumps):
-        assert due == step // every - start // every
 
 
 @pytest.mark.parametrize(
@@ -51,10 +34,7 @@ def test_no_boundary_of_a_run_counts_twice(start, jumps, every):
 )
 def test_only_a_step_with_the_hint_is_suppressed(result, is_suppressed):
     assert suppressed(SimpleNamespace(step_result=result)) is is_suppressed
-
-
-def test_a_module_that_hosts_no_trainer_class_is_never_suppressed():
-    assert not suppressed(object())
+    assert not suppressed(object()), "a module that hosts no trainer class"
 
 
 @given(step=STEPS, every=st.integers(0, 300), ahead=st.integers(1, 600))

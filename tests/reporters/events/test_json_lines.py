@@ -117,18 +117,7 @@ def test_a_log_whose_writer_is_killed_ten_times_stays_sound(path, how):
     assert sum(event["event"] == "started" for event in events) == 11
 
 
-def test_a_writer_in_another_process_is_named_by_its_pid_and_the_lock_dies_with_it(path):
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(path), "at once"]) as process:
-        try:
-            wait_until(lambda: size_of(path) > 0)
-            with pytest.raises(EventLogError, match=f"process {process.pid}"):
-                EventLog(path, run_id="r")
-        finally:
-            process.kill()
-    EventLog(path, run_id="r").close()
-
-
-@pytest.mark.parametrize("limit", range(130, 2000, 311))
+@pytest.mark.parametrize("limit", [130, 752, 1685])
 def test_a_disk_that_fills_up_costs_lines_but_never_tears_one(path, limit):
     subprocess.run([sys.executable, "-c", LIMITED_WRITER, str(path), str(limit)], check=True, timeout=120)
     assert validate_events(path) == []
@@ -259,29 +248,25 @@ def synced_sizes(monkeypatch, path):
     return sizes
 
 
-def test_started_checkpoint_and_the_terminal_event_are_durable_when_the_call_returns(path, synced_sizes):
+def test_all_but_metrics_are_durable_when_the_call_returns_and_metrics_with_the_next_of_them(path, synced_sizes):
     with EventLog(path, run_id="r") as log:
         for write in (
             lambda: log.started(),
             lambda: log.checkpoint(path="c", step=1),
-            lambda: log.completed(step=1, final_checkpoint=None),
+            lambda: log.completed(step=2, final_checkpoint=None),
         ):
             write()
             assert size_of(path) in synced_sizes
+            if log.phase == "started":
+                log.metrics({"a": 1.0, "b": 2.0}, step=2)
+                assert size_of(path) not in synced_sizes
     with EventLog(path, run_id="q") as log:
         log.failed(step=0, error="boom")
         assert size_of(path) in synced_sizes
-
-
-def test_metrics_are_durable_with_the_next_checkpoint_and_when_the_log_is_closed(path, synced_sizes):
-    with EventLog(path, run_id="r") as log:
+    with EventLog(path, run_id="p") as log:
         log.started()
-        log.metrics({"a": 1.0, "b": 2.0}, step=1)
-        assert len(synced_sizes) == 1
-        log.checkpoint(path="c", step=1)
-        assert synced_sizes[1:] == [size_of(path)]
         log.metric(name="a", value=1, step=2)
-    assert synced_sizes[2:] == [size_of(path)]
+    assert size_of(path) in synced_sizes
 
 
 def test_every_metric_is_in_the_file_when_its_call_returns(path):
