@@ -32,9 +32,6 @@ from .stop.sources import process_age_s
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_STEPS = 10
-"""How often `Goodput` reads the clock."""
-
 _Figures = TypeVar("_Figures")
 
 
@@ -395,6 +392,7 @@ class Goodput(Hook):
         self._start_up_s = process_age_s()
         self._waited_s = data_wait_s(trainer)
         self._spent = {}
+        self._pace = Pace(self.every_s)
         self.next_due_step = 0
 
     @skippable
@@ -408,7 +406,7 @@ class Goodput(Hook):
             self._has_reported = True
             self._next_at = now + self.every_s
             publish_figures(trainer, self._seconds(trainer, now))
-        self.next_due_step = step + LOOK_EVERY_STEPS
+        self.next_due_step = self._pace.next_look(step)
         if trainer.max_steps > step:
             self.next_due_step = min(self.next_due_step, trainer.max_steps)
 

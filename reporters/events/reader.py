@@ -187,11 +187,6 @@ def follow(path: str | os.PathLike[str], *, poll_every_s: float = 0.2) -> Iterat
             time.sleep(poll_every_s)
 
 
-def count_started(path: str | os.PathLike[str], run_id: str) -> int:
-    """Return the number of attempts of a run that have started."""
-    return len(starts_of(path, run_id))
-
-
 def starts_of(path: str | os.PathLike[str], run_id: str) -> list[Started]:
     """Return the ``started`` events of a run, oldest first; few other lines are parsed."""
     with os.fdopen(open_regular(path), "rb") as file:

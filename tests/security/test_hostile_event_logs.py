@@ -19,7 +19,7 @@ from genlight.reporters import EventLog, read_events
 from genlight.reporters.events import event_log, json_lines, validation
 from genlight.reporters.events.event import Metric
 from genlight.reporters.events.json_lines import encode_json
-from genlight.reporters.events.reader import count_started, follow, typed_events
+from genlight.reporters.events.reader import follow, starts_of, typed_events
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
 
@@ -46,7 +46,7 @@ def test_a_line_of_megabytes_with_the_same_word_in_it_many_times_is_parsed_once(
     path = tmp_path / "events.jsonl"
     path.write_bytes(HUGE[line] + STARTED)
 
-    assert count_started(path, "r") == 1
+    assert len(starts_of(path, "r")) == 1
     with EventLog(path, run_id="r") as log:
         assert log.attempt == 2
     assert validate_events(path)
@@ -56,7 +56,7 @@ def test_a_word_in_another_event_is_no_start_and_a_last_line_that_is_nested_with
     path = tmp_path / "events.jsonl"
     path.write_bytes(STARTED + b'{"a":{"event":"started"},"event":"metric","run_id":"r"}\n' + HUGE["nested"])
 
-    assert count_started(path, "r") == 1
+    assert len(starts_of(path, "r")) == 1
     with refusal(EventLogError):
         EventLog(path, run_id="r")
 
