@@ -98,19 +98,11 @@ def test_one_object_holds_the_sources_of_all_that_share_it(tmp_path):
     assert shared.deadline.at == pytest.approx(time.monotonic() + 10, abs=5)
     assert (early.requested(), late.requested(), shared.reason()) == (None, None, None)
     second.touch()
-    assert shared.reason() == "canceled"
+    assert (shared.requested, shared.reason()) == (None, "canceled")
     with refusal(TrainingCanceled):
         shared.raise_if_stopped()
-
-
-def test_flags_and_signals_count_before_files_and_clocks(tmp_path):
-    sources = StopSources(tmp_path / "cancel", max_runtime_s=1e-9)
-    (tmp_path / "cancel").touch()
-
-    assert sources.requested is None
-    assert sources.reason() == "timeout"
-    sources.signals.reason = "preempted"
-    assert sources.reason() == "preempted"
+    shared.signals.reason = "preempted"
+    assert (shared.requested, shared.reason()) == ("preempted", "preempted"), "before files and clocks"
 
 
 # in a run
