@@ -23,7 +23,7 @@ FIGURES_FIELD = "figures"
 _PLAIN = (type(None), bool, int, float, str)
 _WARNED_ATTRIBUTE = "_genlight_has_warned_of_scores"
 _DEEPEST_NAME = 8
-"""Levels of an object that are looked at, which may refer to itself."""
+"""Maximum depth of an object that is searched for numbers; it may refer to itself."""
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ANNOUNCES_ATTRIBUTE = "_genlight_announces_its_end"
 
