@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from genlight.callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals, announces_time_limit
+from genlight.callbacks.stop.launcher import announces_time_limit
+from genlight.callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
 
 pytestmark = pytest.mark.promise(name="stop")
 

@@ -10,7 +10,7 @@ import pytest
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Checkpoint, Hook, StopRequests
 from genlight.callbacks.hook.events import fire
-from genlight.callbacks.stop.signals import job_end_time_s
+from genlight.callbacks.stop.launcher import job_end_time_s
 from genlight.callbacks.stop.sources import Deadline, StopSources, process_age_s
 from support.messages import refusal
 
