@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ import torch
 
 from genlight.adapter import MonitorError, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, EarlyStopping, Evaluate, LogMetrics
+from support import SUPPORT
 from support.forked import run_forked
 from support.messages import refusal
 from support.trainer_class import Counts
@@ -125,7 +127,8 @@ def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, 
     }
     (tmp_path / "job.json").write_text(json.dumps({key: value for key, value in spec.items() if value not in ("", {})}))
 
-    done = run_forked("run", "job.json", folder=tmp_path)
+    paths = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+    done = run_forked("run", "job.json", folder=tmp_path, environ={**os.environ, "PYTHONPATH": paths})
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert message in done.stdout + done.stderr

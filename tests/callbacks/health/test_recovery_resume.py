@@ -15,7 +15,8 @@ pytestmark = pytest.mark.promise(name="resume")
 
 @pytest.mark.slow
 def test_a_run_killed_during_or_after_its_recovery_ends_like_an_uninterrupted_one(tmp_path):
-    subprocess.run([sys.executable, SUPPORT / "recover_kills.py", tmp_path], check=True, timeout=900)
+    program = [sys.executable, "-m", "support.recover_kills", tmp_path]
+    subprocess.run(program, cwd=SUPPORT.parent, check=True, timeout=900)
     ends = {place.name: (place / "end").read_text().split()[0] for place in tmp_path.iterdir()}
     assert len(ends) >= 13  # GENLIGHT_LONG_FAULTS=1 kills at every moment
     assert {name for name, digest in ends.items() if digest != ends["peace"]} == set()
