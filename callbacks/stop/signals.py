@@ -212,9 +212,15 @@ class StopSignals:
             self.end_watch()
 
     def _read_arrivals(self, readable: int) -> None:
+        """Receive each signal on arrival.
+
+        A repeated signal is late only if the time for repeats was over before it came. This thread may read it much
+        later, because it waits for a busy machine or for the interpreter lock. Therefore it must have found nothing to
+        read after that time.
+        """
         poll = select.poll()
         poll.register(readable, select.POLLIN)
-        quiet_at = 0.0  # last time with nothing left to read; this thread may wait long for the interpreter lock
+        quiet_at = 0.0  # last time at which there was nothing to read
         with open(readable, "rb", buffering=0) as arrivals:
             while True:
                 repeats_until = 0.0 if self.received_at is None else self.received_at + REPEATS_WITHIN_S
