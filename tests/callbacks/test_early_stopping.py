@@ -15,6 +15,7 @@ from genlight.callbacks import Checkpoint, EarlyStopping, Evaluate, LogMetrics
 from support import SUPPORT
 from support.forked import run_forked
 from support.messages import refusal
+from support.rank_processes import run_ranks
 from support.trainer_class import Counts
 
 
@@ -135,3 +136,13 @@ def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, 
     assert "Traceback" not in done.stdout + done.stderr
     last = json.loads((tmp_path / "runs" / "r" / "metrics" / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["category"]) == ("failed", "train-step")
+
+
+@pytest.mark.slow
+@pytest.mark.promise(name="ranks")
+def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
+    """Ranks agree every 10 steps: one callback stops at step 7, the other sees no better loss for 18 steps after 5."""
+    run_ranks("should_stop_ranks.py", tmp_path)
+
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert found == [{"six hooks": 10, "early stopping": 30}] * 2
