@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -60,7 +62,10 @@ def test_each_part_is_what_held_training_up_and_all_of_them_are_the_whole(tmp_pa
     assert seconds["lost"] == seconds["idle"] == 0
 
 
-def test_a_training_that_is_shorter_than_its_cadence_says_nothing(tmp_path):
-    log = fit(tmp_path, Goodput(every_s=3600.0))
+@pytest.mark.parametrize(("every_s", "steps"), [(3600.0, []), (3.0, [4, 24, 40])])
+def test_the_last_step_reports_too_unless_training_is_shorter_than_the_cadence(tmp_path, monkeypatch, every_s, steps):
+    seconds = itertools.count()  # one passes from look to look, at steps 1, 2, 4, 8, 16 and so on
+    monkeypatch.setattr("genlight.callbacks.telemetry.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    log = fit(tmp_path, Goodput(every_s))
 
-    assert not [e for e in read_events(log) if str(e.get("name", "")).startswith("time/")]
+    assert [event["step"] for event in read_events(log) if event.get("name") == "time/steps"] == steps

@@ -193,6 +193,10 @@ def test_loggers_and_the_event_log_get_each_rung_and_the_repeated_steps(tmp_path
 
 
 def test_callbacks_that_count_steps_continue_from_the_restored_step(tmp_path):
+    class StopsAtTheFault(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            trainer.should_stop = pl_module.plugin.calls == 18  # the roll-back withdraws the request
+
     others = [
         EarlyStopping("train/loss", patience=100),
         Diagnosis(5, path=tmp_path / "diagnosis.jsonl"),
@@ -200,7 +204,8 @@ def test_callbacks_that_count_steps_continue_from_the_restored_step(tmp_path):
         LogMetrics(every_n_steps=3),
         WatchNonfinite("warn", every_n_steps=1),
     ]
-    fit_fragile(tmp_path, Recover(["roll_back"], good_steps=6), Batches({17}), steps=24, callbacks=others)
+    callbacks = [*others, StopsAtTheFault()]
+    fit_fragile(tmp_path, Recover(["roll_back"], good_steps=6), Batches({17}), steps=24, callbacks=callbacks)
     beats = [event["step"] for event in read_events(tmp_path / "beats.jsonl")]
     assert beats == [4, 8, 12, 16, 16, 20, 24]
     assert all(callback.failures == {} for callback in others)

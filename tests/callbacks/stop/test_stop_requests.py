@@ -294,13 +294,15 @@ def test_a_signal_before_training_begins_stops_it_before_the_first_step(fit, cou
     assert {each: signal.getsignal(each) for each in REASON_OF_SIGNAL} == before
 
 
-@pytest.mark.parametrize("how", ["check", "signal"])
-def test_a_fit_after_one_that_was_stopped_trains_until_it_is_stopped_itself(train, how):
+@pytest.mark.parametrize(("how", "reason"), [("check", "preempted"), ("signal", "preempted"), ("flag", "canceled")])
+def test_a_fit_after_one_that_was_stopped_trains_until_it_is_stopped_itself(train, how, reason):
     stop, asked = Agreeable(), []
 
     def ask():
         if how == "signal":
             os.kill(os.getpid(), signal.SIGUSR1)
+        elif how == "flag":
+            stop.sources.canceled = True
         else:
             asked.append("preempted")
 
@@ -309,7 +311,7 @@ def test_a_fit_after_one_that_was_stopped_trains_until_it_is_stopped_itself(trai
         seen = Doing(2, ask)
         with pytest.raises(TrainingCanceled) as caught:
             train([seen, stop])
-        assert (caught.value.reason, seen.ended) == ("preempted", 2)
+        assert (caught.value.reason, seen.ended) == (reason, 2)
     assert train([stop]).global_step == 10
 
 
