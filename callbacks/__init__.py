@@ -16,17 +16,14 @@ if TYPE_CHECKING:
     from .early_stopping import EarlyStopping as EarlyStopping
     from .evaluation.evaluate import Evaluate as Evaluate
     from .evaluation.evaluate_command import EvaluateCommand as EvaluateCommand
-    from .health.diagnosis import Diagnosis as Diagnosis
+    from .health.diagnosis import Diagnosis as Diagnosis, WatchNonfinite as WatchNonfinite
     from .health.recover import Recover as Recover
-    from .health.watch_nonfinite import WatchNonfinite as WatchNonfinite
     from .hook.hook import Hook as Hook
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
     from .replicas.replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
-    from .telemetry.goodput import Goodput as Goodput
-    from .telemetry.heartbeat import Heartbeat as Heartbeat
-    from .telemetry.system_monitor import SystemMonitor as SystemMonitor
+    from .telemetry import Goodput as Goodput, Heartbeat as Heartbeat, SystemMonitor as SystemMonitor
     from .trainer_hooks import (
         CheckpointHook as CheckpointHook,
         EvaluationHook as EvaluationHook,

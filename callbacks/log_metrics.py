@@ -14,10 +14,9 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from .hook.cadence import next_multiple, step_cadence, suppressed
-from .hook.events import FIGURES_FIELD, publish_metrics, run_state_of
+from .hook.events import FIGURES_FIELD, data_wait_s, publish_metrics, run_state_of
 from .hook.hook import Hook, skippable
 from .lightning_internals import logger_connector, set_callback_metrics
-from .telemetry.goodput import data_wait_s
 
 log = logging.getLogger(__name__)
 

@@ -29,15 +29,14 @@ METRICS_FILE = "metrics.csv"
 _BACKUP_FILE = ".metrics-before.csv"
 
 
-def keep_logged_steps(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Have the loggers of a fit of `module` keep each step before a resume exactly once.
+def keep_logged_steps(trainer: pl.Trainer) -> None:
+    """Have the loggers of a fit keep each step before a resume exactly once.
 
     Call this on rank zero, before the fit.
     """
     csv_loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger) and _keep_file(logger)]
     if csv_loggers or any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-        kind = _KeepHostedSteps if hasattr(module, "step_result") else _KeepModuleSteps
-        trainer.callbacks.append(kind(csv_loggers))  # type: ignore[attr-defined]
+        trainer.callbacks.append(_KeepLoggedSteps(csv_loggers))  # type: ignore[attr-defined]
 
 
 def _keep_file(logger: CSVLogger) -> bool:
@@ -62,7 +61,9 @@ def _keep_file(logger: CSVLogger) -> bool:
 
 
 class _KeepLoggedSteps(Callback):
-    """Removes steps that training repeats from the files of loggers, as soon as the resumed step is known.
+    """Removes steps that training repeats from the files of loggers, before its first step.
+
+    The next step that Lightning's own loop logs is known only when the first batch begins.
 
     Args:
         csv_loggers: Loggers whose file has rows of an earlier attempt.
@@ -70,37 +71,23 @@ class _KeepLoggedSteps(Callback):
 
     def __init__(self, csv_loggers: list[CSVLogger]) -> None:
         self._csv_loggers = csv_loggers
+        self._is_done = False
 
-    def _go_back(self, trainer: pl.Trainer, first: int) -> None:
-        """Remove the steps from `first` on; it is the next step to be logged."""
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        # A hosted trainer logs the number of completed steps.
+        first = trainer.global_step + 1 if hasattr(pl_module, "step_result") else logged_step(trainer)
         for logger in self._csv_loggers:
             _drop_rows(logger, first if trainer.global_step else 0)
         if trainer.global_step:
             for each in trainer.loggers:
                 if isinstance(each, TensorBoardLogger):
                     _purge(each, first)
-
-
-class _KeepHostedSteps(_KeepLoggedSteps):
-    """The callback for a hosted trainer, which logs the number of completed steps."""
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._go_back(trainer, trainer.global_step + 1)
-
-
-class _KeepModuleSteps(_KeepLoggedSteps):
-    """The callback for Lightning's own loop. Its next step is known only when the first batch begins."""
-
-    _is_done = False
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if not self._is_done:
-            self._is_done = True
-            self._go_back(trainer, logged_step(trainer))
 
 
 def _drop_rows(logger: CSVLogger, first: int) -> None:

@@ -13,7 +13,6 @@ log = logging.getLogger(__name__)
 
 _reported: weakref.WeakKeyDictionary[pl.LightningModule, set[str]] = weakref.WeakKeyDictionary()
 """Hooks already reported, by module."""
-_MAX_NAMES = 6
 
 
 @contextlib.contextmanager
@@ -26,37 +25,18 @@ def keep_modes(pl_module: pl.LightningModule, hook: str) -> Iterator[None]:
         pl_module: The module whose submodules keep their modes.
         hook: The hook of the trainer class that the block calls.
     """
-    modes = [(part, part.training) for part in pl_module.modules()]
-    failed = True
+    modes = [(name, part, part.training) for name, part in pl_module.named_modules()]
     try:
         yield
-        failed = False
     finally:
-        changed = {id(part) for part, was_training in modes if part.training != was_training}
-        for part, was_training in modes:
+        changed = [name for name, part, was_training in modes if part.training != was_training]
+        for _, part, was_training in modes:
             part.training = was_training
-        named = _reported.setdefault(pl_module, set())
-        if changed and not failed and hook not in named and pl_module.global_rank == 0:
-            named.add(hook)
-            paths = _outermost(pl_module, changed)
-            more = f" and {len(paths) - _MAX_NAMES} more" if len(paths) > _MAX_NAMES else ""
-            log.warning(
-                "`%s` changed the mode of modules; genlight has restored it, because training would continue without "
-                "dropout, for example: %s%s. Call `train()` on them at the end of the hook.",
-                hook,
-                ", ".join(paths[:_MAX_NAMES]),
-                more,
-            )
-
-
-def _outermost(pl_module: pl.LightningModule, changed: set[int]) -> list[str]:
-    """Return the paths of the `changed` modules that are not inside another changed one."""
-    found = getattr(getattr(pl_module, "discovered", None), "modules", ())
-    roots = [(each.path, each.value) for each in found] or [(type(pl_module).__name__, pl_module)]
-    paths: list[str] = []
-    for path, root in roots:
-        for name, part in root.named_modules():
-            where = f"{path}.{name}" if name else path
-            if id(part) in changed and not any(where.startswith(f"{outer}.") for outer in paths):
-                paths.append(where)
-    return paths
+    named = _reported.setdefault(pl_module, set())
+    if changed and hook not in named and pl_module.global_rank == 0:
+        named.add(hook)
+        log.warning(
+            "`%s` changed the mode of %d modules, the first of them %s; genlight has restored it, because training "
+            "would continue without dropout, for example. Call `train()` on them at the end of the hook.",
+            *(hook, len(changed), changed[0]),
+        )

@@ -73,8 +73,8 @@ class WriteSamples(Hook):
     until its files are on disk, and the JSON is written last: a sample without it does not count, and leftovers of a
     killed run are removed at the next start. If the trainer has no generator, the JSON holds only the request. If there
     are no requests, there is one text file, ``step-00000200.txt``, next to the JSON of the generator. Random numbers
-    drawn by sampling do not affect training. If a run was killed between the checkpoint and the samples of a step, the
-    resumed run makes the samples first.
+    drawn by sampling do not affect training. If the samples of a step came after its checkpoint, a run that resumes
+    from there makes them again first, because a kill may have prevented them.
 
     Args:
         directory: Folder for samples.
@@ -136,7 +136,7 @@ class WriteSamples(Hook):
                     type(plugin).__name__,
                 )
             if self._is_behind:
-                self._catch_up(trainer, pl_module, trainer.global_step)
+                self._write_timed(trainer, pl_module)
         self._is_behind = False
 
     @skippable
@@ -145,8 +145,11 @@ class WriteSamples(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._boundaries.crosses(trainer.global_step) and not suppressed(pl_module):
-            with timed(trainer, "samples"):
-                self.write(trainer, pl_module, trainer.global_step)
+            self._write_timed(trainer, pl_module)
+
+    def _write_timed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with timed(trainer, "samples"):
+            self.write(trainer, pl_module, trainer.global_step)
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> dict[Path, list[Path]]:
         """Make and write the samples of `step`; return the files of each sample by its record."""
@@ -156,14 +159,16 @@ class WriteSamples(Hook):
         generate = find_generator(getattr(pl_module, "contract_state", None))
         written: dict[Path, list[Path]] = {}
         if not self.requests:
-            text = self._text_of(step)
+            text = self.directory / f"step-{step:08d}.txt"
             write_bytes_durably(text, f"{facts['run_id']} step {step}\n".encode())
             written[text] = []
         with keep_modes(pl_module, "generate_sample"), isolated_random_numbers():
             for name, request in self._samples_of(pl_module, step):
                 record, files = self._write_sample(generate, name, request, facts, ctx)
                 written[record] = files
-        self._announce(trainer, written, step)
+        uris = [str(path) for record, files in written.items() for path in (record, *files)]
+        run_state_of(trainer).latest_sample_uris = uris
+        fire(trainer, "on_samples_written", written, step)
         return written
 
     def _samples_of(self, pl_module: pl.LightningModule, step: int) -> list[tuple[str, SampleRequest]]:
@@ -172,25 +177,6 @@ class WriteSamples(Hook):
         if self.requests:
             return [(f"{name}-{at:02d}", SampleRequest(fields, at)) for at, fields in enumerate(self.requests)]
         return [(name, SampleRequest({}))] if find_generator(getattr(pl_module, "contract_state", None)) else []
-
-    def _text_of(self, step: int) -> Path:
-        return self.directory / f"step-{step:08d}.txt"
-
-    def _catch_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
-        """Make the samples of `step` if they are incomplete, and announce them."""
-        records = [self.directory / f"{name}.json" for name, _ in self._samples_of(pl_module, step)]
-        texts = [] if self.requests else [self._text_of(step)]
-        if not all(path.is_file() for path in (*texts, *records)):
-            with timed(trainer, "samples"):
-                self.write(trainer, pl_module, step)
-            return
-        written = {record: _files_below(record.with_suffix("")) for record in records}
-        self._announce(trainer, {**{text: [] for text in texts}, **written}, step)
-
-    def _announce(self, trainer: pl.Trainer, written: dict[Path, list[Path]], step: int) -> None:
-        uris = [str(path) for record, files in written.items() for path in (record, *files)]
-        run_state_of(trainer).latest_sample_uris = uris
-        fire(trainer, "on_samples_written", written, step)
 
     def _write_sample(
         self, generate: Callable[..., Any] | None, name: str, request: SampleRequest, facts: dict[str, Any], ctx: Any
@@ -258,12 +244,6 @@ def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
             fsync_file(path)
             yield path
         fsync_directory(folder)
-
-
-def _files_below(directory: Path) -> list[Path]:
-    """Return the files of a complete sample, without links."""
-    paths = [Path(folder, name) for folder, _, names in sorted(os.walk(directory)) for name in sorted(names)]
-    return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 def _sweep(directory: Path) -> None:

@@ -108,7 +108,7 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
         stops = "stops after the current step"
         session.stop.signals.what_next = f"the run {stops if session.checkpoints_dir is None else saves}"
         if not trains_in_copies(trainer):
-            keep_logged_steps(trainer, module)
+            keep_logged_steps(trainer)
     try:
         with _watched_ranks(session, trainer):
             trainer.fit(module, **arguments)

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...callbacks.checkpoint.storage import Listed
-from ...reporters.events.attempts import Attempts
 from ...reporters.events.event import ROLLED_BACK_METRIC, Completed, Event, Failed, Metric
 from ...reporters.events.goodput import Ledger
 from ...reporters.events.json_lines import Position
-from ...reporters.events.reader import log_of_run, typed_events
+from ...reporters.events.reader import Attempts, log_of_run, typed_events
 from ..contract.exceptions import EventLogError
 from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from .checkpoints import checkpoint_facts, checkpoints_of_run

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.selection import best_first, monitored
-from ...reporters.events.attempts import evaluation_stage
 from ...reporters.events.event import (
     STOP_REASONS,
     Completed,
@@ -29,7 +28,7 @@ from ...reporters.events.event import (
     decode_event,
 )
 from ...reporters.events.json_lines import LONGEST_LINE, has_long_holes
-from ...reporters.events.reader import log_of_run
+from ...reporters.events.reader import evaluation_stage, log_of_run
 from ...reporters.uploads.queue import count_waiting
 from ..plumbing.file_lock import is_held
 from ..plumbing.safe_open import open_regular

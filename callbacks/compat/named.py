@@ -27,7 +27,7 @@ from ..hook.cadence import crossed, step_cadence
 from ..hook.events import log_to_loggers, run_state_of
 from ..hook.hook import Hook
 from ..job_progress import JobProgress
-from ..telemetry.heartbeat import Heartbeat
+from ..telemetry import Heartbeat
 from .trainer_view import TrainerView, view_of
 
 HOOKS: Final = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end")

@@ -1,4 +1,4 @@
-"""The readings of a rank: hooks on optimizers and modules, times and batches; nothing waits before `Probe.read`."""
+"""The readings of a rank: updates, modules, times and batches; nothing waits for a device before `Probe.read`."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from ..replicas.digest import digest_of_all
 from .rules import Reading
 
 LATENT_METRICS = {"latent_std": 1.0, "z_std": 1.0, "latent_var": 0.5, "z_var": 0.5}
-"""Metrics for the spread of latent values, the first that is there counts, with the power that makes a deviation of
-it."""
+"""Metrics for the spread of latent values, with the power that converts each to a standard deviation; the first that a
+step reports counts."""
 MOST_COMPARED = 64
-"""How many weights of an optimizer are compared before and after an update, evenly spread."""
+"""Maximum number of weights of an optimizer that are compared before and after an update, evenly spread."""
 SAMPLES_OF_TENSOR = 256
-"""About how many elements of each: a copy of all would double their memory. With 16,000 in all a norm is known within
-a percent, and no rule needs as much."""
+"""Approximate number of elements compared of each: a copy of all would double their memory. With 16,000 elements in
+total the norm is accurate to one percent, more than any rule needs."""
 LOSSES = ("loss", "train/loss", "train_loss")
-"""Names of the loss among what a step gave, the first that is there."""
+"""Names of the loss among the results of a step; the first one present counts."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
 _Moment = float | torch.Event
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _within_step(method: _Method) -> _Method:
-    """Mark a method that torch calls within a step: its exceptions go to ``self._failures``; the check raises them."""
+    """Wrap a method that torch calls within a step: exceptions go to ``self._failures``; the check raises them."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ def _within_step(method: _Method) -> _Method:
 
 
 class Probe:
-    """Reads the steps of this rank before a check: the losses of all, the times of a few, the rest of the last one.
+    """Reads the steps before a check: the losses of all steps, the times of a few, everything else of the last one.
 
     - The update is read in hooks that torch's own optimizers call in their ``step``, so gradients are read as they are
       used: averaged over ranks, unscaled, clipped. An update that a gradient scaler skips is not seen.
@@ -144,7 +144,7 @@ class Probe:
 
     @_within_step
     def note_batch(self, batch: Any) -> None:
-        """Keep numbers by which a batch is recognized if the next step or another rank has it too."""
+        """Keep a fingerprint of a batch, to recognize it if the next step or another rank gets the same batch."""
         self._batches.append(fingerprint(batch, self._device))
 
     def read(self, step: int, outputs: Any) -> Reading:
@@ -215,7 +215,7 @@ class Probe:
             self._changes.append((self._samples(compared) - before).norm())
 
     def _samples(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Some elements of weights, evenly spread; a copy."""
+        """Copy some elements of the weights, evenly spread."""
         flat = [_local(parameter).reshape(-1) for parameter in parameters]
         samples = [values[:: max(1, len(values) // SAMPLES_OF_TENSOR)] for values in flat]
         return torch.cat([sample.to(self._device) for sample in samples]).double()
@@ -253,7 +253,7 @@ class Probe:
 
 
 def _origin(seen: Sequence[tuple[int, bool, str]], values: Sequence[float]) -> tuple[int, bool, str] | None:
-    """The first module whose output was not finite, or whose backward was the first to be so, and its step."""
+    """Return step and name of the first module whose output or backward was not finite, and which of the two it was."""
     index = next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
     if index is None or not seen[index][1]:
         return None if index is None else seen[index]
@@ -270,7 +270,7 @@ def scaled_by(trainer: pl.Trainer, module: Any) -> str:
 
 
 def _on_host(device: torch.device, **tensors: Sequence[torch.Tensor]) -> dict[str, list[float]]:
-    """The elements of tensors as numbers, by name; waits for `device` once."""
+    """Return the elements of tensors as numbers, by name; waits for `device` once."""
     rows = {
         name: [part.detach().reshape(-1).to(device, torch.float64) for part in parts] for name, parts in tensors.items()
     }
@@ -299,7 +299,7 @@ def _loss_of(outputs: Any) -> Any:
 
 
 def _latent(trainer: pl.Trainer, outputs: Any) -> tuple[str, Any] | None:
-    """The first metric of `LATENT_METRICS` of this step, whatever stands before a slash in its name."""
+    """Return the first metric of `LATENT_METRICS` that this step reported, with any prefix in front of a slash."""
     given = outputs if isinstance(outputs, Mapping) else {}
     metrics = {**trainer.callback_metrics, **{name: value for name, value in given.items() if isinstance(name, str)}}
     by_name = {name.rpartition("/")[2]: name for name in metrics}
@@ -308,12 +308,12 @@ def _latent(trainer: pl.Trainer, outputs: Any) -> tuple[str, Any] | None:
 
 
 def _deviation(name: str, value: Sequence[float]) -> float:
-    """The standard deviation that a metric of `LATENT_METRICS` reports."""
+    """Convert a metric of `LATENT_METRICS` to a standard deviation."""
     return max(value[0], 0.0) ** LATENT_METRICS[name.rpartition("/")[2]] if value else math.nan
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor, dense."""
+    """Return this rank's part of a tensor as a dense tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local = local.detach()
     dense: torch.Tensor = local.coalesce().values() if local.is_sparse else local
@@ -336,13 +336,13 @@ def _between(span: tuple[_Moment, _Moment]) -> float:
 
 
 def fingerprint(batch: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """A number on `device`, for which nothing waits, that is equal for equal batches, and hardly ever for others.
+    """Return a digest of a batch as a tensor on `device`, without waiting for the device.
 
-    Of an Arrow batch the first and the last row count.
+    Of an Arrow batch only the first and the last row count.
 
     Returns:
-        Nothing for a batch that does not say what is in it, or is a plain value or empty: a trainer that makes its own
-        data may get the same in each step.
+        An empty tuple if the content of the batch is unknown, or if it is empty or a plain value: a trainer that makes
+        its own data may get the same batch in each step.
     """
     if hasattr(batch, "to_pylist") and getattr(batch, "num_rows", None):
         batch = [batch.slice(row, 1).to_pylist() for row in (0, batch.num_rows - 1)]

@@ -28,13 +28,12 @@ from ..checkpoint.selection import WRITER, list_checkpoints, newest_valid, own_r
 from ..checkpoint.storage import delete_checkpoint
 from ..checkpoint.writing import require_shared_directory
 from ..hook.cadence import rewind
-from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_state_of
+from ..hook.events import FIGURES_FIELD, callbacks_of, fire, log_to_loggers, publish_figures, run_id_of, run_state_of
 from ..hook.hook import Hook, ending_the_run
 from ..lightning_internals import checkpoint_connector
-from ..telemetry.run_events import run_id_of
+from .diagnosis import WatchNonfinite
 from .readings import scaled_by
 from .rules import Case, Fault, History, Reading, find_faults
-from .watch_nonfinite import WatchNonfinite
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +42,10 @@ Rung = Literal["skip", "lower_lr", "roll_back"]
 RULES_OF_FAULTS = {"nonfinite": ("nonfinite_loss", "nonfinite_gradients"), "loss_spike": ("loss_spike",)}
 """The faults that a run can recover from, with the rules that find them."""
 ALL_PARAMETERS = "all parameters"
-"""How a message names the gradients of an update."""
+"""Name for the gradients of an update in messages."""
 
 _OF_THE_DATA = ("run_id", "epoch", "minibatch_index", "latest_checkpoint_uri")
-"""Facts of the run state that do not go back."""
+"""Fields of the run state that a roll-back does not restore."""
 
 
 @dataclass
@@ -59,7 +58,7 @@ class _Progress:
     """
 
     attempts: list[tuple[Rung, int]] = field(default_factory=list)
-    """The rungs of the incident that is not over, each with the step of its fault."""
+    """The rungs of the current incident, each with the step of its fault."""
     taken: dict[str, int] = field(default_factory=dict)
     """How often each rung was taken, in all incidents."""
     began_at: int = 0
@@ -301,7 +300,7 @@ class Recover(Hook):
         self._progress = msgspec.convert(state_dict, _Progress)
 
     def _misfits(self, trainer: pl.Trainer, pl_module: Any) -> Iterator[str]:
-        """Why this run cannot be recovered, each with the way out."""
+        """Yield the reasons why this run cannot be recovered, each with the way out."""
         if getattr(pl_module, "discovered", None) is None:
             yield f"it needs a trainer class in a ContractModule, and {type(pl_module).__name__} is not one"
             return

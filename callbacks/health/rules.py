@@ -15,29 +15,29 @@ COOL_DOWN_CHECKS = 2
 """Number of checks in a row without a fault after which it has ended."""
 MOST_NAMES = 5
 EXPLODES_BY = 100.0
-"""How many times the usual largest norm is one that explodes."""
+"""A gradient explodes if its norm is this many times the usual largest norm."""
 SMALLEST_EXPLOSION = 1.0
-"""Below this norm a gradient does not explode, however small it was before: a run that has converged, say."""
+"""Below this norm a gradient never counts as exploding, even if gradients were tiny before, as in a converged run."""
 LARGEST_NORM = 1e4
-"""Above this it explodes in any case."""
+"""Above this norm a gradient always counts as exploding."""
 DEAD_CHECKS = 3
 """Number of checks in a row without a gradient after which a parameter is dead."""
 SMALLEST_UPDATE, LARGEST_UPDATE = 1e-8, 0.3
-"""Shares of the weights' norm: an update below the one changes nothing, one above the other too much."""
+"""An update is too small or too large below or above these shares of the weights' norm."""
 SPIKE_DEVIATIONS = 8.0
-"""How many standard deviations above the median a loss is a spike."""
+"""A loss is a spike if it is this many standard deviations above the median."""
 LOSSES_FOR_SPREAD = 32
 SMALLEST_SPREAD = 0.01
 """Minimum spread of losses, as a share of the median loss, if they hardly vary."""
 STRAGGLER_FACTOR = 2.0
-"""A rank that takes this many times longer than the others is reported."""
+"""A rank is a straggler if it takes this many times as long as the others."""
 STRAGGLES_BY_S = 0.002
-"""Below this difference a rank is not worth naming."""
+"""A smaller difference is not reported."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One check, of one rank or over all of them. A number is ``nan`` if it is not finite or not known."""
+    """One check, of one rank or of all. A number is ``nan`` if it is not finite or not known."""
 
     step: int
     gradient_norms: Mapping[str, float] = field(default_factory=dict)
@@ -48,17 +48,17 @@ class Reading:
     losses: Sequence[tuple[int, float]] = ()
     """Steps since the last check with their loss, the largest of all ranks."""
     update_ratio: float = math.nan
-    """Norm of the update over norm of the weights, of samples of them."""
+    """Norm of the update divided by the norm of the weights, both from samples."""
     rate: float = math.nan
     """Learning rate with which the update was made; the highest of all groups."""
     latent: tuple[str, float] | None = None
-    """Name and value of a metric for the spread of latent values, a variance as its root."""
+    """Name of a metric for the spread of latent values, and the standard deviation that it reports."""
     origin: tuple[int, bool, str] | None = None
-    """Step, whether in the backward, and name of the first module that gave a value that is not finite."""
+    """The first module with a value that is not finite: its step, whether it was in the backward, and its name."""
     ranks: Sequence[tuple[str, float]] = ()
-    """Each rank's host, and its seconds from one update to the last gradient before the next."""
+    """Host of each rank, and its seconds from one update to the last gradient before the next."""
     batches: Sequence[tuple[float, ...]] = ()
-    """Each rank's numbers for its last batches, equal for equal batches; none if a batch gives none."""
+    """Digests of the last batches of each rank; empty if one is unknown."""
 
     @property
     def largest_norm(self) -> float:
@@ -88,7 +88,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong."""
+    """Something that goes wrong in training."""
 
     kind: str
     """``vanishing_gradients``, ``loss_spike`` and so on."""
@@ -103,7 +103,7 @@ class Fault:
 
 @dataclass
 class History:
-    """The memory of earlier checks, saved in checkpoints: for the rules, and of the faults that are not over."""
+    """Results of earlier checks that the rules need, and the faults that are not over; saved in checkpoints."""
 
     losses: list[float] = field(default_factory=list)
     largest_norms: list[float] = field(default_factory=list)
@@ -112,11 +112,11 @@ class History:
     rate_has_fallen: bool = False
     slow_rank: int | None = None
     active: dict[str, Fault] = field(default_factory=dict)
-    """The faults that have begun and not ended, by kind, as each was when it began."""
+    """The faults that have begun and not ended, by kind, as they were when they began."""
     clean_checks: dict[str, int] = field(default_factory=dict)
 
     def add(self, reading: Reading) -> None:
-        """Take over `reading`, once the rules have judged it."""
+        """Add `reading`, once the rules have judged it."""
         self.losses = [*self.losses, *(loss for _, loss in reading.losses if loss == loss)][-LOSSES_KEPT:]
         norms = [norm for norm in reading.gradient_norms.values() if norm == norm]
         self.largest_norms = [*self.largest_norms, *([max(norms)] if norms else [])][-NORMS_KEPT:]
@@ -128,7 +128,7 @@ class History:
             self.rate = reading.rate
 
     def note_faults(self, found: Sequence[Fault]) -> list[Fault]:
-        """Take over what a check has found.
+        """Add the faults of a check.
 
         Returns:
             The faults that begin, and those that are over, as each was when it began.
@@ -143,7 +143,7 @@ class History:
 
 @dataclass(frozen=True)
 class Case:
-    """The figures that rules judge by; the numbers are limits that a run may set."""
+    """The input of the rules: a reading, the history, and the limits that a run may set."""
 
     now: Reading
     before: History
@@ -152,7 +152,7 @@ class Case:
 
 
 Found = Iterator[tuple[str, dict[str, Any]]]
-"""The fault's description and the numbers behind it, or None."""
+"""Yields at most one fault: its description and the numbers behind it."""
 Rule = Callable[[Case], Found]
 
 RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {}
@@ -160,7 +160,7 @@ RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {}
 
 
 def find_faults(case: Case, kinds: Collection[str] = RULES.keys()) -> list[Fault]:
-    """The faults of these `kinds` that there are."""
+    """Return the faults of these `kinds`."""
     return [
         Fault(kind, text, suggestions, figures, case.now.step)
         for kind, (rule, suggestions) in RULES.items()
@@ -180,7 +180,7 @@ def _rule(*suggestions: str) -> Callable[[Rule], Rule]:
 @_rule(
     "Lower the learning rate, or warm it up for longer.",
     "Look for a division by zero, a logarithm or a root of a value <= 0, or an overflow of fp16.",
-    "Where no module is named: run again from an earlier checkpoint with `trace_modules=True`.",
+    "If no module is named: run again from an earlier checkpoint with `trace_modules=True`.",
 )
 def nonfinite_loss(case: Case) -> Found:
     """A loss that is nan or infinite, in any step since the last check."""
@@ -191,9 +191,9 @@ def nonfinite_loss(case: Case) -> Found:
 
 
 @_rule(
-    "Leave such an update out: `if torch.isfinite(loss): optimizer.step()`.",
+    "Skip such an update: `if torch.isfinite(loss): optimizer.step()`.",
     "Clip gradients, and lower the learning rate.",
-    "Where no module is named: run again from an earlier checkpoint with `trace_modules=True`.",
+    "If no module is named: run again from an earlier checkpoint with `trace_modules=True`.",
 )
 def nonfinite_gradients(case: Case) -> Found:
     """A gradient that is nan or infinite when its update is made."""
@@ -208,7 +208,7 @@ def nonfinite_gradients(case: Case) -> Found:
     "Look for saturated activations; normalise layers, or initialise them differently.",
 )
 def vanishing_gradients(case: Case) -> Found:
-    """Even the largest gradient is next to nothing."""
+    """Even the largest gradient is almost zero."""
     largest, least = case.now.largest_norm, case.gradient_min_norm
     if largest < least:
         figures = {"largest_norm": largest, "gradient_min_norm": least}
@@ -231,7 +231,7 @@ def exploding_gradients(case: Case) -> Found:
 
 @_rule(
     "Check that the forward uses them, and that nothing detaches them from the loss.",
-    "Of a ReLU that never fires: lower the learning rate, or use LeakyReLU or GELU.",
+    "If a ReLU never fires: lower the learning rate, or use LeakyReLU or GELU.",
     "Parameters that are not to be trained: `requires_grad_(False)`.",
 )
 def dead_parameters(case: Case) -> Found:
@@ -245,7 +245,7 @@ def dead_parameters(case: Case) -> Found:
 
 @_rule("Lower the learning rate; about 0.001 of the norm a step is usual.", "Clip gradients.")
 def large_updates(case: Case) -> Found:
-    """An update changes the weights by far too much."""
+    """An update changes the weights far too much."""
     if case.now.update_ratio > LARGEST_UPDATE and case.now.rate > 0:
         yield _about_update(case.now, f"above {LARGEST_UPDATE}")
 
@@ -255,7 +255,7 @@ def large_updates(case: Case) -> Found:
     "Weights in bf16 or fp16 lose small updates in rounding: keep them in fp32 (`bf16-mixed`).",
 )
 def small_updates(case: Case) -> Found:
-    """An update changes the weights by nothing, though there are a rate and gradients."""
+    """Updates leave the weights unchanged although the learning rate and gradients are non-zero."""
     has_gradients = case.now.largest_norm >= case.gradient_min_norm
     if case.now.update_ratio < SMALLEST_UPDATE and case.now.rate > 0 and has_gradients:
         yield _about_update(case.now, f"below {SMALLEST_UPDATE}")
@@ -290,7 +290,7 @@ def zero_learning_rate(case: Case) -> Found:
 
 @_rule(
     "Check the schedule: its number of steps, and that a resume restores its state.",
-    "Where it rises on purpose (warm restarts), this can be left as it is.",
+    "If it rises on purpose (warm restarts), ignore this.",
 )
 def rising_learning_rate(case: Case) -> Found:
     """The rate rises again after it has fallen."""

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ...adapter.contract.run_state import RunState
+from ...reporters.telemetry import make_run_id
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ FIGURES_FIELD = "figures"
 _PLAIN = (type(None), bool, int, float, str)
 _WARNED_ATTRIBUTE = "_genlight_has_warned_of_scores"
 _DEEPEST_NAME = 8
-"""Levels of an object that are looked at, which may refer to itself."""
+"""Maximum depth of an object that is searched for numbers; it may refer to itself."""
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ANNOUNCES_ATTRIBUTE = "_genlight_announces_its_end"
 
@@ -34,6 +35,13 @@ def run_state_of(trainer: pl.Trainer) -> RunState:
         state = RunState()
         share_run_state(trainer, state)
     return state
+
+
+def run_id_of(trainer: pl.Trainer) -> str:
+    """Return the id that all callbacks of a run share; generated once if the run has none, and kept by checkpoints."""
+    state = run_state_of(trainer)
+    state.run_id = state.run_id or make_run_id()
+    return state.run_id
 
 
 def share_run_state(trainer: pl.Trainer, state: RunState) -> None:
@@ -128,6 +136,12 @@ def step_metrics(trainer: pl.Trainer, pl_module: Any) -> dict[str, float]:
     if hasattr(pl_module, "step_result"):
         return dict(pl_module.metrics()) if pl_module.step_result is not None else {}
     return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+
+
+def data_wait_s(trainer: pl.Trainer) -> float | None:
+    """Return the seconds that training has waited for data so far; None if the loader does not report them."""
+    waited_s: float | None = getattr(trainer.train_dataloader, "wait_seconds", None)
+    return waited_s
 
 
 def publish_metrics(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:

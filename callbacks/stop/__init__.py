@@ -1,4 +1,4 @@
-"""Stops: their sources, signals, the agreement of all ranks on one step, and data workers that outlive a signal.
+"""Stops: their sources, signals and launchers, how all ranks agree on one step, and data workers that outlive signals.
 
 May import the hook, the reporters, the plumbing and the contract.
 """

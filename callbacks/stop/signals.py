@@ -16,22 +16,17 @@ from typing import Any
 
 from ...adapter.contract.exceptions import StopReason, ThreadLimitError
 from ...adapter.plumbing.threads import started
+from .launcher import announces_time_limit, launcher_grace_s
 
 _REASONS: dict[str, StopReason] = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
 
 REASON_OF_SIGNAL = {signal.Signals[name]: why for name, why in _REASONS.items() if hasattr(signal, name)}
 """Signals that ask for a stop. Some commands also work on Windows, which lacks SIGUSR1."""
 
-SIGNAL_MAY_BE_EARLY_S = 60.0
-"""Slurm checks ``--signal`` about once a minute, and may send it early by this time."""
-WITHOUT_WARNING_S = 30.0
-"""Default of Slurm's ``KillWait``: seconds from SIGTERM at the limit to SIGKILL, if the job requests no signal."""
 LEFT_AFTER_S = 1.0
 """Timeout for the end of the thread that reads arrivals."""
 REPEATS_WITHIN_S = 3.0
 """Time in which the same signal again is not a second one: schedulers signal every process, and agents forward it."""
-TORCHRUN_GRACE_S = 30
-"""torchrun's default time between a stop signal and SIGKILL for its ranks."""
 
 
 class StopSignals:
@@ -217,9 +212,15 @@ class StopSignals:
             self.end_watch()
 
     def _read_arrivals(self, readable: int) -> None:
+        """Receive each signal on arrival.
+
+        A repeated signal is late only if the time for repeats was over before it came. This thread may read it much
+        later, because it waits for a busy machine or for the interpreter lock. Therefore it must have found nothing to
+        read after that time.
+        """
         poll = select.poll()
         poll.register(readable, select.POLLIN)
-        quiet_at = 0.0  # last time with nothing left to read; this thread may wait long for the interpreter lock
+        quiet_at = 0.0  # last time at which there was nothing to read
         with open(readable, "rb", buffering=0) as arrivals:
             while True:
                 repeats_until = 0.0 if self.received_at is None else self.received_at + REPEATS_WITHIN_S
@@ -248,42 +249,6 @@ class StopSignals:
             # Signals still unread belong to the fit that just ended; drop them. A process that was forked in C may
             # keep the other end of the pipe open; then the thread stays.
             watch.join(LEFT_AFTER_S)
-
-
-def job_end_time_s() -> float | None:
-    """Return the time at which Slurm ends this job, in seconds since 1970; None outside of a job or if unknown.
-
-    Slurm sets ``SLURM_JOB_END_TIME`` from release 23 on. For older releases the script of ``genlight slurm`` sets it.
-    """
-    return _seconds("SLURM_JOB_END_TIME")
-
-
-def launcher_grace_s() -> float | None:
-    """Return the seconds between a stop signal and SIGKILL by this process's launcher; None if unknown.
-
-    A rank cannot see torchrun's ``--shutdown-timeout``, only the environment variable; otherwise assume the default.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    return _seconds("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or TORCHRUN_GRACE_S
-
-
-def announces_time_limit(now_s: float) -> bool:
-    """Return whether a stop signal at `now_s` means that the job's time is over; otherwise it is a preemption.
-
-    ``TRAINER_STOP_GRACE_SECONDS`` is the scheduler's warning time before the end; without it there is no warning.
-
-    Args:
-        now_s: Seconds since 1970.
-    """
-    ends_at_s, grace_s = job_end_time_s(), _seconds("TRAINER_STOP_GRACE_SECONDS")
-    before_s = (WITHOUT_WARNING_S if grace_s is None else grace_s) + SIGNAL_MAY_BE_EARLY_S
-    return ends_at_s is not None and ends_at_s - now_s <= before_s
-
-
-def _seconds(name: str) -> float | None:
-    text = os.environ.get(name, "").strip()
-    return float(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 
 def exit_on_signal(exit_code: int) -> None:

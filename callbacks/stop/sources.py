@@ -11,7 +11,8 @@ from typing import cast, get_args
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ...adapter.contract.run_state import RunState
 from ...adapter.plumbing.safe_open import open_regular
-from .signals import StopSignals, job_end_time_s
+from .launcher import job_end_time_s
+from .signals import StopSignals
 
 _NO = frozenset({b"0", b"false", b"f", b"no", b"n", b"off"})
 _LONGEST_WORD = 64

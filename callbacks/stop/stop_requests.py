@@ -25,7 +25,8 @@ from ..hook.events import is_own_loop, run_state_of
 from ..hook.hook import Hook, RunContext, skippable
 from ..lightning_internals import PrefetchDataFetcher, TrainingEpochLoop, signal_connector
 from .data_workers import protected_workers
-from .signals import StopSignals, launcher_grace_s
+from .launcher import launcher_grace_s
+from .signals import StopSignals
 from .sources import StopSources
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from .event import (
     decode_event,
 )
 from .json_lines import LineFile, encode_json, storable
-from .reader import count_started
+from .reader import starts_of
 from .validation import Phase, Rules
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._file = LineFile(path, decode_event)
         self._last_seq_found: int = 0 if self._file.last is None else self._file.last.seq
-        self.attempt = 1 + count_started(self._file.path, self.run_id)
+        self.attempt = 1 + len(starts_of(self._file.path, self.run_id))
         self._rules = Rules()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,19 +141,10 @@ class EventLog:
         Raises the same errors as `metric`.
         """
         step = checked_step(step)
-        fields = []
-        for name, value in values.items():
-            text = checked_text("name", name)
-            number = finite_float(name, value)
-            is_text = isinstance(number, str)
-            fields.append(
-                {
-                    "name": text,
-                    "step": step,
-                    "value": None if is_text else number,
-                    "value_text": number if is_text else msgspec.UNSET,
-                }
-            )
+        fields = [
+            {"name": checked_text("name", name), "step": step, **value_fields(name, value)}
+            for name, value in values.items()
+        ]
         self._write(Metric, *fields)
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
@@ -333,16 +324,14 @@ def checked_step(value: Any, name: str = "step") -> int:
     return int(step)
 
 
-def finite_float(name: str, value: Any) -> float | str:
-    """Return the value of a metric (a number, numpy scalar or one-element tensor) as a float; as text if not finite.
+def value_fields(name: str, value: Any) -> dict[str, float | str | None]:
+    """Return `value` and, if it is not finite, `value_text` of a metric: a number, numpy scalar or one-element tensor.
 
     Raises:
         TypeError: The value is not a real number within the range of a float.
     """
     number = value if type(value) is float else _as_float(name, value)
-    if math.isfinite(number):
-        return number
-    return "nan" if number != number else ("inf" if number > 0 else "-inf")
+    return {"value": number} if math.isfinite(number) else {"value": None, "value_text": str(number)}
 
 
 def _as_float(name: str, value: Any) -> float:

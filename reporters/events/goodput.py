@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .attempts import Attempts, evaluation_stage
 from .event import RESUMED_METRIC, Checkpoint, Completed, Event, Failed, Metric, Sample, Started
-from .reader import typed_events
+from .reader import Attempts, evaluation_stage, typed_events
 
 METRIC_PREFIX = "time/"
 """Prefix of the metrics of `genlight.callbacks.Goodput`: seconds that an attempt has spent so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from array import array
@@ -11,8 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...adapter.plumbing.safe_open import open_regular
-from .attempts import Attempts
-from .event import MAX_STEP, TERMINAL_EVENTS, Event, Metric, Started, decode_event, decode_events
+from .event import (
+    MAX_STEP,
+    RESUMED_METRIC,
+    ROLLED_BACK_METRIC,
+    TERMINAL_EVENTS,
+    Completed,
+    Event,
+    Failed,
+    Metric,
+    Started,
+    decode_event,
+    decode_events,
+)
 from .json_lines import LONGEST_LINE, Position, complete_lines, decode_line
 
 if TYPE_CHECKING:
@@ -84,6 +96,42 @@ def _decoded(line: bytes) -> Event | None:
     try:
         return decode_event(line)
     except (ValueError, RecursionError):
+        return None
+
+
+def evaluation_stage(started: Started) -> str | None:
+    """Return ``validate``, ``test`` or ``predict`` if that is all the attempt does; None if it trains."""
+    metadata = started.metadata
+    return metadata.get("stage") if isinstance(metadata, dict) else None
+
+
+class Attempts:
+    """Follows the events of one run and says which earlier steps no longer count.
+
+    Every reader of a log follows this one rule, so that tables, curves and the account of time agree.
+    Once an attempt reports a step after the one from which it resumed, it replaces the steps that earlier attempts made
+    after that point. So an attempt that only evaluates, or that ends before its first step, replaces nothing.
+    """
+
+    def __init__(self) -> None:
+        self._resumed_from: int | None = None
+        """The step to go back to as soon as the attempt trains; None after that, and if the attempt only evaluates."""
+
+    def take(self, event: Event) -> int | None:
+        """Take the next event; return the step after which everything before the event is undone, or None."""
+        if isinstance(event, Started):
+            self._resumed_from = 0 if evaluation_stage(event) is None else None
+        elif isinstance(event, Metric) and event.name == RESUMED_METRIC:
+            self._resumed_from = event.step
+        elif isinstance(event, Metric) and event.name == ROLLED_BACK_METRIC:
+            return int(event.number) if math.isfinite(event.number) else None
+        elif (
+            self._resumed_from is not None
+            and event.step > self._resumed_from
+            and not isinstance(event, Completed | Failed)  # a failure names the step that did not complete
+        ):
+            step, self._resumed_from = self._resumed_from, None
+            return step
         return None
 
 
@@ -185,11 +233,6 @@ def follow(path: str | os.PathLike[str], *, poll_every_s: float = 0.2) -> Iterat
             ended = event.get("event") in TERMINAL_EVENTS
         if not ended:
             time.sleep(poll_every_s)
-
-
-def count_started(path: str | os.PathLike[str], run_id: str) -> int:
-    """Return the number of attempts of a run that have started."""
-    return len(starts_of(path, run_id))
 
 
 def starts_of(path: str | os.PathLike[str], run_id: str) -> list[Started]:

@@ -8,37 +8,43 @@ import pytest
 
 from genlight import callbacks
 
-CADENCES = {
-    "Checkpoint": ("every_n_steps", {}),
-    "Diagnosis": ("check_interval", {}),
-    "Evaluate": ("every_n_steps", {}),
-    "EvaluateCommand": ("every_n_steps", {"command": "true"}),
-    "Heartbeat": ("interval_steps", {}),
-    "LogMetrics": ("every_n_steps", {}),
-    "ReplicaGuard": ("every_n_steps", {}),
-    "WatchNonfinite": ("every_n_steps", {}),
-    "WriteSamples": ("every_n_steps", {"directory": "samples"}),
-}
-TIMES = {
-    "EvaluateCommand": ("time_limit_s", {"command": "true"}),
-    "Goodput": ("every_s", {}),
-    "JobProgress": ("line_every_s", {}),
-    "StopRequests": ("max_runtime_s", {}),
-    "SystemMonitor": ("every_s", {}),
-}
+OTHERS = {"EvaluateCommand": {"command": "true"}, "WriteSamples": {"directory": "samples"}}
+CADENCES = [
+    ("Diagnosis", "check_interval"),
+    ("Heartbeat", "interval_steps"),
+    *(
+        (name, "every_n_steps")
+        for name in ("Checkpoint", "Evaluate", "EvaluateCommand", "LogMetrics", "ReplicaGuard", "WatchNonfinite")
+    ),
+    ("WriteSamples", "every_n_steps"),
+]
+TIMES = [
+    ("EvaluateCommand", "time_limit_s"),
+    ("Goodput", "every_s"),
+    ("JobProgress", "line_every_s"),
+    ("SystemMonitor", "every_s"),
+    *(("WatchHangs", name) for name in ("factor", "floor_s", "work_limit_s")),
+]
+
+
+def refuses(name, argument, value):
+    with pytest.raises((ValueError, TypeError), match=argument if not isinstance(value, str) else "."):
+        getattr(callbacks, name)(**{**OTHERS.get(name, {}), argument: value})
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, 2.5, "10", True])
-@pytest.mark.parametrize("name", CADENCES)
-def test_a_cadence_that_is_not_an_integer_of_at_least_0_is_refused(name, value):
-    argument, others = CADENCES[name]
-    with pytest.raises((ValueError, TypeError), match=argument if not isinstance(value, str) else "."):
-        getattr(callbacks, name)(**{**others, argument: value})
+@pytest.mark.parametrize(("name", "argument"), CADENCES)
+def test_a_cadence_that_is_not_an_integer_of_at_least_0_is_refused(name, argument, value):
+    refuses(name, argument, value)
 
 
-@pytest.mark.parametrize("value", [-1.0, math.nan])
-@pytest.mark.parametrize("name", TIMES)
-def test_a_time_that_is_negative_or_nan_is_refused(name, value):
-    argument, others = TIMES[name]
-    with pytest.raises(ValueError, match=argument):
-        getattr(callbacks, name)(**{**others, argument: value})
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        *((*time, value) for time in TIMES for value in (0, -1.0, math.nan)),
+        *(("StopRequests", "max_runtime_s", value) for value in (-1.0, math.nan)),
+        ("SystemMonitor", "every_s", math.inf),
+    ],
+)
+def test_a_time_that_makes_no_sense_is_refused(name, argument, value):
+    refuses(name, argument, value)

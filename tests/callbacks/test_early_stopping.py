@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from genlight.adapter import ContractModule, MonitorError, StepResult, TrainingJobSpec
-from genlight.adapter.training_loop import BatchStream
+from genlight.adapter import MonitorError, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, EarlyStopping, Evaluate, LogMetrics
+from support import SUPPORT
 from support.forked import run_forked
 from support.messages import refusal
+from support.rank_processes import run_ranks
+from support.trainer_class import Counts
 
 
-class Falls:
-    """A trainer class whose loss falls by one each step, down to `floor`; its score is the loss."""
+class Falls(Counts):
+    """Its loss falls by one each step, down to `floor`; its score is the loss."""
 
     def __init__(self, floor: float = 20.0, values: dict[int, float] | None = None) -> None:
-        self.floor, self.values, self.step = floor, values or {}, 0
+        self.floor, self.values = floor, values or {}
 
-    def setup(self, ctx): ...
-
-    def configure(self, ctx):
-        return {}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
-    def loss(self) -> float:
-        return self.values.get(self.step, max(self.floor, 100.0 - self.step))
+    def loss(self, state) -> float:
+        return self.values.get(state["steps"], max(self.floor, 100.0 - state["steps"]))
 
     def train_step(self, batch, state, ctx):
-        self.step += 1
-        return StepResult(metrics={"loss": self.loss()})
+        super().train_step(batch, state, ctx)
+        return StepResult(metrics={"loss": self.loss(state)})
 
     def evaluate(self, state, ctx):
-        return {"val/loss": self.loss()}
-
-    def state_dict(self, state):
-        return {"step": self.step}
-
-    def load_state_dict(self, state, payload, ctx):
-        self.step = payload["step"]
+        return {"val/loss": self.loss(state)}
 
 
 def test_training_ends_after_some_steps_without_an_improvement(fit) -> None:
@@ -54,18 +43,19 @@ def test_training_ends_after_some_steps_without_an_improvement(fit) -> None:
     assert module.stopped == "should_stop"
 
 
-def test_min_delta_and_mode(fit) -> None:
-    trainer, _ = fit(Falls(floor=0.0), [LogMetrics(5), EarlyStopping("loss", 20, min_delta=1000.0)], steps=100)
-    assert trainer.global_step == 25
+@pytest.mark.parametrize(
+    ("floor", "callback", "last"),
+    [
+        (0.0, EarlyStopping("loss", 20, min_delta=1000.0), 25),
+        (0.0, EarlyStopping("loss", 20, mode="max"), 25),
+        (90.0, EarlyStopping("val/loss", 12), 24),  # the best score came with step 12
+    ],
+    ids=["min_delta", "mode", "a score"],
+)
+def test_the_step_at_which_training_ends(fit, floor, callback, last) -> None:
+    trainer, _ = fit(Falls(floor=floor), [LogMetrics(5), Evaluate(4), callback], steps=100)
 
-    trainer, _ = fit(Falls(floor=0.0), [LogMetrics(5), EarlyStopping("loss", 20, mode="max")], steps=100)
-    assert trainer.global_step == 25
-
-
-def test_scores_of_an_evaluation_are_monitored(fit) -> None:
-    trainer, _ = fit(Falls(floor=90.0), [Evaluate(4), EarlyStopping("val/loss", 12)], steps=100)
-
-    assert trainer.global_step == 24  # the best score came with step 12
+    assert trainer.global_step == last
 
 
 def test_a_plain_module_with_its_own_logging_is_monitored(quiet) -> None:
@@ -90,15 +80,10 @@ def test_a_plain_module_with_its_own_logging_is_monitored(quiet) -> None:
 
 
 def test_a_resumed_run_continues_the_count(fit, tmp_path: Path) -> None:
-    callbacks = [LogMetrics(5), EarlyStopping("loss", 20), Checkpoint(tmp_path / "c")]
-    fit(Falls(floor=90.0), callbacks, steps=20, enable_checkpointing=True)
-
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=100, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[LogMetrics(5), EarlyStopping("loss", 20), Checkpoint(tmp_path / "c", replace_existing=True)],
-    )  # fmt: skip
-    module = ContractModule(Falls(floor=90.0), None)
-    trainer.fit(module, BatchStream(range(200)), ckpt_path=str(tmp_path / "c" / "final.json"))
+    for steps, resumes in ((20, {}), (100, {"ckpt_path": tmp_path / "c" / "final.json"})):
+        saver = Checkpoint(tmp_path / "c", replace_existing=True)
+        callbacks = [LogMetrics(5), EarlyStopping("loss", 20), saver]
+        trainer, _ = fit(Falls(floor=90.0), callbacks, steps=steps, enable_checkpointing=True, **resumes)
 
     assert trainer.global_step == 30
 
@@ -119,18 +104,6 @@ def test_all_invalid_arguments_are_named_at_once() -> None:
         EarlyStopping("loss", -1, min_delta=-0.5, mode="best")
 
 
-TRAINER = """
-from genlight.adapter import StepResult
-class Runs:
-    def setup(self, ctx): ...
-    def configure(self, ctx): return {}
-    def prepare_batch(self, raw, state, ctx): return raw
-    def train_step(self, batch, state, ctx): return StepResult(metrics={"loss": 1.0})
-    def state_dict(self, state): return {}
-    def load_state_dict(self, state, payload, ctx): ...
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("callback", "message"),
@@ -141,25 +114,35 @@ class Runs:
         ),
         (
             {"class_path": "genlight.callbacks.EarlyStopping", "init_args": {"monitor": "val/acc", "patience": 5}},
-            "EarlyStopping(monitor='val/acc'): the metrics of step 1 do not have it; the reported names are train/loss",
+            "EarlyStopping(monitor='val/acc'): the metrics of step 1 do not have it",
         ),
     ],
 )
 def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, callback, message: str) -> None:
     """Lightning's own callback raises a `RuntimeError` at the end of the epoch."""
-    (tmp_path / "runs_it.py").write_text(TRAINER)
     spec = {
         **TrainingJobSpec("r", 5, metric_every=1).__dict__,
-        "trainer": "runs_it:Runs",
+        "trainer": "support.trainer_class:Counts",
         "mock_batches": [1, 2, 3, 4, 5],
         "lightning": {"accelerator": "cpu", "callbacks": [callback]},
     }
     (tmp_path / "job.json").write_text(json.dumps({key: value for key, value in spec.items() if value not in ("", {})}))
 
-    done = run_forked("run", "job.json", folder=tmp_path)
+    paths = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+    done = run_forked("run", "job.json", folder=tmp_path, environ={**os.environ, "PYTHONPATH": paths})
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     last = json.loads((tmp_path / "runs" / "r" / "metrics" / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["category"]) == ("failed", "train-step")
+
+
+@pytest.mark.slow
+@pytest.mark.promise(name="ranks")
+def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
+    """Ranks agree every 10 steps: one callback stops at step 7, the other sees no better loss for 18 steps after 5."""
+    run_ranks("should_stop_ranks.py", tmp_path)
+
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert found == [{"six hooks": 10, "early stopping": 30}] * 2

@@ -14,19 +14,10 @@ import pytest
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import Hook, JobProgress, LogMetrics
 from genlight.callbacks.hook.events import fire, publish_scores
-from support.messages import refusal
 
 LINE = re.compile(
     r"step (\d+)(?:/(\d+))?(?:  loss (\S+))?(?:  ([\d.]+) steps/s)?(?:  eta (\S+))?(?:  lr (\S+))?(?:  saved (\d+))?"
 )
-
-
-class Boom(Hook):
-    critical = True
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 1:
-            raise RuntimeError("boom")
 
 
 @pytest.fixture
@@ -64,7 +55,7 @@ def read_all(descriptor, into):
 
 
 def test_lines_show_step_loss_speed_and_remaining_time(fit, counting_trainer, lines):
-    fit(counting_trainer(), [LogMetrics(1), JobProgress(line_every_s=1e-9)], steps=4)
+    fit(counting_trainer(), [JobProgress(line_every_s=1e-9), LogMetrics(1)], steps=4)
 
     shown = [LINE.fullmatch(line) for line in lines()]
     assert all(shown)
@@ -81,12 +72,6 @@ def test_lines_come_at_their_interval_and_at_the_end(fit, counting_trainer, line
     fit(counting_trainer(), [JobProgress(line_every_s=3600)], steps=50)
 
     assert [LINE.fullmatch(line)[1] for line in lines()] == ["1", "50"]
-
-
-def test_a_line_has_the_loss_of_its_step_although_progress_was_registered_first(fit, counting_trainer, lines):
-    fit(counting_trainer(), [JobProgress(line_every_s=1e-9), LogMetrics(1)], steps=2)
-
-    assert [LINE.fullmatch(line)[3] for line in lines()] == ["1", "0.5"]
 
 
 def test_without_a_loss_and_without_a_limit_the_line_has_neither(fit_plain, lines):
@@ -123,37 +108,30 @@ def test_speed_counts_only_the_steps_of_this_attempt(fit, counting_trainer, line
     assert [LINE.fullmatch(line)[4] for line in lines()] == [None, "0.1", "0.2"]
 
 
-def test_a_terminal_gets_one_line_that_reaches_the_end(fit, counting_trainer, terminal):
-    with terminal() as drawn:
-        fit(counting_trainer(), [LogMetrics(1), JobProgress()], steps=3)
+class Stop(Hook):
+    critical = True
 
-    last = drawn.decode().rpartition("step 3/3  loss 0.3333")
-    assert last[1]
-    assert "steps/s" in last[2]
-    assert drawn.decode().count("\n") == 2, "the header and this line"
+    def __init__(self, at):
+        self.at = at
 
-
-def test_a_narrow_terminal_gets_a_truncated_line(fit, counting_trainer, terminal, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    with terminal() as drawn:
-        fit(counting_trainer(), [LogMetrics(1), JobProgress()], steps=3)
-
-    assert "step 3/3  loss 0.3333  " in drawn.decode()
-    assert "\u2026" in drawn.decode()
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.at:
+            raise TrainingCanceled("canceled")
 
 
-def test_the_cursor_is_shown_again_also_if_training_fails(fit, counting_trainer, terminal):
-    with terminal() as drawn, refusal(RuntimeError):
-        fit(counting_trainer(), [JobProgress(), Boom()])
+@pytest.mark.parametrize("columns", [120, 30])
+@pytest.mark.parametrize("callbacks", [[], [Stop(3)]], ids=["ends", "is stopped"])
+def test_a_terminal_gets_one_line_and_its_cursor_back(fit, counting_trainer, terminal, monkeypatch, columns, callbacks):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with terminal() as drawn, pytest.raises(TrainingCanceled) if callbacks else contextlib.nullcontext():
+        fit(counting_trainer(), [LogMetrics(1), JobProgress(), *callbacks], steps=3)
 
     drawn = drawn.decode()
+    last = drawn.rpartition("step 3/3  loss 0.3333")
+    assert last[1]
+    assert ("\u2026" if columns == 30 else "steps/s") in last[2]
+    assert drawn.count("\n") == 2, "the header and this line"
     assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1
-
-
-@pytest.mark.parametrize("interval", [0, -1.5])
-def test_an_interval_that_is_not_positive_is_refused(interval):
-    with pytest.raises(ValueError, match=rf"Invalid `line_every_s`. Expected a number > 0, but received {interval}\."):
-        JobProgress(line_every_s=interval)
 
 
 def test_a_header_describes_the_training(fit, fit_plain, counting_trainer, capsys):
@@ -186,13 +164,6 @@ def test_speed_is_measured_over_the_last_half_minute(fit, counting_trainer, line
 
 
 def test_a_stop_leaves_a_line_with_the_last_step(fit, counting_trainer, lines):
-    class Stop(Hook):
-        critical = True
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 7:
-                raise TrainingCanceled("canceled")
-
     with pytest.raises(TrainingCanceled):
-        fit(counting_trainer(), [LogMetrics(1), JobProgress(line_every_s=3600), Stop()], steps=50)
+        fit(counting_trainer(), [LogMetrics(1), JobProgress(line_every_s=3600), Stop(8)], steps=50)
     assert [LINE.fullmatch(line)[1] for line in lines()] == ["1", "8"]

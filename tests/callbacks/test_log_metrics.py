@@ -34,8 +34,6 @@ class Recorder(DummyLogger):
     [(1, 3, 0, [1, 2, 3]), (2, 5, 0, [2, 4]), (5, 4, 0, []), (0, 4, 0, []), (3, 10, 4, [6, 9])],
 )
 def test_every_logger_gets_metrics_at_the_cadence(fit, counting_trainer, every, steps, start, reported):
-    from genlight.adapter import ContractModule
-
     loggers = [Recorder(), Recorder()]
     module = ContractModule(counting_trainer())
     module.resume_from(step=start)

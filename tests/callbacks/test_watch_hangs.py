@@ -83,12 +83,6 @@ def test_each_hang_is_reported_once(tmp_path, watched):
     ]
 
 
-def test_steps_that_end_in_time_leave_nothing(fit, counting_trainer, tmp_path):
-    fit(counting_trainer(), [WatchHangs(tmp_path / "hangs", floor_s=60.0)])
-
-    assert not (tmp_path / "hangs").exists()
-
-
 @pytest.mark.parametrize(("factor", "files"), [(1.5, ["rank-0-1.txt"]), (100.0, [])])
 def test_the_limit_is_learned_from_the_steps(tmp_path, watched, factor, files):
     """Long steps raise the limit above the floor."""
@@ -203,12 +197,7 @@ def test_no_thread_remains_after_training(fit, counting_trainer, tmp_path):
     for thread in watchers:
         thread.join(WAIT_S)
     assert not any(thread.is_alive() for thread in watchers)
-
-
-def test_the_message_names_rank_duration_and_file(tmp_path):
-    assert str(TrainingHungError(3, 61.5, tmp_path / "x")) == (
-        f"no step was finished on rank 3 for 62 s; stacks of all threads: {tmp_path / 'x'}"
-    )
+    assert list(tmp_path.iterdir()) == [], "steps that end in time leave nothing"
 
 
 @pytest.mark.parametrize(("silent", "names"), [((1,), "rank 1"), ((0, 2), "ranks 0, 2")])
@@ -227,10 +216,3 @@ def test_the_newest_stacks_of_each_other_rank_are_named(tmp_path):
     found = _stacks_of_others(tmp_path, 0, 3, time.time() - 600)
 
     assert {rank: path.name for rank, path in found.items()} == {1: "rank-1-3.txt", 2: "rank-2-1.txt"}
-
-
-@pytest.mark.parametrize("name", ["factor", "floor_s", "work_limit_s"])
-@pytest.mark.parametrize("value", [0, -1, float("nan")])
-def test_invalid_numbers_are_refused(name, value):
-    with pytest.raises(ValueError, match=rf"Invalid `{name}`. Expected a number > 0"):
-        WatchHangs(**{name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -17,7 +18,6 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepControlHints, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Hook, WriteSamples
 from genlight.callbacks.hook.events import run_state_of
-from support.messages import refusal
 
 JOB = TrainingJobSpec(run_id="run-7", max_steps=4)
 
@@ -53,7 +53,14 @@ def record(folder, name):
 
 @pytest.mark.parametrize("as_key", [False, True])
 def test_each_request_gives_one_record_at_each_boundary(fit, sampling, tmp_path, as_key):
-    generator = sampling(lambda prompt, seed: {"length": len(prompt)}, as_key=as_key)
+    returned = {
+        "tensor": torch.tensor([1.5, float("nan")]),
+        "array": np.arange(2),
+        "number": np.float32(0.5),
+        "path": Path("a/b"),
+        "infinite": float("inf"),
+    }
+    generator = sampling(lambda prompt, seed: {"length": len(prompt), **returned}, as_key=as_key)
     requests = [{"prompt": "a cat", "seed": 3}, {"prompt": "a dog"}]
 
     fit(generator, [WriteSamples(tmp_path, 2, requests=requests, seed=9)], job=JOB)
@@ -68,6 +75,11 @@ def test_each_request_gives_one_record_at_each_boundary(fit, sampling, tmp_path,
         "source_image": None,
         "seed": 3,
         "length": 5,
+        "tensor": [1.5, None],
+        "array": [0, 1],
+        "number": 0.5,
+        "path": "a/b",
+        "infinite": None,
         "run_id": "run-7",
         "step": 4,
         "files": [],
@@ -99,26 +111,15 @@ def test_a_generator_gets_the_arguments_of_its_signature(fit, sampling, tmp_path
     assert call == {**{name: value for name, value in request.items() if name != "name"}, "step": 4}
 
 
-def test_the_generators_defaults_apply_to_missing_fields_of_a_request(fit, sampling, tmp_path):
+def test_a_generators_defaults_apply_to_what_a_request_lacks_and_any_keyword_gets_the_rest(fit, sampling, tmp_path):
     calls = []
 
-    def generate(prompt, *, negative_prompt="blurry", seed=11, instruction, source_image="s.png"):
-        calls.append((prompt, negative_prompt, seed, instruction, source_image))
+    def generate(prompt, *, negative_prompt="blurry", seed=11, instruction, source_image="s.png", **others):
+        calls.append((prompt, negative_prompt, seed, instruction, source_image, set(others)))
 
     fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{"prompt": "p"}])], job=JOB)
 
-    assert calls == [("p", "", 11, None, "s.png")]
-
-
-def test_a_generator_with_any_keyword_gets_all_of_them(fit, sampling, tmp_path):
-    calls = []
-
-    fit(sampling(lambda **arguments: calls.append(arguments)), [WriteSamples(tmp_path, 4, requests=[{}])], job=JOB)
-
-    assert set(calls[0]) == {
-        *("step", "ctx", "request", "prompt", "negative_prompt", "instruction", "source_image", "seed", "task"),
-        "output_dir",
-    }
+    assert calls == [("p", "", 11, None, "s.png", {"step", "ctx", "request", "task", "output_dir"})]
 
 
 def test_files_of_a_sample_are_named_in_its_record_and_in_the_event(fit, sampling, tmp_path):
@@ -134,63 +135,43 @@ def test_files_of_a_sample_are_named_in_its_record_and_in_the_event(fit, samplin
         (output_dir / "parts").mkdir()
         (output_dir / "parts" / "b.txt").write_text("b")
         (output_dir / "a.png").write_bytes(b"png")
-        return {"image": output_dir / "a.png"}
+        assert all(name.startswith(".tmp-step-00000004-00-") for name in names(tmp_path))
+        return {"image": output_dir / "a.png", "grid": [str(output_dir / "a.png")], "name": output_dir.name}
 
     trainer, _ = fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{}]), Listener()], job=JOB)
 
     files = ["step-00000004-00/a.png", "step-00000004-00/parts/b.txt"]
-    assert record(tmp_path, "step-00000004-00.json")["files"] == files
-    assert record(tmp_path, "step-00000004-00.json")["image"] == str(tmp_path / files[0])
+    shown = record(tmp_path, "step-00000004-00.json")
+    assert (shown["files"], shown["name"]) == (files, "step-00000004-00")
+    assert [shown["image"]] == shown["grid"] == [str(tmp_path / files[0])]
     assert written == [(4, ["step-00000004-00.json", *files])]
     assert run_state_of(trainer).latest_sample_uris == [str(tmp_path / name) for name in written[0][1]]
 
 
-def test_empty_folders_of_a_generator_are_removed(fit, sampling, tmp_path):
-    fit(sampling(lambda output_dir: Path(output_dir, "empty").mkdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
+@pytest.mark.parametrize("leave", [lambda folder: Path(folder, "empty").mkdir(), lambda folder: Path(folder).rmdir()])
+def test_a_generator_may_leave_an_empty_folder_or_none(fit, sampling, tmp_path, leave):
+    fit(sampling(lambda output_dir: leave(output_dir)), [WriteSamples(tmp_path, 4, requests=[{}])])
 
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004-00.json"]
+    assert record(tmp_path, "step-00000004-00.json")["files"] == []
 
 
-def test_without_requests_there_is_one_text_and_the_record_of_a_generator(fit, sampling, counting_trainer, tmp_path):
+def test_without_requests_there_is_one_text_and_without_a_generator_a_warning(
+    fit, sampling, counting_trainer, tmp_path, caplog
+):
     fit(sampling(lambda step: {"made_at": step}), [WriteSamples(tmp_path / "with", 4)], job=JOB)
-    fit(counting_trainer(), [WriteSamples(tmp_path / "without", 4)], job=JOB)
+    fit(counting_trainer(), [WriteSamples(tmp_path / "off", 0, requests=[{}])], job=JOB)
+    assert "has no `generate_sample`" not in caplog.text
+    fit(counting_trainer(), [WriteSamples(tmp_path / "without", 3)], job=JOB)
+    assert caplog.text.count("has no `generate_sample`") == 1
     fit(counting_trainer(), [WriteSamples(tmp_path / "requested", 4, requests=[{"prompt": "p"}])], job=JOB)
 
+    assert not (tmp_path / "off").exists()
     assert names(tmp_path / "with") == ["step-00000004.json", "step-00000004.txt"]
     assert record(tmp_path / "with", "step-00000004.json")["made_at"] == 4
-    assert names(tmp_path / "without") == ["step-00000004.txt"]
+    assert names(tmp_path / "without") == ["step-00000003.txt"]
     assert names(tmp_path / "requested") == ["step-00000004-00.json"]
-    assert (tmp_path / "without" / "step-00000004.txt").read_text() == "run-7 step 4\n"
-
-
-def test_a_cadence_without_a_generator_causes_one_warning(fit, sampling, counting_trainer, tmp_path, caplog):
-    def warnings():
-        messages = [record.getMessage() for record in caplog.records]
-        return [message for message in messages if "has no `generate_sample`" in message]
-
-    fit(sampling(lambda: None), [WriteSamples(tmp_path / "with", 1)], job=JOB)
-    fit(counting_trainer(), [WriteSamples(tmp_path / "off", 0)], job=JOB)
-    assert not warnings()
-    fit(counting_trainer(), [WriteSamples(tmp_path / "without", 1)], job=JOB)
-    (message,) = warnings()
-    assert message.startswith("Samples every 1 steps will hold only their requests: the state of ")
-    assert message.endswith("or set `sample_every` to 0.")
-
-
-@pytest.mark.parametrize(("every", "written"), [(0, 0), (3, 1), (1, 4)])
-def test_the_cadence_counts_steps_and_zero_is_off(fit, sampling, tmp_path, every, written):
-    fit(sampling(lambda: None), [WriteSamples(tmp_path / "s", every, requests=[{}])], job=JOB)
-
-    assert len(list((tmp_path / "s").glob("*.json"))) == written
-
-
-def test_a_step_that_skips_cadences_has_no_sample(fit, sampling, tmp_path):
-    plugin = sampling(lambda: None)
-    plugin.skipped_batch = 1
-
-    fit(plugin, [WriteSamples(tmp_path, 2, requests=[{}])], job=JOB)
-
-    assert names(tmp_path) == ["step-00000004-00.json"]
+    assert (tmp_path / "without" / "step-00000003.txt").read_text() == "run-7 step 3\n"
 
 
 class Killed(BaseException):
@@ -296,74 +277,26 @@ def test_random_numbers_of_training_do_not_depend_on_sampling(fit, sampling, tmp
         random.setstate(states[2])
 
 
-def test_a_failing_generator_ends_the_run_and_leaves_no_record(fit, sampling, tmp_path):
+@pytest.mark.parametrize("critical", [True, False])
+def test_a_failing_generator_leaves_no_record_and_ends_the_run_if_it_is_critical(fit, sampling, tmp_path, critical):
     def generate(output_dir):
-        output_dir = Path(output_dir)
-        (output_dir / "half.png").write_bytes(b"half")
+        Path(output_dir, "half.png").write_bytes(b"half")
         raise RuntimeError("out of memory")
 
-    with refusal(RuntimeError):
-        fit(sampling(generate), [WriteSamples(tmp_path, 2, requests=[{}])])
+    callback = WriteSamples(tmp_path, 2, requests=[{}], critical=critical)
+    with pytest.raises(RuntimeError) if critical else contextlib.nullcontext():
+        fit(sampling(generate), [callback])
 
+    assert callback.failures == ({} if critical else {"on_train_batch_end": 2})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_continues_after_a_failing_generator_that_is_not_critical(fit, sampling, tmp_path):
-    def generate():
-        raise RuntimeError("out of memory")
-
-    callback = WriteSamples(tmp_path, 2, requests=[{}], critical=False)
-    trainer, _ = fit(sampling(generate), [callback])
-
-    assert trainer.global_step == 4
-    assert callback.failures == {"on_train_batch_end": 2}
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ("a path", "generate_sample returned a str; it must be a mapping or None"),
-        (
-            {"x": object()},
-            "generate_sample of step-00000002-00 returned a value that is not JSON: object cannot be written as JSON",
-        ),
-        ({"x": {(1, 2): 3}}, "generate_sample of step-00000002-00 returned a value that is not JSON"),
-        ({"x": "\ud800"}, "generate_sample of step-00000002-00 returned a value that is not JSON"),
-    ],
-)
-def test_a_result_that_is_not_json_is_refused(fit, sampling, tmp_path, returned, message):
-    with pytest.raises(TypeError) as caught:
-        fit(sampling(lambda: returned), [WriteSamples(tmp_path, 2, requests=[{}])])
-
-    assert message in str(caught.value)
-    assert list(tmp_path.glob("*.json")) == []
-
-
-def test_tensors_arrays_and_paths_become_json(fit, sampling, tmp_path):
-    returned = {
-        "tensor": torch.tensor([1.5, float("nan")]),
-        "array": np.arange(2),
-        "number": np.float32(0.5),
-        "path": Path("a/b"),
-        "infinite": float("inf"),
-    }
-
-    fit(sampling(lambda: returned), [WriteSamples(tmp_path, 4, requests=[{}])])
-
-    shown = record(tmp_path, "step-00000004-00.json")
-    assert {name: shown[name] for name in returned} == {
-        "tensor": [1.5, None],
-        "array": [0, 1],
-        "number": 0.5,
-        "path": "a/b",
-        "infinite": None,
-    }
-
-
-def test_samples_of_the_same_step_from_an_earlier_attempt_are_replaced(fit, sampling, tmp_path):
-    (tmp_path / "step-00000004-00").mkdir()
-    (tmp_path / "step-00000004-00" / "old.png").touch()
+def test_samples_of_an_earlier_attempt_at_the_step_are_replaced_and_only_debris_is_removed(fit, sampling, tmp_path):
+    for name in ("step-00000004-00", "step-00000001-00", ".tmp-step-00000001-00-77-abcdef01"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old.png").touch()
     (tmp_path / "step-00000004-00.json").write_text('{"files": ["step-00000004-00/old.png"]}')
+    (tmp_path / ".tmp-step-00000001-00.json-77-abcdef01").touch()
     seen = []
 
     def generate(output_dir):
@@ -374,16 +307,33 @@ def test_samples_of_the_same_step_from_an_earlier_attempt_are_replaced(fit, samp
     fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{}])])
 
     assert seen == [([], True)]
-    assert names(tmp_path) == ["step-00000004-00.json", "step-00000004-00/new.png"]
+    kept = ["step-00000001-00/old.png", "step-00000004-00.json", "step-00000004-00/new.png"]
+    assert names(tmp_path) == kept
 
 
-def test_a_plain_lightning_module_gets_texts(fit_plain, tmp_path):
-    fit_plain([WriteSamples(tmp_path, 2)])
+REFUSED = {
+    "a text": (lambda folder: "a path", "generate_sample returned a str; it must be a mapping or None"),
+    "an object": (
+        lambda folder: {"x": object()},
+        "of step-00000002-00 returned a value that is not JSON: object cannot",
+    ),
+    "a key": (lambda folder: {"x": {(1, 2): 3}}, "returned a value that is not JSON"),
+    "a surrogate": (lambda folder: {"x": "\ud800"}, "returned a value that is not JSON"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "created 'pipe', which is not a file"),
+    "a link": (lambda folder: (folder / "link").symlink_to("nowhere"), "created 'link', which is not a file"),
+    "a name": (lambda folder: Path(os.fsdecode(bytes(folder) + b"/\xff")).touch(), "is not JSON: .*surrogates"),
+}
 
-    assert names(tmp_path) == ["step-00000002.txt", "step-00000004.txt"]
+
+@pytest.mark.parametrize(("generate", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_json_and_no_regular_file_is_refused_without_waiting(fit, sampling, tmp_path, generate, message):
+    with pytest.raises(ContractError, match=message):
+        fit(sampling(lambda output_dir: generate(Path(output_dir))), [WriteSamples(tmp_path, 2, requests=[{}])])
+
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_boundary_within_a_batch_of_several_steps_is_not_missed(quiet, tmp_path):
+def test_a_plain_module_gets_texts_and_a_boundary_within_a_batch_of_several_steps_is_not_missed(quiet, tmp_path):
     """Lightning counts a step for each update of an optimizer, so a batch of a GAN has two."""
 
     class TwoUpdates(pl.LightningModule):
@@ -404,55 +354,3 @@ def test_a_boundary_within_a_batch_of_several_steps_is_not_missed(quiet, tmp_pat
     trainer.fit(TwoUpdates(), torch.utils.data.DataLoader(torch.ones(9, 1)))
 
     assert names(tmp_path) == ["step-00000006.txt", "step-00000010.txt", "step-00000016.txt"]
-
-
-def test_files_have_a_temporary_name_until_the_sample_is_complete(fit, sampling, tmp_path):
-    seen = []
-
-    def generate(output_dir):
-        output_dir = Path(output_dir)
-        (output_dir / "a.png").touch()
-        seen.extend(names(tmp_path))
-        return {"grid": [str(output_dir / "a.png")], "name": output_dir.name}
-
-    fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{}])])
-
-    assert all(name.startswith(".tmp-step-00000004-00-") for name in seen)
-    shown = record(tmp_path, "step-00000004-00.json")
-    assert shown["grid"] == [str(tmp_path / "step-00000004-00" / "a.png")]
-    assert shown["name"] == "step-00000004-00"
-    assert names(tmp_path) == ["step-00000004-00.json", "step-00000004-00/a.png"]
-
-
-def test_debris_of_a_sample_is_removed_at_the_next_start_and_nothing_else(fit, sampling, tmp_path):
-    (tmp_path / ".tmp-step-00000001-00-77-abcdef01").mkdir()
-    (tmp_path / ".tmp-step-00000001-00-77-abcdef01" / "half.png").touch()
-    (tmp_path / ".tmp-step-00000001-00.json-77-abcdef01").touch()
-    (tmp_path / "step-00000001-00").mkdir()
-    (tmp_path / "step-00000001-00" / "old.png").touch()
-
-    fit(sampling(lambda: None), [WriteSamples(tmp_path, 4, requests=[{}])])
-
-    assert names(tmp_path) == ["step-00000001-00/old.png", "step-00000004-00.json"]
-
-
-@pytest.mark.parametrize(
-    ("leave", "message"),
-    [
-        (lambda folder: os.mkfifo(folder / "pipe"), "created 'pipe', which is not a file"),
-        (lambda folder: (folder / "link").symlink_to("nowhere"), "created 'link', which is not a file"),
-        (lambda folder: Path(os.fsdecode(bytes(folder) + b"/\xff")).touch(), "is not JSON: .*surrogates not allowed"),
-    ],
-    ids=["pipe", "dangling link", "name"],
-)
-def test_output_that_is_no_regular_file_is_refused_without_waiting(fit, sampling, tmp_path, leave, message):
-    with pytest.raises(ContractError, match=message):
-        fit(sampling(lambda output_dir: leave(Path(output_dir))), [WriteSamples(tmp_path, 2, requests=[{}])])
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_generator_may_remove_its_folder(fit, sampling, tmp_path):
-    fit(sampling(lambda output_dir: Path(output_dir).rmdir()), [WriteSamples(tmp_path, 4, requests=[{}])])
-
-    assert record(tmp_path, "step-00000004-00.json")["files"] == []

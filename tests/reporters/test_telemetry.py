@@ -41,6 +41,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_an_event_has_every_key_and_null_for_what_was_not_given(path: Path) -> None:
+    assert read_events(path) == []
     written = write_event(**HEARTBEAT, path=path)
 
     (read,) = read_events(path)
@@ -56,46 +57,29 @@ def test_an_event_has_every_key_and_null_for_what_was_not_given(path: Path) -> N
     assert isinstance(read["timestamp"], float)
 
 
-def test_the_documented_call_is_written_as_it_was_given(path: Path) -> None:
+def test_values_are_written_as_given_and_what_json_cannot_hold_as_null_or_text(path: Path) -> None:
     given = {
-        "event": "heartbeat",
-        "scenario": "trainer",
-        "success": True,
-        "duration_sec": 120.0,
-        "ttfi_sec": 0.5,
-        "artifacts": {},
-        "error": "",
         "run_id": make_run_id(),
         "epoch": 1,
         "step": 1000,
+        "duration_sec": math.nan,
+        "ttfi_sec": 0.5,
         "throughput_steps_per_sec": 45.2,
-        "flops_estimate": 1e12,
-        "watts_estimate": 300.0,
+        "flops_estimate": math.inf,
+        "watts_estimate": 0.0,
         "flops_per_watt": 3.3e9,
         "suggestions": ["Consider lower LR"],
+        "artifacts": {"checkpoint": Path("/c/1"), "best": [math.nan, 2**70, None], "odd": os.fsdecode(b"\xff")},
     }
 
-    write_event(**given, path=path)
+    write_event(**HEARTBEAT, **given, path=path)
 
-    (read,) = read_events(path)
-    assert {name: read[name] for name in given} == given
-
-
-def test_a_line_is_compact_sorted_valid_json_and_a_zero_stays(path: Path) -> None:
-    write_event(**HEARTBEAT, duration_sec=math.nan, watts_estimate=0.0, flops_estimate=math.inf, path=path)
-
+    expected = given | {"duration_sec": None, "flops_estimate": None}
+    expected["artifacts"] = {"checkpoint": "/c/1", "best": [None, 2**70, None], "odd": "\\udcff"}
     line = path.read_text()
     read = json.loads(line, parse_constant=lambda name: pytest.fail(f"a bare {name}"))
+    assert {name: read[name] for name in given} == expected
     assert line == json.dumps(read, sort_keys=True, separators=(",", ":")) + "\n"
-    assert (read["duration_sec"], read["flops_estimate"], read["watts_estimate"]) == (None, None, 0.0)
-
-
-def test_artifacts_hold_paths_numbers_and_names_that_are_not_utf8(path: Path) -> None:
-    artifacts = {"checkpoint": Path("/c/1"), "best": [math.nan, 2**70, None], "odd": os.fsdecode(b"\xff")}
-
-    write_event(**HEARTBEAT, artifacts=artifacts, path=path)
-
-    assert read_events(path)[0]["artifacts"] == {"checkpoint": "/c/1", "best": [None, 2**70, None], "odd": "\\udcff"}
 
 
 def test_the_path_is_the_argument_then_the_environment_then_the_default(tmp_path: Path, monkeypatch) -> None:
@@ -109,14 +93,9 @@ def test_the_path_is_the_argument_then_the_environment_then_the_default(tmp_path
     assert telemetry_path("argument.jsonl") == Path("argument.jsonl")
 
 
-def test_no_file_yet_means_no_events(path: Path) -> None:
-    assert read_events(path) == []
-
-
-def test_a_torn_line_is_left_out_by_readers_and_cut_off_by_the_next_writer(path: Path) -> None:
+def test_blank_and_torn_lines_are_skipped_by_readers_and_a_torn_one_is_cut_off_by_the_next_writer(path: Path) -> None:
     write_event(**HEARTBEAT, step=1, path=path)
-    with path.open("ab") as file:
-        file.write(b'{"event":"hea')
+    path.write_bytes(b"  \n\n" + path.read_bytes() + b'{"event":"hea')
 
     assert [event["step"] for event in read_events(path)] == [1]
     write_event(**HEARTBEAT, step=2, path=path)
@@ -146,30 +125,6 @@ def test_many_threads_and_processes_write_whole_lines_to_one_file(path: Path) ->
         steps.setdefault(event["scenario"], []).append(event["step"])
     assert len(steps) == 6
     assert all(order == list(range(40)) for order in steps.values())
-
-
-def test_a_disk_that_refuses_a_line_leaves_no_part_of_it(path: Path) -> None:
-    script = (
-        "import resource, sys\n"
-        "from genlight.reporters.telemetry import write_event, read_events\n"
-        "write_event(event='a', scenario='s', success=True)\n"
-        "size = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
-        "import os; resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(sys.argv[1]) + 50, size))\n"
-        "try:\n    write_event(event='b', scenario='s', success=True)\n"
-        "except Exception as error:\n    print(type(error).__name__, error)\n"
-        "print(len(read_events()), open(sys.argv[1]).read().count('event'))\n"
-    )
-    environ = {**os.environ, "WORLDFLUX_METRICS_PATH": str(path)}
-    done = subprocess.run([sys.executable, "-c", script, str(path)], env=environ, capture_output=True, text=True)
-
-    assert done.stdout.splitlines() == [f"EventLogError cannot write to {path}: File too large", "1 1"], done.stderr
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-
-    with refusal(EventLogError):
-        write_event(**HEARTBEAT, path=tmp_path / "file" / "metrics.jsonl")
 
 
 def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> None:
@@ -217,20 +172,9 @@ def test_a_text_holds_no_secret(path: Path, monkeypatch) -> None:
     assert "pw123456" not in path.read_text()
 
 
-def test_telemetry_loads_neither_torch_nor_lightning() -> None:
-    script = "import sys, genlight.reporters.telemetry; assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 def test_the_signature_and_names_of_upstream_are_taken(path: Path, monkeypatch) -> None:
     event = write_event(event="x", scenario="s", success=True, timestamp=5.5, error=None, suggestions=None, path=path)
     assert (event["timestamp"], event["error"], event["suggestions"]) == (5.5, "", [])
     assert {*telemetry.REQUIRED_EVENT_FIELDS, *telemetry.OPTIONAL_EVENT_FIELDS} == set(event)
     monkeypatch.setenv("WORLDFLUX_METRICS_PATH", "~/metrics.jsonl")
     assert telemetry.default_metrics_path() == Path.home() / "metrics.jsonl"
-
-
-def test_blank_lines_are_no_events(path: Path) -> None:
-    write_event(event="x", scenario="s", success=True, path=path)
-    path.write_bytes(b"\n" + path.read_bytes() + b"  \n\n")
-    assert [event["event"] for event in read_events(path)] == ["x"]

@@ -9,10 +9,11 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from genlight.adapter import ContractModule, StepResult
+from genlight.adapter import ContractModule
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Diagnosis
 from support.rank import Rank
+from support.trainer_class import Trains
 
 RANK = Rank.of_command_line()
 STEPS = 12
@@ -47,32 +48,20 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Contract:
+class Contract(Trains):
     """The same as a trainer class."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def setup(self, ctx: Any) -> None: ...
+    def model(self) -> nn.Module:
+        return net()
 
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        model = net()
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01)
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["optimizer"].zero_grad()
-        loss = loss_of_batch(state["model"], batch, self.fault)
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult(metrics={"loss": loss.detach()})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+    def loss(self, batch: torch.Tensor, state: Any) -> torch.Tensor:
+        return loss_of_batch(state["model"], batch, self.fault)
 
 
 def faults_of(module: pl.LightningModule, fault: str, name: str) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from recovered import Batches, Fragile, digest_of, fit_fragile
-
 from genlight.callbacks import Hook, Recover
+from support.recovered import Batches, Fragile, digest_of, fit_fragile
 
 STEPS = 24
 FAULTS = (12, 13, 15, 17)

@@ -16,6 +16,8 @@ from torch import nn
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Recover
 from genlight.callbacks.checkpoint import newest_valid
+from support.trainer_class import Counts
+from support.trainers import quiet_trainer
 
 BATCHES = 80
 
@@ -40,15 +42,13 @@ class Batches:
         self.next = state["next"]
 
 
-class Fragile:
+class Fragile(Counts):
     """Has of everything that a roll-back must put back: statistics, momenta, a schedule, random numbers, an average."""
 
     def __init__(self, before_step: Callable[[int], None] = lambda calls: None, *, window: int = 1) -> None:
         self.before_step, self.window = before_step, window
         self.calls = 0
         self.rates: list[float] = []
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -58,9 +58,6 @@ class Fragile:
         optimizer.register_step_pre_hook(lambda opt, *_: self.rates.append(opt.param_groups[0]["lr"]))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
         return {"model": model, "optimizer": optimizer, "schedule": schedule, "average": 0.0, "steps": 0}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
 
     def train_step(self, batch: torch.Tensor, state: dict[str, Any], ctx: Any) -> StepResult:
         self.calls += 1
@@ -78,9 +75,6 @@ class Fragile:
 
     def state_dict(self, state: dict[str, Any]) -> dict[str, object]:
         return {"average": state["average"], "steps": state["steps"]}
-
-    def load_state_dict(self, state: dict[str, Any], payload: Any, ctx: Any) -> None:
-        state.update(payload)
 
 
 class NoteRungs(pl.Callback):
@@ -120,14 +114,6 @@ def fit_fragile(
     saver = Checkpoint(folder / "checkpoints", every_n_steps=every, keep_last=None, save_final=False)
     module = ContractModule(trainer or Fragile(), TrainingJobSpec(run_id="r", max_steps=steps, metric_every=1))
     newest, _ = newest_valid(folder / "checkpoints") if resumes else (None, [])
-    options: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_checkpointing": bool(every),
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-    }
     folder.mkdir(parents=True, exist_ok=True)
     hooks = [
         *([] if recover is None else [recover]),
@@ -135,8 +121,8 @@ def fit_fragile(
         *callbacks,
         *([saver] if every else []),
     ]
-    fitted = pl.Trainer(max_steps=steps, callbacks=hooks, default_root_dir=folder, **{**options, **arguments})
-    fitted.fit(module, batches, ckpt_path=None if newest is None else newest.path)
+    settings = {"max_steps": steps, "default_root_dir": folder, "use_distributed_sampler": False, **arguments}
+    quiet_trainer(*hooks, **settings).fit(module, batches, ckpt_path=None if newest is None else newest.path)
     return module
 
 

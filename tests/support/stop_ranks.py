@@ -7,12 +7,13 @@ import os
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from genlight.adapter import ContractModule, StepResult
+from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import StopRequests
 from genlight.callbacks.stop.signals import StopSignals
 from support.rank import Rank
+from support.trainer_class import Trains
 
 RANK = Rank.of_command_line()
 
@@ -35,32 +36,10 @@ class Fails(StopRequests):
             raise ValueError("rank 1 broke")
 
 
-class Mine:
-    def setup(self, ctx): ...
-
-    def configure(self, ctx):
-        model = torch.nn.Linear(2, 1)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-
-    def prepare_batch(self, raw_batch, state, ctx):
-        return raw_batch
-
-    def train_step(self, batch, state, ctx):
-        loss = state["model"](torch.ones(1, 2)).sum()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult(metrics={"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx): ...
-
-
-def train(module, data, stop):
+def train(stop, module=None):
     trainer = RANK.trainer(stop, max_steps=50)
     try:
-        trainer.fit(module, data)
+        trainer.fit(module or ContractModule(Trains()), None if module else BatchStream([torch.ones(1, 2)] * 50))
     except TrainingCanceled as error:
         return f"{error.reason} after {trainer.global_step}"
     return f"completed {trainer.global_step}"
@@ -70,13 +49,13 @@ def main():
     signals = StopSignals()
     signals.reason = "canceled" if RANK.number == 1 else None
     outcomes = [
-        train(ContractModule(Mine()), BatchStream(range(50)), Told()) + " contract",
-        train(BoringModel(), None, Told()) + " plain",
-        train(ContractModule(Mine()), BatchStream(range(50)), StopRequests(signals=signals)) + " before",
+        train(Told()) + " contract",
+        train(Told(), BoringModel()) + " plain",
+        train(StopRequests(signals=signals)) + " before",
     ]
     (RANK.folder / f"rank{RANK.number}").write_text(", ".join(outcomes))
     try:
-        train(ContractModule(Mine()), BatchStream(range(50)), Fails())
+        train(Fails())
     except Exception as error:
         (RANK.folder / f"failed{RANK.number}").write_text(str(error))
         os._exit(3)

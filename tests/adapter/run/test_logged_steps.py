@@ -148,7 +148,7 @@ def test_a_resumed_fit_of_a_lightning_module_keeps_each_step_once(tmp_path, kind
         saves = ModelCheckpoint(tmp_path / "c", every_n_train_steps=4 * updates, filename="last")
         logger = kind(tmp_path / "logs", name="n", version="v")
         trainer = quiet_trainer(saves, logger=logger, max_steps=STEPS * updates, log_every_n_steps=1)
-        keep_logged_steps(trainer, module)
+        keep_logged_steps(trainer)
         trainer.fit(module, ckpt_path=ckpt_path)
 
     with refusal(RuntimeError):

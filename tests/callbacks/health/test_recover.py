@@ -107,13 +107,6 @@ def test_before_the_first_checkpoint_a_roll_back_is_a_skip(tmp_path, caplog):
     assert "because there is no good checkpoint from before the incident" in caplog.text
 
 
-def test_an_accumulation_window_with_a_fault_is_skipped_and_counts_once(tmp_path):
-    trainer = Fragile(window=2)
-    fit_fragile(tmp_path, Recover(["skip"] * 2, good_steps=4), Batches({10}), trainer=trainer, steps=20, every=0)
-    assert len(trainer.rates) == 9
-    assert rungs_in(tmp_path) == [(12, "skip"), (16, "recovered")]
-
-
 # Faults.
 
 
@@ -127,10 +120,11 @@ def test_a_loss_spike_is_a_fault_if_requested(tmp_path, caplog):
     assert digest_of(ignored) != digest_of(skipped)
 
 
-def test_a_spike_within_an_accumulation_window_skips_its_update(tmp_path):
-    ladder = Recover(["skip"], ["loss_spike"], good_steps=4)
-    fit_fragile(tmp_path, ladder, Batches({70: 1e3}), trainer=Fragile(window=2), steps=77, every=0)
-    assert rungs_in(tmp_path) == [(72, "skip"), (76, "recovered")]
+def test_a_fault_within_an_accumulation_window_skips_its_update_and_counts_once(tmp_path):
+    ladder, trainer = Recover(["skip"], ["loss_spike", "nonfinite"], good_steps=4), Fragile(window=2)
+    fit_fragile(tmp_path, ladder, Batches({10: float("nan"), 70: 1e3}), trainer=trainer, steps=77, every=0)
+    assert rungs_in(tmp_path) == [(12, "skip"), (16, "recovered"), (72, "skip"), (76, "recovered")]
+    assert len(trainer.rates) == 38 - 2
 
 
 def test_under_16_mixed_an_overflow_is_no_fault_but_a_nonfinite_loss_is(tmp_path):
@@ -166,13 +160,8 @@ def test_under_16_mixed_an_overflow_is_no_fault_but_a_nonfinite_loss_is(tmp_path
 def test_a_run_without_attempts_left_fails_once_and_lists_its_attempts(tmp_path):
     log = EventLogger(tmp_path / "events.jsonl", run_id="r")
     ladder = Recover(good_steps=5, lower_lr_steps=3, max_attempts=4)
-    with pytest.raises(RecoveryError) as raised:
+    with refusal(RecoveryError) as raised:
         fit_fragile(tmp_path, ladder, Batches(range(11, 80)), steps=30, logger=log)
-    assert str(raised.value) == (
-        "training could not be recovered: the loss is not finite since step 11, at step 11, after 4 attempts since "
-        "step 12: skip at step 12, lower_lr at step 13, roll_back at step 14, roll_back at step 11. Mend the cause, "
-        "such as a learning rate that is too high or broken data, and resume from a checkpoint"
-    )
     events = list(read_log(tmp_path / "events.jsonl"))
     (failed,) = (event for event in events if event["event"] in ("failed", "completed"))
     assert failed["category"] == "train-step"
@@ -204,6 +193,10 @@ def test_loggers_and_the_event_log_get_each_rung_and_the_repeated_steps(tmp_path
 
 
 def test_callbacks_that_count_steps_continue_from_the_restored_step(tmp_path):
+    class StopsAtTheFault(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            trainer.should_stop = pl_module.plugin.calls == 18  # the roll-back withdraws the request
+
     others = [
         EarlyStopping("train/loss", patience=100),
         Diagnosis(5, path=tmp_path / "diagnosis.jsonl"),
@@ -211,7 +204,8 @@ def test_callbacks_that_count_steps_continue_from_the_restored_step(tmp_path):
         LogMetrics(every_n_steps=3),
         WatchNonfinite("warn", every_n_steps=1),
     ]
-    fit_fragile(tmp_path, Recover(["roll_back"], good_steps=6), Batches({17}), steps=24, callbacks=others)
+    callbacks = [*others, StopsAtTheFault()]
+    fit_fragile(tmp_path, Recover(["roll_back"], good_steps=6), Batches({17}), steps=24, callbacks=callbacks)
     beats = [event["step"] for event in read_events(tmp_path / "beats.jsonl")]
     assert beats == [4, 8, 12, 16, 16, 20, 24]
     assert all(callback.failures == {} for callback in others)
@@ -258,27 +252,11 @@ def test_another_fit_with_the_same_callback_begins_at_the_first_rung(tmp_path):
 
 
 def test_all_invalid_arguments_are_named_at_once():
-    with refusal(ValueError) as raised:
-        Recover(
-            ["skip", "jump"],
-            ["heat"],
-            lr_factor=1.5,
-            lower_lr_steps=-1,
-            good_steps=0,
-            max_attempts=1,
-        )
-    assert str(raised.value) == (
-        "Invalid arguments of Recover: `ladder` with 'jump' (expected skip, lower_lr, roll_back), `faults` with 'heat' "
-        "(expected nonfinite, loss_spike), `lower_lr_steps` -1 (expected a number >= 1), "
-        "`good_steps` 0 (expected a number >= 1), `max_attempts` 1 (expected at least the 2 rungs of `ladder`), "
-        "`lr_factor` 1.5 (expected a number between 0 and 1)."
-    )
-
-
-@pytest.mark.parametrize("ladder", [[], "skip"])
-def test_a_ladder_is_a_list_of_rungs(ladder):
     with refusal(ValueError):
-        Recover(ladder)
+        Recover(["skip", "jump"], ["heat"], lr_factor=1.5, lower_lr_steps=-1, good_steps=0, max_attempts=1)
+    for ladder in ([], "skip"):
+        with refusal(ValueError):
+            Recover(ladder)
 
 
 def test_all_missing_requirements_are_named_before_the_first_step(tmp_path):
@@ -291,24 +269,20 @@ def test_all_missing_requirements_are_named_before_the_first_step(tmp_path):
 
         def rollout(self, state, ctx): ...
 
-    with pytest.raises(RecoveryError) as raised:
+    with refusal(RecoveryError):
         fit_fragile(tmp_path, Recover(), Batches(), trainer=Adaptive(), every=0, callbacks=[WatchNonfinite("stop")])
-    message = str(raised.value)
-    assert message.startswith("Recover cannot be used here: ")
-    assert message.count("; ") >= 3
-    for part in (
-        "`on_nonfinite: stop`",
-        "'lower_lr' needs a learning rate",
-        "'roll_back' needs checkpoints",
-        "rollout",
-    ):
-        assert part in message
 
 
-def test_a_module_that_hosts_no_trainer_class_is_refused(tmp_path, quiet):
+def test_a_plain_module_and_a_class_without_an_optimizer_are_refused(tmp_path, quiet):
+    class ByHand(Fragile):
+        def configure(self, ctx):
+            return {"model": torch.nn.Linear(3, 1)}
+
     trainer = pl.Trainer(**quiet, max_steps=2, callbacks=[Recover(["skip"])])
     with refusal(RecoveryError):
         trainer.fit(BoringModel())
+    with refusal(ContractError):
+        fit_fragile(tmp_path, Recover(["skip"]), Batches(), trainer=ByHand())
 
 
 def test_a_class_that_cannot_be_restored_within_a_run_is_refused_by_name(tmp_path):
@@ -318,12 +292,3 @@ def test_a_class_that_cannot_be_restored_within_a_run_is_refused_by_name(tmp_pat
 
     with refusal(RecoveryError):
         fit_fragile(tmp_path, Recover(["roll_back"]), Batches({12}), trainer=Forgets())
-
-
-def test_a_trainer_without_an_optimizer_is_refused(tmp_path):
-    class ByHand(Fragile):
-        def configure(self, ctx):
-            return {"model": torch.nn.Linear(3, 1)}
-
-    with refusal(ContractError):
-        fit_fragile(tmp_path, Recover(["skip"]), Batches(), trainer=ByHand())

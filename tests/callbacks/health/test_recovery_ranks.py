@@ -1,11 +1,14 @@
-"""All ranks take the same rungs, also if only one of them met the fault."""
+"""All ranks take the same rungs, also if only one of them met the fault; a kill changes nothing."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
+from support import SUPPORT
 from support.rank_processes import run_ranks
 from support.recovered import rungs_in
 
@@ -53,3 +56,13 @@ def test_a_ladder_that_is_used_up_ends_all_ranks(outcomes):
     _, (first, second) = outcomes
     assert "after 5 attempts since step 12" in first["used up"]["error"]
     assert second["used up"]["digest"] == ""
+
+
+def test_a_run_killed_during_or_after_its_recovery_ends_like_an_uninterrupted_one(tmp_path):
+    program = [sys.executable, "-m", "support.recover_kills", tmp_path]
+    subprocess.run(program, cwd=SUPPORT.parent, check=True, timeout=900)
+    ends = {place.name: (place / "end").read_text().split()[0] for place in tmp_path.iterdir()}
+    assert len(ends) >= 13  # GENLIGHT_LONG_FAULTS=1 kills at every moment
+    assert {name for name, digest in ends.items() if digest != ends["peace"]} == set()
+    rungs = ["skip", "lower_lr", "roll_back", "roll_back"]
+    assert [what for _, what in rungs_in(tmp_path / "peace")] == [*rungs, "rate_restored", "recovered"]

@@ -10,6 +10,7 @@ from genlight.callbacks.checkpoint import list_checkpoints
 from genlight.callbacks.finite import are_finite
 from genlight.reporters import EventLogger, read_events
 from support.messages import refusal
+from support.trainers import quiet_trainer
 
 
 class Line(pl.LightningModule):
@@ -28,17 +29,8 @@ class Line(pl.LightningModule):
 
 
 def fit(tmp_path, values, *callbacks, **options):
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **{"logger": False, "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks), **options},
-    )
+    trainer = quiet_trainer(*callbacks, max_epochs=1, default_root_dir=tmp_path, **options)
     trainer.fit(Line(), torch.tensor(values).unsqueeze(1))
-    return trainer
 
 
 def test_a_nonfinite_metric_is_logged_once_with_its_step_and_as_an_event(tmp_path, caplog):

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 from hypothesis import given, strategies as st
 
+from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.adapter.contract.types import StepControlHints, StepResult
-from genlight.callbacks.hook.cadence import crossed, next_multiple, suppressed
+from genlight.callbacks import Checkpoint, Hook, WriteSamples
+from genlight.callbacks.hook.cadence import Boundaries, crossed, next_multiple, suppressed
+from genlight.callbacks.hook.events import run_state_of
 
 STEPS = st.integers(min_value=0, max_value=10_000)
 
 
-@given(previous=STEPS, advance=st.integers(min_value=0, max_value=500), every=st.integers(min_value=1, max_value=300))
+@given(previous=STEPS, advance=st.integers(min_value=0, max_value=500), every=st.integers(-1, 300))
 def test_an_action_is_due_exactly_if_a_multiple_lies_between_two_steps(previous, advance, every):
-    passed = any(step % every == 0 for step in range(previous + 1, previous + advance + 1))
+    passed = every > 0 and any(step % every == 0 for step in range(previous + 1, previous + advance + 1))
 
     assert crossed(previous, previous + advance, every) == passed
-
-
-@given(previous=STEPS, advance=st.integers(min_value=0, max_value=500), every=st.integers(max_value=0))
-def test_a_cadence_of_zero_is_never_due(previous, advance, every):
-    assert not crossed(previous, previous + advance, every)
-
-
-@given(start=STEPS, jumps=st.lists(st.integers(min_value=0, max_value=70), max_size=40), every=st.integers(1, 50))
-def test_no_boundary_of_a_run_counts_twice(start, jumps, every):
-    step, due = start, 0
-    for jump in jumps:
-        due += crossed(step, step + jump, every)
-        step += jump
-
-    assert due <= step // every - start // every
-    if all(jump <= every for jump in jumps):
-        assert due == step // every - start // every
 
 
 @pytest.mark.parametrize(
@@ -51,12 +38,57 @@ def test_no_boundary_of_a_run_counts_twice(start, jumps, every):
 )
 def test_only_a_step_with_the_hint_is_suppressed(result, is_suppressed):
     assert suppressed(SimpleNamespace(step_result=result)) is is_suppressed
-
-
-def test_a_module_that_hosts_no_trainer_class_is_never_suppressed():
-    assert not suppressed(object())
+    assert not suppressed(object()), "a module that hosts no trainer class"
 
 
 @given(step=STEPS, every=st.integers(0, 300), ahead=st.integers(1, 600))
 def test_the_next_multiple_is_the_first_step_that_crosses_one(step, every, ahead):
     assert crossed(step, step + ahead, every) == (step + ahead >= next_multiple(step, every))
+
+
+class Periodic:
+    """The part of a hook that `Boundaries` uses."""
+
+    def __init__(self, every):
+        self.every_n_steps = every
+
+
+@given(every=st.integers(1, 12), jumps=st.lists(st.integers(1, 30), min_size=1))
+def test_a_counter_that_jumps_misses_no_boundary(every, jumps):
+    boundaries, step = Boundaries(Periodic(every)), 0
+    for jump in jumps:
+        assert boundaries.crosses(step + jump) == ((step + jump) // every > step // every)
+        step += jump
+
+
+def test_a_second_fit_counts_its_own_steps(fit, counting_trainer, tmp_path):
+    samples, checkpoint = WriteSamples(tmp_path, 4), Checkpoint(tmp_path, every_n_steps=4, save_final=False)
+    for attempt in ("first", "second"):
+        samples.directory = checkpoint.dirpath = tmp_path / attempt
+        fit(counting_trainer(), [samples, checkpoint], steps=10, enable_checkpointing=True)
+        for suffix in ("json", "txt"):  # checkpoints, samples
+            found = sorted(path.name for path in samples.directory.glob(f"*.{suffix}"))
+            assert found == [f"step-0000000{step}.{suffix}" for step in (4, 8)]
+
+
+class StopsAt(Hook):
+    """Requests a stop after a step."""
+
+    ranks = "all"
+    writes = ("stop_reason",)
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_):
+        if trainer.global_step == self.step:
+            run_state_of(trainer).stop_reason = "canceled"
+
+
+def test_a_stop_in_a_second_fit_saves_a_step_that_the_first_fit_saved_too(fit, counting_trainer, tmp_path):
+    checkpoint = Checkpoint(tmp_path / "first", every_n_steps=4, save_final=False)
+    fit(counting_trainer(), [checkpoint], steps=4, enable_checkpointing=True)
+    checkpoint.dirpath, checkpoint.every_n_steps = tmp_path / "second", 0
+    with pytest.raises(TrainingCanceled):
+        fit(counting_trainer(), [StopsAt(4), checkpoint], steps=8, enable_checkpointing=True)
+    assert [path.name for path in (tmp_path / "second").glob("*.json")] == ["step-00000004.json"]

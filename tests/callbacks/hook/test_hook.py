@@ -56,19 +56,13 @@ def train(request, fit, fit_plain, counting_trainer):
 # failure
 
 
-def test_a_failing_hook_does_not_affect_training_and_other_hooks(train):
+def test_a_failing_hook_affects_no_other_and_is_logged_once_with_its_traceback_and_in_the_end(train, caplog):
     failing, after = FailingHook(), Recording()
 
     trainer = train([failing, after])
 
-    assert trainer.global_step == 4
-    assert len(after.events) == 4
+    assert trainer.global_step == len(after.events) == 4
     assert failing.failures == {"on_train_batch_end": 4}
-
-
-def test_a_failure_is_logged_once_with_its_traceback_and_summed_up_at_the_end(train, caplog):
-    train([FailingHook()])
-
     errors = [record for record in caplog.records if record.name == LOG and record.levelno == logging.ERROR]
     warnings = [record for record in caplog.records if record.name == LOG and record.levelno == logging.WARNING]
     assert [record.getMessage() for record in errors] == [
@@ -81,27 +75,19 @@ def test_a_failure_is_logged_once_with_its_traceback_and_summed_up_at_the_end(tr
     assert [record.getMessage() for record in warnings] == ["FailingHook failed: on_train_batch_end 4 times"]
 
 
-def test_failures_are_summed_up_also_if_training_ends_with_an_exception(train, caplog):
-    class Ending(Hook):
-        critical = True
+def test_a_critical_hook_ends_the_run_with_its_own_exception_which_others_learn_of(train, caplog):
+    reported = []
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 1:
-                raise KeyError("the end")
+    class Listens(Hook):
+        def on_training_failed(self, trainer, pl_module, exception):
+            reported.append(exception)
 
-    with refusal(KeyError):
-        train([FailingHook(), Ending()])
-
-    assert "FailingHook failed: on_train_batch_end 2 times" in caplog.messages
-
-
-def test_a_critical_hook_ends_the_run_with_its_own_exception(train):
     error = RuntimeError("disk full")
+    with refusal(RuntimeError):
+        train([FailingHook(), Listens(), FailingHook(critical=True, error=error)])
 
-    with refusal(RuntimeError) as caught:
-        train([FailingHook(critical=True, error=error)])
-
-    assert caught.value is error
+    assert reported == [error]
+    assert "FailingHook failed: on_train_batch_end 1 times" in caplog.messages
 
 
 @pytest.mark.parametrize("error", [TrainingCanceled("timeout"), SystemExit(3)])
@@ -145,22 +131,6 @@ def test_a_call_of_super_is_part_of_the_outer_event():
     assert child.failures == {"on_train_start": 1}
 
 
-def test_a_hook_may_catch_an_exception_of_its_parent():
-    class Parent(Hook):
-        def on_train_start(self, trainer, pl_module):
-            raise ValueError("in the parent")
-
-    class Child(Parent):
-        def on_train_start(self, trainer, pl_module):
-            with refusal(ValueError):
-                super().on_train_start(trainer, pl_module)
-
-    child = Child()
-    child.on_train_start(fake_trainer(child), None)
-
-    assert child.failures == {}
-
-
 @pytest.mark.parametrize("event", ["on_train_batch_start", "on_mb_end"])
 def test_each_event_of_a_step_may_fail(fit, counting_trainer, event):
     def fail(self, *args):
@@ -173,15 +143,6 @@ def test_each_event_of_a_step_may_fail(fit, counting_trainer, event):
     assert failing.failures == {event: 4}
     assert len(after.events) == 4
     assert trainer.global_step == 4
-
-
-def test_an_exception_of_a_callback_that_is_no_hook_ends_the_run(train):
-    class Guest(pl.Callback):
-        def on_train_batch_end(self, *args):
-            raise ValueError("a guest fails")
-
-    with refusal(ValueError):
-        train([Guest(), Recording()])
 
 
 def test_failures_of_saving_and_loading_are_always_raised():
@@ -254,30 +215,25 @@ class Waiting(Hook):
     ids=["one epoch", "two epochs"],
 )
 def test_a_waiting_hook_is_called_at_its_steps_and_at_the_first_step_of_each_epoch(
-    fit, counting_trainer, settings, called
+    fit, fit_plain, counting_trainer, settings, called
 ):
-    hook = Waiting()
+    class Unmarked(Waiting):
+        def on_train_batch_end(self, trainer, *rest):
+            super().on_train_batch_end(trainer, *rest)
 
-    fit(counting_trainer(), [hook], **settings)
+    class Marked(Waiting):
+        @skippable
+        def on_train_batch_end(self, trainer, *rest):
+            super().on_train_batch_end(trainer, *rest)
 
-    assert hook.called == called
+    hook, unmarked, marked, plain = Waiting(), Unmarked(), Marked(), Waiting()
 
+    fit(counting_trainer(), [hook, unmarked, marked], **settings)
+    fit_plain([plain], steps=4)
 
-def test_lightnings_own_loop_calls_a_waiting_hook_after_every_step(fit_plain):
-    hook = Waiting()
-
-    fit_plain([hook], steps=4)
-
-    assert hook.called == [1, 2, 3, 4]
-
-
-def test_a_waiting_hook_is_called_again_in_a_second_fit(fit, counting_trainer):
-    hook = Waiting()
-
-    fit(counting_trainer(), [hook], steps=4)
-    fit(counting_trainer(), [hook], steps=4)
-
-    assert hook.called == [1, 3, 1, 3]
+    assert hook.called == marked.called == called
+    assert unmarked.called == [*range(1, settings["steps"] + 1)], "an override is not skipped unless it is marked too"
+    assert plain.called == [1, 2, 3, 4], "Lightning's own loop skips none"
 
 
 def test_a_stop_calls_every_waiting_hook(fit, counting_trainer):
@@ -322,23 +278,6 @@ def test_metrics_and_scores_arrive_as_events_with_their_step(fit, counting_train
     assert [value for _, kind, value in heard if kind == "scores"] == [3.0, 6.0]
 
 
-def test_an_override_that_is_not_skippable_is_called_after_every_step(fit, counting_trainer):
-    class Curious(Waiting):
-        def on_train_batch_end(self, trainer, *rest):
-            super().on_train_batch_end(trainer, *rest)
-
-    class Marked(Waiting):
-        @skippable
-        def on_train_batch_end(self, trainer, *rest):
-            super().on_train_batch_end(trainer, *rest)
-
-    curious, marked = Curious(), Marked()
-    fit(counting_trainer(), [curious, marked], steps=4)
-
-    assert curious.called == [1, 2, 3, 4]
-    assert marked.called == [1, 3]
-
-
 def test_the_events_of_a_run_come_in_their_order(fit, counting_trainer):
     seen = []
 
@@ -364,38 +303,9 @@ def test_the_events_of_a_run_come_in_their_order(fit, counting_trainer):
     ]
 
 
-def test_a_failed_training_is_reported_with_its_exception(train):
-    reported = []
-
-    class Listens(Hook):
-        def on_training_failed(self, trainer, pl_module, exception):
-            reported.append(exception)
-
-    error = RuntimeError("gone")
-    with refusal(RuntimeError):
-        train([Listens(), FailingHook(critical=True, error=error)])
-
-    assert reported == [error]
-
-
 @pytest.mark.parametrize("name", HOOK_EVENTS)
 def test_the_base_class_has_every_event_as_a_no_op(name):
     assert getattr(Hook(), name)(None, None, *[None] * (getattr(Hook, name).__code__.co_argcount - 3)) is None
-
-
-def test_an_event_reaches_other_callbacks_that_define_it():
-    class Other(pl.Callback):
-        heard = ()
-
-        def on_epoch_end(self, trainer, pl_module):
-            self.heard = (trainer, pl_module)
-
-    other = Other()
-    trainer = fake_trainer(pl.Callback(), other)
-
-    fire(trainer, "on_epoch_end")
-
-    assert other.heard == (trainer, None)
 
 
 # order
@@ -425,55 +335,31 @@ def test_a_reader_runs_after_the_writer_in_any_order_of_registration(train):
         assert ran == ["Writer", "Reader"]
 
 
-def test_independent_hooks_keep_the_order_of_registration():
+def test_independent_hooks_and_other_callbacks_keep_their_places():
     hooks = [reading(name) for name in "CAB"]
-
     assert ordered(*hooks) == hooks
-
-
-def test_callbacks_that_are_no_hooks_keep_their_places():
+    hook = reading("Free", reads=("epoch", "loss_stats"), optional=("eval_scores",))  # fields of the loop
+    assert ordered(hook) == [hook]
     reader, writer = reading("R", reads=("x",)), reading("W", writes=("x",))
     first, middle, last = pl.Callback(), pl.Callback(), pl.Callback()
 
     assert ordered(first, reader, middle, writer, last) == [first, writer, middle, reader, last]
 
 
-def test_a_field_that_no_hook_writes_is_an_error_at_the_start(train):
-    with refusal(HookOrderError):
-        train([reading("Lonely", reads=("eval_scores",))])
-
-
-def test_a_field_of_the_loop_and_an_optional_field_need_no_writer():
-    hook = reading("Free", reads=("epoch", "loss_stats"), optional=("eval_scores",))
-
-    assert ordered(hook) == [hook]
-
-
-def test_an_optional_read_runs_after_the_writer_if_there_is_one():
-    reader, writer = reading("R", optional=("x",)), reading("W", writes=("x",))
-
-    assert ordered(reader, writer) == [writer, reader]
-
-
-def test_a_cycle_is_an_error_at_the_start_that_names_only_its_members(train):
+def test_a_cycle_and_a_missing_writer_are_errors_at_the_start_that_name_only_their_members(train):
     hooks = [
         reading("Bystander", reads=("a",)),
         reading("First", reads=("a",), writes=("b",)),
         reading("Second", reads=("b",), writes=("a",)),
     ]
 
+    with refusal(HookOrderError):
+        train([reading("Lonely", reads=("eval_scores",))])
     with pytest.raises(HookOrderError) as caught:
         train(hooks)
 
     assert "First, Second, First" in str(caught.value) or "Second, First, Second" in str(caught.value)
     assert "Bystander" not in str(caught.value)
-
-
-def test_two_hooks_that_update_a_field_run_as_registered_and_before_its_reader():
-    reader = reading("Reader", reads=("n",))
-    first, second = (reading(name, reads=("n",), writes=("n",)) for name in ("A", "B"))
-
-    assert ordered(reader, second, first) == [second, first, reader]
 
 
 def test_hooks_that_are_equal_or_unhashable_can_be_ordered():
@@ -558,26 +444,6 @@ def has_cycle(hooks):
 # run state
 
 
-def test_the_run_state_is_one_object_for_all_hooks_of_a_trainer(train):
-    states = []
-
-    class Writes(Hook):
-        writes = ("eval_scores",)
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            run_state_of(trainer).eval_scores = {"fid": float(batch_idx)}
-
-    class Reads(Hook):
-        reads = ("eval_scores",)
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            states.append(dict(run_state_of(trainer).eval_scores))
-
-    train([Reads(), Writes()], steps=3)
-
-    assert states == [{"fid": 0.0}, {"fid": 1.0}, {"fid": 2.0}]
-
-
 def test_the_run_state_is_saved_in_a_checkpoint(train, tmp_path):
     class Writes(Hook):
         writes = ("eval_scores", "own_fact")
@@ -613,20 +479,8 @@ def test_a_resumed_run_keeps_its_own_id_and_attempt_and_drops_the_last_stop_reas
 
     state = run_state_of(after)
     assert (state.run_id, state.attempt, state.stop_reason, state.agent_step) == ("new", 2, None, 77)
-
-
-def test_a_run_without_an_id_takes_the_id_of_its_checkpoint():
-    trainer = fake_trainer()
-
-    Hook().on_load_checkpoint(trainer, None, {RUN_STATE_KEY: {"run_id": "saved"}})
-
-    assert run_state_of(trainer).run_id == "saved"
-
-
-def test_a_checkpoint_without_a_run_state_changes_nothing():
-    trainer = fake_trainer()
-    before = run_state_of(trainer).state_dict()
-
-    Hook().on_load_checkpoint(trainer, None, {})
-
-    assert run_state_of(trainer).state_dict() == before
+    Hook().on_load_checkpoint(after, None, {})
+    assert (state.run_id, state.attempt, state.stop_reason, state.agent_step) == ("new", 2, None, 77)
+    without_id = fake_trainer()
+    Hook().on_load_checkpoint(without_id, None, {RUN_STATE_KEY: {"run_id": "saved"}})
+    assert run_state_of(without_id).run_id == "saved"

@@ -98,16 +98,11 @@ def test_all_ranks_learn_a_number_after_the_same_step_within_one_round(ranks, to
     fast, slow = ranks(lambda rank: rank.train(1000, says_at if rank.number == told else None))
 
     assert fast.agreed == slow.agreed
+    assert fast.rounds == slow.rounds
     number, step = fast.agreed
+    assert fast.rounds[-1] == step - 1, "no round begins after an agreement"
     assert number == 2
     assert says_at < step <= says_at + min(says_at, APART) + 1
-
-
-def test_no_round_begins_after_an_agreement(ranks):
-    fast, slow = ranks(lambda rank: rank.train(1000, 37 if rank.number == 0 else None))
-
-    assert fast.rounds == slow.rounds
-    assert fast.rounds[-1] == fast.agreed[1] - 1
 
 
 def test_rounds_stay_near_for_steps_that_take_no_time(ranks):
@@ -156,17 +151,10 @@ def test_ranks_that_go_back_agree_from_there_on(ranks):
 
 def test_ranks_can_agree_at_once_and_the_first_round_comes_after_the_first_step(ranks):
     def train(rank):
-        rank.agreed = rank.agreement.now(0)
+        rank.agreed = rank.agreement.now(-rank.number), rank.agreement.now(0)
         rank.train(3)
 
-    assert [(rank.agreed, rank.rounds[:3]) for rank in ranks(train)] == [(0, [0, 1, 3])] * 2
-
-
-def test_an_immediate_agreement_is_the_largest_number(ranks):
-    def ask(rank):
-        rank.agreed = rank.agreement.now(rank.number)
-
-    assert [rank.agreed for rank in ranks(ask)] == [1, 1]
+    assert [(rank.agreed, rank.rounds[:4]) for rank in ranks(train)] == [((0, 0), [0, 0, 1, 3])] * 2
 
 
 SECONDS = st.floats(0, 1000)

@@ -31,93 +31,70 @@ def spent(at_s: float, step: int, **seconds: float) -> list[tuple[float, str, di
     return [(at_s, "metric", {"name": f"time/{part}", "value": value, "step": step}) for part, value in seconds.items()]
 
 
-def test_a_run_that_was_never_interrupted(tmp_path):
-    path = log(
-        tmp_path,
-        (100, "started", {}),
-        *spent(110, 50, steps=8.0, data_wait=2.0, start_up=5.0),
-        *spent(120, 100, steps=15.0, data_wait=4.0, checkpoint=1.0, start_up=5.0),
-        (123, "completed", {"step": 100, "final_checkpoint": "f"}),
-    )
+def completed(at_s: float, step: int) -> tuple[float, str, dict[str, Any]]:
+    return (at_s, "completed", {"step": step, "final_checkpoint": "f"})
+
+
+FAILED_AT_150 = {"step": 150, "error": "train-step: no", "category": "train-step", "resumable": True}
+RUNS = {
+    "never interrupted": (
+        [
+            *spent(110, 50, steps=8.0, data_wait=2.0, start_up=5.0),
+            *spent(120, 100, steps=15.0, data_wait=4.0, checkpoint=1.0, start_up=5.0),
+            completed(123, 100),
+        ],
+        {"steps": 15.0, "data_wait": 4.0, "checkpoint": 1.0, "start_up": 5.0, "ending": 3.0},
+    ),
+    "waited for uploads after its last checkpoint": (
+        [
+            *spent(120, 100, steps=20.0, start_up=5.0),
+            (122, "checkpoint", {"step": 100, "path": "final.json"}),
+            completed(130, 100),
+        ],
+        {"steps": 20.0, "start_up": 5.0, "ending": 2.0, "upload_wait": 8.0},
+    ),
+    "failed after a checkpoint of another step": (
+        [
+            *spent(110, 100, steps=10.0, start_up=5.0),
+            (111, "checkpoint", {"step": 100, "path": "step-00000100.json"}),
+            (120, "failed", FAILED_AT_150),
+        ],
+        {"steps": 20.0, "start_up": 5.0},
+    ),
+    "rolled back": (
+        [*spent(120, 100, steps=16.0, lost=4.0, start_up=5.0), completed(120, 100)],
+        {"steps": 16.0, "lost": 4.0, "start_up": 5.0},
+    ),
+    "killed": (
+        [
+            *spent(110, 50, steps=10.0, start_up=5.0),
+            *spent(120, 100, steps=20.0, start_up=5.0),
+            # The next process starts at 150 and needs 10 s to its first step.
+            (160, "started", {"attempt": 2}),
+            (160, "metric", {"name": "trainer/resumed_from_step", "value": 50, "step": 50}),
+            *spent(180, 150, steps=20.0, start_up=10.0),
+            completed(181, 150),
+        ],
+        {"steps": 30.0, "lost": 10.0, "start_up": 15.0, "idle": 30.0, "ending": 1.0},
+    ),
+    "without reports": ([completed(102, 5)], {"steps": 2.0}),
+}
+
+
+@pytest.mark.parametrize(("events", "expected"), RUNS.values(), ids=RUNS)
+def test_the_parts_of_a_run_sum_to_its_wall_time(tmp_path, events, expected):
+    path = log(tmp_path, (100, "started", {}), *events)
+    with path.open("ab") as file:
+        file.write(b'{"event":"started","timest')  # a torn line does not count
 
     account = account_of(path)
 
     assert account is not None
-    assert (account.wall_s, account.attempts) == (28.0, 1)
-    assert {part: s for part, s in account.seconds.items() if s} == pytest.approx(
-        {"steps": 15.0, "data_wait": 4.0, "checkpoint": 1.0, "start_up": 5.0, "ending": 3.0}
-    )
-    assert account.goodput == pytest.approx(15 / 28)
-
-
-def test_the_time_from_the_last_checkpoint_to_the_end_is_that_of_uploads(tmp_path):
-    path = log(
-        tmp_path,
-        (100, "started", {}),
-        *spent(120, 100, steps=20.0, start_up=5.0),
-        (122, "checkpoint", {"step": 100, "path": "final.json"}),
-        (130, "completed", {"step": 100, "final_checkpoint": "final.json"}),
-    )
-
-    account = account_of(path)
-
-    assert account is not None
-    assert {part: s for part, s in account.seconds.items() if s} == pytest.approx(
-        {"steps": 20.0, "start_up": 5.0, "ending": 2.0, "upload_wait": 8.0}
-    )
-
-
-def test_a_failure_after_a_checkpoint_of_another_step_has_not_waited_for_uploads(tmp_path):
-    failed = {"step": 150, "error": "train-step: no", "category": "train-step", "resumable": True}
-    path = log(
-        tmp_path,
-        (100, "started", {}),
-        *spent(110, 100, steps=10.0, start_up=5.0),
-        (111, "checkpoint", {"step": 100, "path": "step-00000100.json"}),
-        (120, "failed", failed),
-    )
-
-    account = account_of(path)
-
-    assert account is not None
-    assert {part: s for part, s in account.seconds.items() if s} == {"steps": 20.0, "start_up": 5.0}
-
-
-def test_steps_that_a_roll_back_has_undone_are_lost(tmp_path):
-    path = log(
-        tmp_path,
-        (100, "started", {}),
-        *spent(120, 100, steps=16.0, lost=4.0, start_up=5.0),
-        (120, "completed", {"step": 100, "final_checkpoint": "f"}),
-    )
-
-    account = account_of(path)
-
-    assert account is not None
-    assert {part: s for part, s in account.seconds.items() if s} == {"steps": 16.0, "lost": 4.0, "start_up": 5.0}
-    assert account.wall_s == 25.0
-
-
-def test_steps_that_a_kill_took_back_are_lost_and_the_time_until_the_next_process_is_idle(tmp_path):
-    path = log(
-        tmp_path,
-        (100, "started", {}),
-        *spent(110, 50, steps=10.0, start_up=5.0),
-        *spent(120, 100, steps=20.0, start_up=5.0),
-        # killed; the next process starts at 150 and needs 10 s to its first step
-        (160, "started", {"attempt": 2}),
-        (160, "metric", {"name": "trainer/resumed_from_step", "value": 50, "step": 50}),
-        *spent(180, 150, steps=20.0, start_up=10.0),
-        (181, "completed", {"step": 150, "final_checkpoint": "f"}),
-    )
-
-    account = account_of(path)
-
-    assert account is not None
-    assert {part: s for part, s in account.seconds.items() if s} == pytest.approx(
-        {"steps": 30.0, "lost": 10.0, "start_up": 15.0, "idle": 30.0, "ending": 1.0}
-    )
-    assert sum(account.seconds.values()) == pytest.approx(account.wall_s)
+    assert {part: s for part, s in account.seconds.items() if s} == pytest.approx(expected)
+    assert account.wall_s == pytest.approx(sum(expected.values()))
+    assert account.goodput == pytest.approx(expected["steps"] / account.wall_s)
+    assert account.attempts == 1 + ("idle" in expected)
+    assert account.is_measured is (len(expected) > 1)
 
 
 FAILED = {"step": 0, "error": "startup: no", "category": "startup", "resumable": False}
@@ -135,6 +112,7 @@ FAILED = {"step": 0, "error": "startup: no", "category": "startup", "resumable":
     ids=["an evaluation", "a failure before the first step", "a failed start"],
 )  # fmt: skip
 def test_an_attempt_without_a_training_step_loses_nothing_of_the_earlier_ones(tmp_path, later, extra):
+    assert account_of(log(tmp_path, (1, "failed", FAILED))) is None
     fit = [(100, "started", {}), *spent(120, 100, steps=15.0, start_up=5.0)]
     fit += [(120, "completed", {"step": 100, "final_checkpoint": "f"})]
     before, after = account_of(log(tmp_path, *fit)), account_of(log(tmp_path, *fit, *later))
@@ -169,18 +147,6 @@ def test_a_clock_that_was_set_back_makes_no_part_negative(tmp_path, jump_s, afte
     assert 0 < account.goodput <= 1
 
 
-def test_a_log_without_an_attempt_that_started_has_no_account(tmp_path):
-    assert account_of(log(tmp_path, (1, "failed", FAILED))) is None
-
-
-def test_an_attempt_that_said_nothing_is_not_taken_for_measured(tmp_path):
-    account = account_of(log(tmp_path, (1, "started", {}), (3, "completed", {"step": 5, "final_checkpoint": None})))
-
-    assert account is not None
-    assert not account.is_measured
-    assert account.seconds["steps"] == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -206,17 +172,6 @@ def test_a_line_that_is_not_an_event_is_named(tmp_path, line):
     with pytest.raises(EventLogError, match=rf"line 2 of event log {path} is broken") as raised:
         account_of(path)
     assert len(str(raised.value)) < 500
-
-
-def test_a_last_line_without_its_newline_is_left_out(tmp_path):
-    path = log(tmp_path, (1, "started", {}), (3, "completed", {"step": 5, "final_checkpoint": None}))
-    with path.open("ab") as file:
-        file.write(b'{"event":"started","timest')
-
-    account = account_of(path)
-
-    assert account is not None
-    assert (account.attempts, account.wall_s) == (1, 2.0)
 
 
 attempts = st.lists(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -117,18 +115,7 @@ def test_a_log_whose_writer_is_killed_ten_times_stays_sound(path, how):
     assert sum(event["event"] == "started" for event in events) == 11
 
 
-def test_a_writer_in_another_process_is_named_by_its_pid_and_the_lock_dies_with_it(path):
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(path), "at once"]) as process:
-        try:
-            wait_until(lambda: size_of(path) > 0)
-            with pytest.raises(EventLogError, match=f"process {process.pid}"):
-                EventLog(path, run_id="r")
-        finally:
-            process.kill()
-    EventLog(path, run_id="r").close()
-
-
-@pytest.mark.parametrize("limit", range(130, 2000, 311))
+@pytest.mark.parametrize("limit", [130, 752, 1685])
 def test_a_disk_that_fills_up_costs_lines_but_never_tears_one(path, limit):
     subprocess.run([sys.executable, "-c", LIMITED_WRITER, str(path), str(limit)], check=True, timeout=120)
     assert validate_events(path) == []
@@ -196,51 +183,21 @@ def test_an_interrupt_at_any_moment_leaves_a_sound_log(path, write):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_neither_writes_nor_keeps_the_lock(path):
-    log = EventLog(path, run_id="r")
-    log.started()
-    parent_end, child_end = socket.socketpair()
-    child = os.fork()
-    if child == 0:  # a data loader worker that outlives its parent
-        status = 1
-        try:
+def test_the_log_is_closed_in_a_forked_child_and_stays_open_in_its_parent(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        if (child := os.fork()) == 0:  # a data loader worker
             try:
                 log.metric(name="a", value=1, step=1)
             except EventLogError as error:
-                status = 0 if log.closed and str(os.getpid()) in str(error) else 2
-            log.close()
-            parent_end.close()
-            child_end.sendall(b"ready")
-            child_end.recv(1)
-        finally:
-            os._exit(status)
-    with parent_end:
-        child_end.close()
-        assert parent_end.recv(5) == b"ready"
+                os._exit(0 if log.closed and str(os.getpid()) in str(error) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         log.metric(name="a", value=1, step=1)
+        assert [event["event"] for event in read_events(path)] == ["started", "metric"]
         with refusal(EventLogError):
             EventLog(path, run_id="r")
-        log.close()
-        EventLog(path, run_id="r").close()
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert validate_events(path) == []
-
-
-def test_a_file_that_is_moved_aside_before_it_is_locked_is_not_written(path, monkeypatch):
-    lock = fcntl.flock
-    path.touch()
-    aside = path.with_suffix(".aside")
-
-    def lock_late(descriptor, operation):
-        if not aside.exists():
-            path.rename(aside)
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", lock_late)
-    with EventLog(path, run_id="r") as log:
-        log.started()
-    assert (len(list(read_events(path))), aside.stat().st_size) == (1, 0)
 
 
 @pytest.fixture
@@ -259,37 +216,25 @@ def synced_sizes(monkeypatch, path):
     return sizes
 
 
-def test_started_checkpoint_and_the_terminal_event_are_durable_when_the_call_returns(path, synced_sizes):
+def test_all_but_metrics_are_durable_when_the_call_returns_and_metrics_with_the_next_of_them(path, synced_sizes):
     with EventLog(path, run_id="r") as log:
         for write in (
             lambda: log.started(),
             lambda: log.checkpoint(path="c", step=1),
-            lambda: log.completed(step=1, final_checkpoint=None),
+            lambda: log.completed(step=2, final_checkpoint=None),
         ):
             write()
             assert size_of(path) in synced_sizes
+            if log.phase == "started":
+                log.metrics({"a": 1.0, "b": 2.0}, step=2)
+                assert size_of(path) not in synced_sizes
     with EventLog(path, run_id="q") as log:
         log.failed(step=0, error="boom")
         assert size_of(path) in synced_sizes
-
-
-def test_metrics_are_durable_with_the_next_checkpoint_and_when_the_log_is_closed(path, synced_sizes):
-    with EventLog(path, run_id="r") as log:
+    with EventLog(path, run_id="p") as log:
         log.started()
-        log.metrics({"a": 1.0, "b": 2.0}, step=1)
-        assert len(synced_sizes) == 1
-        log.checkpoint(path="c", step=1)
-        assert synced_sizes[1:] == [size_of(path)]
         log.metric(name="a", value=1, step=2)
-    assert synced_sizes[2:] == [size_of(path)]
-
-
-def test_every_metric_is_in_the_file_when_its_call_returns(path):
-    with EventLog(path, run_id="r") as log:
-        log.started()
-        for step in range(1, 11):
-            log.metrics({"a": 1.0}, step=step)
-            assert [event["seq"] for event in read_events(path)] == list(range(1, step + 2))
+    assert size_of(path) in synced_sizes
 
 
 def test_a_disk_that_refuses_to_sync_is_reported_by_the_event_that_must_be_durable(path, monkeypatch):

@@ -93,14 +93,11 @@ def test_several_runs_of_a_file_stay_apart(path):
     assert losses(path, run_id="b") == [(1, 2.0)]
 
 
-def test_the_artifacts_of_a_run_name_its_log(tmp_path):
-    attempt(tmp_path / "metrics" / "events.jsonl", [(1, 1.0)])
-    assert losses(tmp_path) == [(1, 1.0)]
-
-
-def test_a_log_without_metrics_is_an_empty_table(path):
+def test_the_folder_of_a_run_leads_to_its_log_and_a_log_without_metrics_is_an_empty_table(tmp_path, path):
     path.touch()
     assert (len(read_metrics(path)), len(read_metrics(path).schema)) == (0, 6)
+    attempt(tmp_path / "metrics" / "events.jsonl", [(1, 1.0)])
+    assert losses(tmp_path) == [(1, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 import pytest
@@ -12,7 +11,6 @@ from genlight.reporters.events.event import Started
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.json_lines import Position
 from genlight.reporters.events.reader import follow, read_events, typed_events
-from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="events")
 
@@ -30,16 +28,6 @@ def write_run(path, steps: int = 2, run_id: str = "r") -> None:
         log.completed(step=steps, final_checkpoint=None)
 
 
-def test_events_come_as_dictionaries_in_order(path):
-    write_run(path)
-    assert [(event["event"], event["seq"]) for event in read_events(path)] == [
-        ("started", 1),
-        ("metric", 2),
-        ("metric", 3),
-        ("completed", 4),
-    ]
-
-
 @pytest.mark.parametrize("tail", [b'{"event":"met', b'{"event":"completed"}', b"\0\0\0", b"\xff"])
 def test_a_last_line_without_its_newline_is_left_out(path, tail):
     write_run(path)
@@ -54,7 +42,7 @@ def test_every_prefix_of_a_log_can_be_read(path, tmp_path):
     content, cut = path.read_bytes(), tmp_path / "cut.jsonl"
     for size in range(len(content) + 1):
         cut.write_bytes(content[:size])
-        assert len(list(read_events(cut))) == content[:size].count(b"\n")
+        assert [event["seq"] for event in read_events(cut)] == list(range(1, content[:size].count(b"\n") + 1))
 
 
 def test_a_line_that_is_finished_while_the_log_is_read_is_not_called_broken(path):
@@ -76,16 +64,6 @@ def test_a_line_that_is_finished_while_the_log_is_read_is_not_called_broken(path
     assert list(typed_events(path, position=position)) == []
 
 
-def test_an_empty_log_has_no_events(path):
-    path.touch()
-    assert list(read_events(path)) == []
-
-
-def test_an_absent_log_is_reported(path):
-    with pytest.raises(EventLogError, match=f"cannot read event log {path}: No such file"):
-        next(read_events(path))
-
-
 @pytest.mark.parametrize(
     "line", [b"eggs", b"", b"[1]", b'{"a":NaN}', b'{"a":"\xff"}', b'{"a":' + b"[" * 9999 + b"]" * 9999 + b"}"]
 )
@@ -93,13 +71,9 @@ def test_a_broken_line_within_the_log_is_named(path, line):
     write_run(path)
     with path.open("ab") as file:
         file.write(line + b"\n{}\n")
-    with pytest.raises(EventLogError, match=f"line 5 of event log {path} is broken"):
-        list(read_events(path))
-
-
-def test_following_a_finished_log_gives_all_of_it_and_ends(path):
-    write_run(path)
-    assert list(follow(path)) == list(read_events(path))
+    for reads in (read_events, follow, typed_events):
+        with pytest.raises(EventLogError, match=f"line 5 of event log {path} is broken"):
+            list(reads(path))
 
 
 def test_following_waits_for_the_log_and_for_each_event_until_the_terminal_one(path):
@@ -125,12 +99,6 @@ def test_following_waits_for_the_log_and_for_each_event_until_the_terminal_one(p
     assert seen == ["started", "metric", "completed"]
 
 
-def test_following_goes_on_over_an_earlier_attempt(path):
-    write_run(path)
-    write_run(path)
-    assert [event["event"] for event in follow(path)].count("started") == 2
-
-
 def test_following_never_gives_a_line_that_is_cut_off_later(path):
     write_run(path, steps=1)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -147,11 +115,6 @@ def test_following_goes_over_to_a_file_that_took_the_place_of_the_log(path):
     events = follow(path, poll_every_s=0.002)
     assert next(events)["run_id"] == "old"
     path.rename(path.with_suffix(".aside"))
-    write_run(path, run_id="new")
+    for _ in range(2):  # it does not end with the first attempt
+        write_run(path, run_id="new")
     assert list(events) == list(read_events(path))
-
-
-def test_following_reports_a_broken_line(path):
-    path.write_text(json.dumps({"event": "started"}) + "\nbroken\n")
-    with refusal(EventLogError):
-        list(follow(path))

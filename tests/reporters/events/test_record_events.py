@@ -8,11 +8,8 @@ import pytest
 
 from genlight.adapter import ContractModule
 from genlight.callbacks import Checkpoint, LogMetrics, WriteSamples
-from genlight.callbacks.checkpoint import CheckpointRecord
-from genlight.callbacks.hook.events import fire
 from genlight.callbacks.hook.hook import Hook
 from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
-from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="events")
 
@@ -56,23 +53,6 @@ def test_a_checkpoint_is_told_by_the_path_that_the_trainers_own_hook_named(log, 
     assert str(tmp_path / "c" / "step-00000004" / "trainer" / "lora.bin") in paths
 
 
-def test_a_checkpoint_is_told_from_the_record_that_the_event_carries(log, fit, counting_trainer, tmp_path):
-    """Nothing is read from the disk again, so a listener costs no parse and no digest."""
-
-    class Telling(Hook):
-        critical = True
-
-        def on_train_end(self, trainer, pl_module):
-            record = CheckpointRecord(
-                path=tmp_path / "not-on-disk.json", step=4, run_id="r", state={}, folder=None, files=()
-            )
-            fire(trainer, "on_checkpoint_durable", record)
-
-    fit(counting_trainer(), [RecordEvents(log), Telling()])
-
-    assert told(log)[1:] == [("checkpoint", str(tmp_path / "not-on-disk.json"), 4)]
-
-
 def test_a_resumed_run_says_from_which_step_right_after_started(log, fit, counting_trainer):
     module = ContractModule(counting_trainer())
     module.resume_from(step=2)
@@ -91,13 +71,6 @@ def test_what_another_callback_reports_at_the_start_comes_after_started(log, fit
     fit(counting_trainer(), [RecordEvents(log), Early()], steps=1)
 
     assert [name for name, *_ in told(log)] == ["started", "metric"]
-
-
-def test_a_log_that_cannot_be_written_ends_the_run(log, fit, counting_trainer):
-    log.close()
-
-    with refusal(Exception):
-        fit(counting_trainer(), [RecordEvents(log)])
 
 
 def test_the_metrics_up_to_a_checkpoint_are_in_the_log_before_it_is_saved(tmp_path, fit, counting_trainer):

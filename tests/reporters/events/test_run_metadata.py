@@ -43,15 +43,11 @@ def commit_of(folder) -> str:
     ).stdout.strip()
 
 
-def test_the_commit_of_the_project_is_told_from_any_folder_in_it(project):
-    (project / "deep").mkdir()
-
-    assert git_state(str(project)) == git_state(str(project / "deep")) == {"commit": commit_of(project), "dirty": False}
-
-
 def test_a_changed_file_makes_it_dirty_and_an_unknown_one_does_not(project):
+    (project / "deep").mkdir()
     (project / "notes.txt").write_text("not known to git")
-    assert git_state(str(project))["dirty"] is False
+    clean = {"commit": commit_of(project), "dirty": False}
+    assert git_state(str(project)) == git_state(str(project / "deep")) == clean
 
     git_state.cache_clear()
     (project / "trainer.py").write_text("x = 2\n")
@@ -66,23 +62,18 @@ def test_a_repository_without_a_commit_and_no_repository_have_no_state(tmp_path,
     assert git_state(str(tmp_path / "empty")) is None
     assert git_state(str(tmp_path / "plain")) is None
     assert git_state(str(tmp_path / "absent")) is None
+    assert not {"git", "notes", "source", "tags"} & set(run_metadata(project=tmp_path))
 
 
-def test_a_machine_without_git_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    git_state.cache_clear()
-
-    assert git_state(str(tmp_path)) is None
-
-
-def test_a_git_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
-    (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    (tmp_path / "git").chmod(0o755)
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_no_git_and_one_that_takes_too_long_are_no_error(project, tmp_path, monkeypatch, is_installed):
+    if is_installed:
+        (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+        (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(subject, "GIT_SECONDS", 0.05)
-    git_state.cache_clear()
 
-    assert git_state(str(tmp_path)) is None
+    assert git_state(str(project)) is None
 
 
 def test_a_repository_runs_no_program_of_its_own_when_it_is_asked(project, tmp_path):
@@ -149,12 +140,6 @@ def test_tags_and_notes_are_kept_and_hold_no_secret(project):
     assert found["host"] == socket.gethostname()
     assert found["git"]["commit"] == commit_of(project)
     assert list(found) == sorted(found)
-
-
-def test_what_is_not_known_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-
-    assert not {"git", "notes", "source", "tags"} & set(run_metadata(project=tmp_path))
 
 
 def test_git_is_asked_where_the_class_is_defined_and_in_the_folder_of_the_job_for_an_installed_class(

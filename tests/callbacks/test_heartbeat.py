@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 from genlight.adapter import StepResult, TrainingJobSpec
-from genlight.callbacks import Checkpoint, Heartbeat
+from genlight.callbacks import Checkpoint, Heartbeat, Hook
+from genlight.callbacks.hook.events import run_state_of
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
+from support.trainer_class import Counts, Trains
 
 
 @pytest.fixture
@@ -23,42 +25,23 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-class Trains:
-    """A layer trained on the batches; it reports `metrics` in addition to the loss."""
+class Reports(Counts):
+    """Trains without torch, and reports `metrics`."""
 
     def __init__(self, **metrics: float) -> None:
         self.metrics = metrics
 
-    def setup(self, ctx): ...
-
-    def configure(self, ctx):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
     def train_step(self, batch, state, ctx):
-        state["optimizer"].zero_grad()
-        loss = state["model"](batch).square().mean()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult(metrics={"loss": loss.detach(), **self.metrics})
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx): ...
+        return StepResult(metrics=self.metrics)
 
 
 def rows(*counts: int) -> list[torch.Tensor]:
-    return [torch.linspace(-1, 1, 4 * count).reshape(count, 4) for count in counts]
+    return [torch.linspace(-1, 1, 2 * count).reshape(count, 2) for count in counts]
 
 
 def flops_of_a_step(batch: torch.Tensor) -> int:
     trains = Trains()
-    state = trains.configure(None)
+    state = trains.configure(SimpleNamespace(device="cpu"))
     with FlopCounterMode(display=False) as counter:
         trains.train_step(batch, state, None)
     return counter.get_total_flops()
@@ -132,29 +115,6 @@ def test_a_formula_that_fails_ends_the_count_and_not_the_step(fit, path: Path, m
     assert "cannot be counted: AssertionError: no such shape" in caplog.text
 
 
-class Counts:
-    """A trainer without torch that reports its steps."""
-
-    def __init__(self, **metrics: float) -> None:
-        self.metrics = metrics
-
-    def setup(self, ctx): ...
-
-    def configure(self, ctx):
-        return {}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
-    def train_step(self, batch, state, ctx):
-        return StepResult(metrics=self.metrics)
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx): ...
-
-
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
@@ -167,7 +127,7 @@ class Counts:
 def test_what_cannot_be_measured_is_taken_from_the_metrics_and_a_zero_counts(
     fit, path: Path, metrics, expected
 ) -> None:
-    fit(Counts(**metrics), [Heartbeat(2, path=path)], steps=2)
+    fit(Reports(**metrics), [Heartbeat(2, path=path)], steps=2)
 
     (event,) = read_events(path)
     assert (event["flops_estimate"], event["watts_estimate"], event["flops_per_watt"]) == pytest.approx(expected)
@@ -175,16 +135,9 @@ def test_what_cannot_be_measured_is_taken_from_the_metrics_and_a_zero_counts(
 
 def test_throughput_after_a_resume_leaves_out_the_steps_before(fit, path: Path, tmp_path: Path) -> None:
     """The rate counts the 3 steps of this attempt, not all 100."""
-    fit(Counts(), [Checkpoint(tmp_path / "c", save_final=True), Heartbeat(50, path=path)], steps=97,
-        enable_checkpointing=True)  # fmt: skip
-    from genlight.adapter import ContractModule
-    from genlight.adapter.training_loop import BatchStream
-
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, max_steps=100, enable_model_summary=False,
-        callbacks=[Checkpoint(tmp_path / "c", replace_existing=True), Heartbeat(50, path=path)],
-    )  # fmt: skip
-    trainer.fit(ContractModule(Counts(), None), BatchStream(range(100)), ckpt_path=str(tmp_path / "c" / "final.json"))
+    for steps, resumes in ((97, {}), (100, {"ckpt_path": tmp_path / "c" / "final.json"})):
+        callbacks = [Checkpoint(tmp_path / "c", replace_existing=True), Heartbeat(50, path=path)]
+        fit(Counts(), callbacks, steps=steps, batches=range(200), enable_checkpointing=True, **resumes)
 
     first, second = read_events(path)
     assert (first["step"], second["step"]) == (50, 100)
@@ -194,17 +147,15 @@ def test_throughput_after_a_resume_leaves_out_the_steps_before(fit, path: Path, 
     assert figures["steps_per_sec"] == pytest.approx(figures["attempt_steps_per_sec"])
 
 
-def test_a_job_has_one_run_id_in_events_and_telemetry(fit, path: Path) -> None:
-    from genlight.callbacks import Hook
-    from genlight.callbacks.hook.events import run_state_of
-
+def test_a_job_has_one_run_id_in_events_and_telemetry_and_a_cadence_of_0_is_off(fit, path: Path) -> None:
     class Names(Hook):
         def setup(self, trainer, pl_module, stage):
             run_state_of(trainer).run_id = "job-7"
 
-    fit(Counts(), [Names(), Heartbeat(1, path=path)], steps=1, job=TrainingJobSpec("job-7", 1))
+    beats = [Heartbeat(1, path=path), Heartbeat(0, path=path)]
+    fit(Counts(), [Names(), *beats], steps=1, job=TrainingJobSpec("job-7", 1))
 
-    assert read_events(path)[0]["run_id"] == "job-7"
+    assert [event["run_id"] for event in read_events(path)] == ["job-7"]
 
 
 def test_a_file_that_cannot_be_written_is_warned_of_once_and_training_goes_on(fit, tmp_path: Path, caplog) -> None:
@@ -217,12 +168,6 @@ def test_a_file_that_cannot_be_written_is_warned_of_once_and_training_goes_on(fi
     assert record.levelname == "WARNING"
     assert record.exc_info is None
     assert "is not a directory" in record.getMessage()
-
-
-def test_a_cadence_of_0_is_off(fit, path: Path) -> None:
-    fit(Counts(), [Heartbeat(0, path=path)], steps=3)
-
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(
