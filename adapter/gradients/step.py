@@ -8,7 +8,6 @@ parts that a run needs, in this order::
     averaging   send gradients while        average them            average new gradients,  average new gradients;
                 autograd runs                                       and the closure's loss  a rank without any reports
     sharding    agree with the ranks        reduce new gradients    agree with the ranks    agree with the ranks
-    changes     find gradients that the trainer has changed since the last backward call of this update
     fp16        scale the loss; unscale     check for overflows     skip on overflow,
                 before accumulation                                 adapt the scale
     hooks       on_before_backward          on_after_backward       on_before_optimizer_step
@@ -45,13 +44,11 @@ from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from ..discovery.wrapped_optimizers import with_inner_optimizers
 from . import torch_hooks
-from .changed_gradients import ChangedGradients
 from .ddp.averaging import Averaging
-from .ddp.buckets import wire_type
-from .ddp.buffers import BufferSync, broadcast_from_zero
+from .ddp.buckets import BUCKET_BYTES, wire_type
+from .ddp.buffers import BufferSync, start_equal
 from .fp16 import Fp16
 from .fsdp.step import ShardedStep, fsdp_modules
-from .inventory import check_same_on_all_ranks
 from .precision import StepPrecision, cast_inputs, explain_dtype_error, step_precision
 from .refused import explain_sharded_update_error, refused_on_ranks
 from .step_part import BackwardCall, StepPart
@@ -83,8 +80,7 @@ def step_router(
     if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
         if isinstance(trainer.strategy, ModelParallelStrategy):
             group = trainer.strategy.device_mesh["data_parallel"].get_group()
-        check_same_on_all_ranks(discovered, group, rank_local)
-        broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
+        start_equal(discovered, group, rank_local)
         ddp = ddp_settings(trainer.strategy).ddp_arguments if isinstance(trainer.strategy, DDPStrategy) else {}
         megabytes = ddp.get("bucket_cap_mb")
         averaging = Averaging(
@@ -92,7 +88,7 @@ def step_router(
             trainer.strategy.root_device,
             group,
             rank_local,
-            bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # the unit of DDP
+            bucket_bytes=BUCKET_BYTES if megabytes is None else int(megabytes * 2**20),  # the unit of DDP
             wire=wire_type(trainer.strategy),
             is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
         )
@@ -186,13 +182,9 @@ class StepRouter:
         if averaging is not None:
             averaging.after_each = "on_after_backward" in hooks
             averaging.averaged += [] if fp16 is None else [fp16.check_averaged]
-        changed = ChangedGradients(discovered.optimized) if several and discovered.optimizers else None
-        if averaging is not None and changed is not None:
-            averaging.averaged.append(changed.look)
         self.parts: list[StepPart] = [
             *([self.averaging] if self.averaging else []),
             *([sharded] if sharded else []),
-            *([changed] if changed else []),
             *([fp16] if fp16 else []),
             *([hooks] if hooks else []),
             *([guard] if guard else []),

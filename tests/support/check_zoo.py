@@ -88,6 +88,49 @@ class Accumulates(Sound):
         return StepResult({"loss": loss.detach()})
 
 
+class ClipsEachCall(Sound):
+    """Calls backward twice before an update; `between` changes the gradients after each call."""
+
+    def between(self, state):
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), 0.01)
+
+    def train_step(self, batch, state, ctx):
+        for _ in range(2):
+            loss = self.loss(batch, state)
+            loss.backward()
+            self.between(state)
+        state.opt.step()
+        state.opt.zero_grad()
+        state.count += 1
+        return StepResult({"loss": loss.detach()})
+
+
+class ClipsAndSumsUp(ClipsEachCall):
+    def between(self, state):
+        super().between(state)
+        for parameter in state.model.parameters():
+            parameter.summed = parameter.grad + getattr(parameter, "summed", 0)
+        state.opt.zero_grad()
+
+
+class WritesBetweenCalls(ClipsEachCall):
+    def between(self, state):
+        for parameter in state.model.parameters():
+            parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+
+class ClearsBetweenCalls(ClipsEachCall):
+    def between(self, state):
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in state.model.parameters()])
+        state.opt.zero_grad(set_to_none=state.count % 2 == 0)
+
+
+class ClipsAndUpdates(ClipsEachCall):
+    def between(self, state):
+        super().between(state)
+        state.opt.step()
+
+
 class Misspells(Sound):
     def save_checkpoints(self, **_):
         pass

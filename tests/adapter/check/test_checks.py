@@ -137,6 +137,9 @@ FAULTS = (
     ("ForgottenHead", "discovered", "warn", "state.model.2.weight, state.model.2.bias collect gradients"),
     ("NanMetric", "metrics", "warn", "accuracy is nan after each of 4 steps"),
     ("NoZeroGrad", "gradients", "warn", "are still part of the next one, of state.model.0.weight"),
+    ("ClipsEachCall", "changed gradients", "warn", "before " + str(SUPPORT / "check_zoo.py")),
+    ("ClipsAndSumsUp", "changed gradients", "warn", "between two backward calls of one update"),
+    ("WritesBetweenCalls", "changed gradients", "warn", "between two backward calls of one update"),
     ("HoldsACopy", "updates", "fail", "no weight changed in 4 steps: state.opt never had a gradient"),
     ("NeverUpdates", "updates", "warn", "no weight changed in 4 steps"),
     ("StaysInEvalMode", "evaluate", "fail", "state.model is in eval mode after it"),
@@ -155,6 +158,11 @@ def test_fault_is_reported_with_a_remedy(monkeypatch, name, check, level, expect
     assert finding.level == level
     assert expected in finding.detail
     assert finding.remedy or check in ("steps", "discovered") or "in `load_state_dict`" in finding.detail
+
+
+@pytest.mark.parametrize("name", ["Accumulates", "ClearsBetweenCalls", "ClipsAndUpdates"])
+def test_changes_of_gradients_that_bound_no_rows_are_not_reported(monkeypatch, name):
+    assert "changed gradients" not in findings_of(name, monkeypatch)
 
 
 def test_without_data_only_the_hooks_are_checked():
