@@ -50,7 +50,7 @@ from .ddp.buffers import BufferSync, start_equal
 from .fp16 import Fp16
 from .fsdp.step import ShardedStep, fsdp_modules
 from .precision import StepPrecision, cast_inputs, explain_dtype_error, step_precision
-from .refused import explain_sharded_update_error, refused_on_ranks
+from .refused import explain_sharded_update_error, refused_on_ranks, refused_update
 from .step_part import BackwardCall, StepPart
 from .torch_internals import outside_of_graphs, warn_of_untested_torch
 from .update_guard import UpdateGuard, update_guard
@@ -346,10 +346,7 @@ class StepRouter:
             return
         self._refuse_in_backward(optimizer)
         if self._skipper:
-            raise ContractError(
-                f"{self._skipper} cannot skip an update of {type(optimizer).__name__} whose `step` was kept or "
-                "compiled in `configure`: call `optimizer.step()` in `train_step`, or compile it there."
-            )
+            raise refused_update("kept", optimizer, setting=self._skipper)
         for part in self.parts:
             part.before_update(optimizer)
 
@@ -360,17 +357,9 @@ class StepRouter:
         gradients are neither averaged nor scaled nor guarded.
         """
         if self._refuses_lasting and self._first_used.setdefault(optimizer, self._steps) != self._steps:
-            raise ContractError(
-                f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "
-                "nor on the trainer, so that ranks would diverge and overflows of fp16 would not be found. "
-                "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
-            )
+            raise refused_update("lasting", optimizer)
         if any(id(p) in self._parameters for p in parameters_of(optimizer)):
-            raise ContractError(
-                f"`train_step` updates a module by a {type(optimizer).__name__} that did not exist after "
-                "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
-                "in the state or on the trainer."
-            )
+            raise refused_update("late", optimizer)
 
     def _zero_grad(
         self, hooks: StepHooks, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kw: Any
@@ -386,11 +375,7 @@ class StepRouter:
         self._refuse_in_backward(optimizer)  # by a hook; on a device it runs in a thread of torch's engine
         if not torch_hooks.is_active(self):
             if self.averaging is not None:  # no other rank would know of this update
-                self._refusal = ContractError(
-                    f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, so "
-                    "that gradients are not averaged over the ranks. Call backward and step in `train_step`, in its "
-                    "own thread, or use one device."
-                )
+                self._refusal = refused_update("elsewhere", optimizer)
                 raise self._refusal
             return inner(*args, **kwargs)
         name = None if args else next((name for name, value in kwargs.items() if _is_closure(inner, name, value)), None)
@@ -419,20 +404,13 @@ class StepRouter:
         if self.averaging is not None:
             raise refused_on_ranks("update in backward", type(optimizer).__name__)
         if self._skipper:
-            raise ContractError(
-                f"{self._skipper} cannot skip an update of {type(optimizer).__name__} in the middle of a backward "
-                "call, before gradients are checked: step it after backward."
-            )
+            raise refused_update("in backward", optimizer, setting=self._skipper)
 
     def _loss_before_update(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Evaluate a closure before an update that may be skipped; return its loss."""
         if not type(optimizer).__module__.startswith("torch.optim"):
             instead = "use bf16-mixed or 32-true" if self._precision.scaler is not None else "use on_nonfinite: stop"
-            raise ContractError(
-                f"{self._skipper} cannot host {type(optimizer).__name__}.step(closure): an optimizer that is not "
-                "torch's may evaluate the closure at other weights, and an overflow there could not be skipped. Call "
-                f"backward and its steps in `train_step` yourself, or {instead}."
-            )
+            raise refused_update("closure", optimizer, setting=self._skipper, instead=instead)
         with torch.enable_grad(), self._in_step_precision():
             loss = closure()
         for part in self.parts:
