@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
@@ -314,7 +315,7 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
     def at_step(step: int, module: ContractModule) -> None:
         assert module.discovered is not None
         for tensor in module.discovered.optimized() if step == 0 else ():
-            if tensor.requires_grad:
+            if tensor.requires_grad and not is_lazy(tensor):
                 tensor.register_hook(lambda _, tensor=tensor: before_accumulation(tensor))  # type: ignore[no-untyped-call]
                 tensor.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
         names.update({id(tensor): name for name, tensor in live_weights(module.discovered).items()})

@@ -174,8 +174,9 @@ class Attends(Sound):
 
     def model(self):
         embed, attention = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        model = nn.ModuleDict({"embed": embed, "attention": attention, "head": nn.Linear(8, 1)})
         nn.init.normal_(attention.in_proj_bias, std=0.02)
-        return nn.ModuleDict({"embed": embed, "attention": attention, "head": nn.Linear(8, 1)})
+        return model
 
     def loss(self, batch, state):
         x, y = batch
@@ -218,6 +219,9 @@ class SharpnessAware(Sound):
 
 
 class Lazy(Sound):
+    def configure(self, ctx):
+        return {**Trainer.configure(self, ctx), "count": 0}
+
     def model(self):
         return nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1))
 

@@ -68,7 +68,7 @@ class DeepQWithReplay(DeepQ):
         return {**super().state_dict(state), "replay": list(state["replay"]), "draw": self.draw.getstate()}
 
     def load_state_dict(self, state, payload, ctx):
-        super().load_state_dict(state, payload, ctx)
+        state["steps"] = payload["steps"]
         state["replay"].extend(payload["replay"])
         self.draw.setstate(payload["draw"])
 
