@@ -134,10 +134,11 @@ def test_a_read_in_another_thread_averages_nothing_and_warns_once(averaged, capl
     assert sum("is read in another thread during step" in message for message in caplog.messages) == 1
 
 
-def test_calls_whose_gradients_are_read_in_between_are_averaged_each(averaged):
+@pytest.mark.parametrize(("calls", "read_after", "counts"), [(2, 1, [2, 2, 2]), (3, 2, [3, 2, 2])])
+def test_gradients_are_averaged_once_before_each_place_of_a_step_that_uses_them(averaged, calls, read_after, counts):
     run = Run()
 
-    assert [exchanges(run, averaged, 2, 1) for _ in range(3)] == [2, 2, 2]
+    assert [exchanges(run, averaged, calls, read_after) for _ in counts] == counts
 
 
 def test_a_step_without_an_update_ends_with_averaged_gradients(averaged):
