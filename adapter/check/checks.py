@@ -1,8 +1,9 @@
 """The checks of ``genlight check``, in the order in which they are printed.
 
-hooks · configure, first step · devices · metrics · updates · hyperparams · gradients · evaluate · storable state ·
-state round trip · reproducible · resume · resume on ranks · two ranks · sharded · batch size · bf16-mixed. A check
-that a fault makes meaningless is reported as skipped. The resume uses the loader and the precision of the job.
+hooks · configure, first step · devices · metrics · updates · hyperparams · gradients · changed gradients · evaluate ·
+storable state · state round trip · reproducible · resume · resume on ranks · two ranks · sharded · batch size ·
+bf16-mixed. A check that a fault makes meaningless is reported as skipped. The resume uses the loader and the precision
+of the job.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
@@ -30,6 +32,7 @@ from ..contract.types import REQUIRED_HOOKS
 from ..discovery.children import below
 from ..discovery.discover import Found, walk_both
 from ..discovery.rank_local import rank_local_of
+from ..gradients.call_site import users_line
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.counted_dict import CountedDict
@@ -61,6 +64,9 @@ _REMEDIES = {
     "loss that does not depend on the weights; if gradients are accumulated over more steps, give --steps.",
     "hyperparams": "Read it from ctx.job.hyperparams, correct its name, or remove it from the job.",
     "gradients": "Call zero_grad between an update and the next backward.",
+    "changed gradients": "On several ranks they are means over the ranks, and so is what a bound (clip_grad_norm_ of "
+    "each row, as in DP-SGD) holds for. Use `strategy: ddp`, compute gradients of rows by torch.autograd.grad, which "
+    "averages nothing, and write the bounded sum to `.grad`; or use one device. A constant factor is fine.",
     "evaluate": "It must work with the data of a check, and restore averaged weights and modes: model.train().",
     "state": "Return numbers, strings, tensors, arrays, and dicts and lists of them.",
     "state round trip": "Restore everything that state_dict returns in load_state_dict.",
@@ -269,7 +275,7 @@ class _StaleGradientError(Exception):
 
 
 def check_gradients(case: _Case) -> Iterator[Finding]:
-    """Report gradients of one update that are still part of the next one, because a ``zero_grad`` is missing.
+    """Report gradients that a ``zero_grad`` should have cleared, and changes between two backward calls of one update.
 
     At the end of each step, gradients that the last update used and nothing has changed since become nan. A class that
     clears its gradients does not notice.
@@ -278,8 +284,23 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
     spoiled: set[int] = set()
     stale: set[int] = set()
     names: dict[int, str] = {}
+    accumulated: dict[int, tuple[Tensor, int]] = {}
+    changed_before: list[str] = []
+
+    def before_accumulation(parameter: Tensor) -> None:
+        before, version = accumulated.get(id(parameter), (None, 0))
+        now = parameter.grad
+        was_zeroed = before is not None and before._version == version + 1 and not before.any()
+        was_replaced = now is not None and now is not before and bool(now.any())
+        if before is not None and (was_replaced or (before._version != version and not was_zeroed)):
+            changed_before.append(users_line())
+
+    def after_accumulation(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            accumulated[id(parameter)] = (parameter.grad, parameter.grad._version)
 
     def after(optimizer: Optimizer) -> None:
+        accumulated.clear()
         for parameter in parameters_of(optimizer):
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
@@ -290,8 +311,12 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
         if stale:
             raise _StaleGradientError
 
-    def at_step(_: int, module: ContractModule) -> None:
+    def at_step(step: int, module: ContractModule) -> None:
         assert module.discovered is not None
+        for tensor in module.discovered.optimized() if step == 0 else ():
+            if tensor.requires_grad and not is_lazy(tensor):
+                tensor.register_hook(lambda _, tensor=tensor: before_accumulation(tensor))  # type: ignore[no-untyped-call]
+                tensor.register_post_accumulate_grad_hook(after_accumulation)  # type: ignore[no-untyped-call]
         names.update({id(tensor): name for name, tensor in live_weights(module.discovered).items()})
         for key, (parameter, gradient, version) in used.items():
             if parameter.grad is gradient and gradient._version == version:
@@ -305,6 +330,9 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
     if stale:
         named = list_first([name for key, name in names.items() if key in stale] or ["its parameters"], 3)
         yield _finding("gradients", "warn", f"gradients of one update are still part of the next one, of {named}")
+    if changed_before:
+        text = f"gradients are changed between two backward calls of one update, before {changed_before[0]}"
+        yield _finding("changed gradients", "warn", text)
 
 
 def check_evaluate(case: _Case) -> Iterator[Finding]:

@@ -36,15 +36,23 @@ class RankAgreement:
     differs by rank is usually taken in one of them.
 
     Args:
-        group: The ranks.
+        group: The ranks; None means all.
         device: Device of the messages between them.
+        several_ranks: Whether there are other ranks; without any, there is nothing to compare.
+
+    Attributes:
+        compares_each: Whether ranks compare each operation of the running step by a message.
+        in_update: Whether an optimizer runs. Its writes are not recorded: it may be compiled on one rank earlier than
+            on another, and compiled code does not report writes.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, device: torch.device | None = None, *, several_ranks: bool = True
+    ) -> None:
         self._group = group
-        self._device = device
-        self._ranks = dist.get_world_size(group)
-        self.compares_each = self._is_on = False
+        self._device = device or torch.device("cpu")
+        self._ranks = dist.get_world_size(group) if several_ranks else 1
+        self.compares_each = self._is_on = self.in_update = False
         self._steps = 0
         self._digest = 0
         self._in_flight: deque[tuple[int, LateCopy]] = deque()
@@ -57,7 +65,7 @@ class RankAgreement:
         """
         self._steps += 1
         self._is_on = self._ranks > 1
-        self.compares_each = self._device.type == "cpu" or self._steps <= FIRST_STEPS
+        self.compares_each = self._is_on and (self._device.type == "cpu" or self._steps <= FIRST_STEPS)
         self._digest = step
         self._compare(PENDING_DIGESTS)
 
@@ -104,7 +112,7 @@ class RankAgreement:
 
     def note(self, what: str) -> None:
         """Record `what`, a local change to a shard, and compare it at the next collective operation."""
-        if self._is_on:
+        if self._is_on and not self.in_update:
             self._digest = zlib.crc32(what.encode(), self._digest)
 
     def _gather(self, code: int, *, wait: bool = True) -> Any:

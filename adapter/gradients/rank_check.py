@@ -133,11 +133,6 @@ class RankCheck:
         self._in_flight: deque[_Header] = deque()
         self._previous: ExchangePoint | None = None
 
-    @property
-    def header_size(self) -> int:
-        """Numbers in a header."""
-        return NUMBERS * self._world_size
-
     def write(self, header: Tensor, at: ExchangePoint) -> None:
         """Write this rank's row into `header`, before it is summed over the ranks."""
         header.zero_()

@@ -1,4 +1,4 @@
-"""Refusals on several ranks, in one table for DDP and one for FSDP 2: reasons and ways out.
+"""Refusals with their reasons and ways out: one table for DDP, one for FSDP 2, and one for updates.
 
 Building, sharding, a training step and ``genlight check`` raise these errors. Everything that the tables do not list
 works, with two exceptions: torch itself may fail, and `explain` then adds the way out to its error; or replicas may
@@ -80,6 +80,32 @@ REFUSED = MappingProxyType(
     }
 )
 """Refusals under FSDP 2 by a short name: the reason, and the way out."""
+
+
+REFUSED_UPDATES = MappingProxyType(
+    {
+        "lasting": "`train_step` updates by an optimizer ({optimizer}) that is neither in the state nor on the trainer,"
+        "so that ranks would diverge and overflows of fp16 would not be found. Build every module and optimizer in "
+        "`configure`, and keep it in the state or on the trainer.",
+        "late": "`train_step` updates a module by a {optimizer} that did not exist after `configure`, so the strategy "
+        "does not know it. Build every optimizer in `configure`, and keep it in the state or on the trainer.",
+        "kept": "{setting} cannot skip an update of {optimizer} whose `step` was kept or compiled in `configure`: call "
+        "`optimizer.step()` in `train_step`, or compile it there.",
+        "elsewhere": "{optimizer}.step() is called outside of `train_step` or in another thread, so that gradients are "
+        "not averaged over the ranks. Call backward and step in `train_step`, in its own thread, or use one device.",
+        "in backward": "{setting} cannot skip an update of {optimizer} in the middle of a backward call, before "
+        "gradients are checked: step it after backward.",
+        "closure": "{setting} cannot host {optimizer}.step(closure): an optimizer that is not torch's may evaluate "
+        "the closure at other weights, and an overflow there could not be skipped. Call backward and its steps in "
+        "`train_step` yourself, or {instead}.",
+    }
+)
+"""Refusals of an update by a short name; `setting` can skip updates."""
+
+
+def refused_update(name: str, optimizer: Optimizer, **words: str) -> ContractError:
+    """Return the error for the entry `name` of `REFUSED_UPDATES`; `words` fill its other places."""
+    return ContractError(REFUSED_UPDATES[name].format(optimizer=type(optimizer).__name__, **words))
 
 
 def refused_on_ranks(name: str, what: str) -> ContractError:

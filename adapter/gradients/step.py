@@ -8,7 +8,6 @@ parts that a run needs, in this order::
     averaging   send gradients while        average them            average new gradients,  average new gradients;
                 autograd runs                                       and the closure's loss  a rank without any reports
     sharding    agree with the ranks        reduce new gradients    agree with the ranks    agree with the ranks
-    changes     find gradients that the trainer has changed since the last backward call of this update
     fp16        scale the loss; unscale     check for overflows     skip on overflow,
                 before accumulation                                 adapt the scale
     hooks       on_before_backward          on_after_backward       on_before_optimizer_step
@@ -45,15 +44,13 @@ from ..discovery.discover import Discovered, check_devices
 from ..discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from ..discovery.wrapped_optimizers import with_inner_optimizers
 from . import torch_hooks
-from .changed_gradients import ChangedGradients
 from .ddp.averaging import Averaging
-from .ddp.buckets import wire_type
-from .ddp.buffers import BufferSync, broadcast_from_zero
+from .ddp.buckets import BUCKET_BYTES, wire_type
+from .ddp.buffers import BufferSync, start_equal
 from .fp16 import Fp16
 from .fsdp.step import ShardedStep, fsdp_modules
-from .inventory import check_same_on_all_ranks
 from .precision import StepPrecision, cast_inputs, explain_dtype_error, step_precision
-from .refused import explain_sharded_update_error, refused_on_ranks
+from .refused import explain_sharded_update_error, refused_on_ranks, refused_update
 from .step_part import BackwardCall, StepPart
 from .torch_internals import outside_of_graphs, warn_of_untested_torch
 from .update_guard import UpdateGuard, update_guard
@@ -83,8 +80,7 @@ def step_router(
     if dist.is_available() and dist.is_initialized() and trainer.world_size > 1:
         if isinstance(trainer.strategy, ModelParallelStrategy):
             group = trainer.strategy.device_mesh["data_parallel"].get_group()
-        check_same_on_all_ranks(discovered, group, rank_local)
-        broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
+        start_equal(discovered, group, rank_local)
         ddp = ddp_settings(trainer.strategy).ddp_arguments if isinstance(trainer.strategy, DDPStrategy) else {}
         megabytes = ddp.get("bucket_cap_mb")
         averaging = Averaging(
@@ -92,7 +88,7 @@ def step_router(
             trainer.strategy.root_device,
             group,
             rank_local,
-            bucket_bytes=None if megabytes is None else int(megabytes * 2**20),  # the unit of DDP
+            bucket_bytes=BUCKET_BYTES if megabytes is None else int(megabytes * 2**20),  # the unit of DDP
             wire=wire_type(trainer.strategy),
             is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
         )
@@ -186,13 +182,9 @@ class StepRouter:
         if averaging is not None:
             averaging.after_each = "on_after_backward" in hooks
             averaging.averaged += [] if fp16 is None else [fp16.check_averaged]
-        changed = ChangedGradients(discovered.optimized) if several and discovered.optimizers else None
-        if averaging is not None and changed is not None:
-            averaging.averaged.append(changed.look)
         self.parts: list[StepPart] = [
             *([self.averaging] if self.averaging else []),
             *([sharded] if sharded else []),
-            *([changed] if changed else []),
             *([fp16] if fp16 else []),
             *([hooks] if hooks else []),
             *([guard] if guard else []),
@@ -354,10 +346,7 @@ class StepRouter:
             return
         self._refuse_in_backward(optimizer)
         if self._skipper:
-            raise ContractError(
-                f"{self._skipper} cannot skip an update of {type(optimizer).__name__} whose `step` was kept or "
-                "compiled in `configure`: call `optimizer.step()` in `train_step`, or compile it there."
-            )
+            raise refused_update("kept", optimizer, setting=self._skipper)
         for part in self.parts:
             part.before_update(optimizer)
 
@@ -368,17 +357,9 @@ class StepRouter:
         gradients are neither averaged nor scaled nor guarded.
         """
         if self._refuses_lasting and self._first_used.setdefault(optimizer, self._steps) != self._steps:
-            raise ContractError(
-                f"`train_step` updates by an optimizer ({type(optimizer).__name__}) that is neither in the state "
-                "nor on the trainer, so that ranks would diverge and overflows of fp16 would not be found. "
-                "Build every module and optimizer in `configure`, and keep it in the state or on the trainer."
-            )
+            raise refused_update("lasting", optimizer)
         if any(id(p) in self._parameters for p in parameters_of(optimizer)):
-            raise ContractError(
-                f"`train_step` updates a module by a {type(optimizer).__name__} that did not exist after "
-                "`configure`, so the strategy does not know it. Build every optimizer in `configure`, and keep it "
-                "in the state or on the trainer."
-            )
+            raise refused_update("late", optimizer)
 
     def _zero_grad(
         self, hooks: StepHooks, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kw: Any
@@ -394,11 +375,7 @@ class StepRouter:
         self._refuse_in_backward(optimizer)  # by a hook; on a device it runs in a thread of torch's engine
         if not torch_hooks.is_active(self):
             if self.averaging is not None:  # no other rank would know of this update
-                self._refusal = ContractError(
-                    f"{type(optimizer).__name__}.step() is called outside of `train_step` or in another thread, so "
-                    "that gradients are not averaged over the ranks. Call backward and step in `train_step`, in its "
-                    "own thread, or use one device."
-                )
+                self._refusal = refused_update("elsewhere", optimizer)
                 raise self._refusal
             return inner(*args, **kwargs)
         name = None if args else next((name for name, value in kwargs.items() if _is_closure(inner, name, value)), None)
@@ -427,20 +404,13 @@ class StepRouter:
         if self.averaging is not None:
             raise refused_on_ranks("update in backward", type(optimizer).__name__)
         if self._skipper:
-            raise ContractError(
-                f"{self._skipper} cannot skip an update of {type(optimizer).__name__} in the middle of a backward "
-                "call, before gradients are checked: step it after backward."
-            )
+            raise refused_update("in backward", optimizer, setting=self._skipper)
 
     def _loss_before_update(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Evaluate a closure before an update that may be skipped; return its loss."""
         if not type(optimizer).__module__.startswith("torch.optim"):
             instead = "use bf16-mixed or 32-true" if self._precision.scaler is not None else "use on_nonfinite: stop"
-            raise ContractError(
-                f"{self._skipper} cannot host {type(optimizer).__name__}.step(closure): an optimizer that is not "
-                "torch's may evaluate the closure at other weights, and an overflow there could not be skipped. Call "
-                f"backward and its steps in `train_step` yourself, or {instead}."
-            )
+            raise refused_update("closure", optimizer, setting=self._skipper, instead=instead)
         with torch.enable_grad(), self._in_step_precision():
             loss = closure()
         for part in self.parts:

@@ -49,9 +49,9 @@ from .torch_internals import (
 _WITHOUT_GRAPHS = tuple(
     f"{__package__}.{name}"
     for name in (
-        *("torch_hooks", "step", "step_part", "changed_gradients", "fp16", "update_guard"),
+        *("torch_hooks", "step", "step_part", "fp16", "update_guard"),
         *("call_site", "lost_ranks", "rank_agreement", "rank_check"),
-        *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers", "parameters")),
+        *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers")),
     )
 )
 """Modules that run in a trainer's backward calls and updates, but not in its forward: that has to be traced."""

@@ -36,11 +36,11 @@ class SavesTensors(Regression):
     """Saves tensors of the device, of the host, and of its module; records their devices after a resume."""
 
     def state_dict(self, state):
-        average = [parameter.detach().clone() for parameter in state["network"].parameters()]
-        return {"average": average, "seen": torch.ones(2), "network": state["network"].state_dict()}
+        average = [parameter.detach().clone() for parameter in state["model"].parameters()]
+        return {"average": average, "seen": torch.ones(2), "model": state["model"].state_dict()}
 
     def load_state_dict(self, state, payload, ctx):
-        tensors = [*payload["average"], payload["seen"], *payload["network"].values()]
+        tensors = [*payload["average"], payload["seen"], *payload["model"].values()]
         self.loaded_on = [tensor.device.type for tensor in tensors]
         self.are_leaves = all(tensor.is_leaf for tensor in tensors)
 
@@ -73,7 +73,7 @@ class Reports:
         return False
 
     def finalize(self, *, state, ctx, **_):
-        self.finalized_on += [ctx.device, *(str(parameter.device) for parameter in state["network"].parameters())]
+        self.finalized_on += [ctx.device, *(str(parameter.device) for parameter in state["model"].parameters())]
 
 
 def check_the_callers_writer_finalizes_while_the_state_is_on_the_device():

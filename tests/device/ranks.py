@@ -39,7 +39,7 @@ class Diverges(Regression):
 
     def train_step(self, batch, state, ctx):
         self.steps += 1
-        loss = (state["network"](batch["x"]) - batch["y"]).square().mean()
+        loss = self.loss(batch, state)
         state["optimizer"].zero_grad()
         loss.backward()
         if (self.steps, ctx.rank) != (DIVERGES_IN, 1):

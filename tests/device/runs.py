@@ -11,53 +11,37 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from zoo.base import Trainer
 from zoo.runs import precision_of
 
-from genlight.adapter.contract.types import StepResult, TrainingJobSpec
+from genlight.adapter.contract.types import TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from support.device import PROCESS_GROUP, Wait, waits
 from support.device.training import SimDDPStrategy, one_device
 from support.rank import Ranks
 
 
-class Regression:
+class Regression(Trainer):
     """A network with dropout; its batches are copied to the device during training."""
 
-    def setup(self, ctx: Any) -> None:
-        torch.manual_seed(0)
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.1), nn.Tanh(), nn.Linear(12, 1))
 
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        network = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.1), nn.Tanh(), nn.Linear(12, 1)).to(ctx.device)
-        return {"network": network, "optimizer": torch.optim.AdamW(network.parameters(), lr=0.01)}
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
 
     def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
         return {name: column.to(ctx.device, non_blocking=True) for name, column in raw.items()}
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        loss = (state["network"](batch["x"]) - batch["y"]).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Penalised(Regression):
     """Differentiates a gradient again, like critics of a GAN."""
 
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
         inputs = batch["x"].requires_grad_()
-        output = state["network"](inputs)
+        output = state["model"](inputs)
         (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-        loss = (output - batch["y"]).square().mean() + slope.square().sum(1).mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+        return (output - batch["y"]).square().mean() + slope.square().sum(1).mean()
 
 
 class Pinned:

@@ -50,7 +50,7 @@ class Poisoned(Regression):
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         self.steps += 1
         if self.steps == 7:
-            state["network"][3].weight.data[0, 0] = float("nan")
+            state["model"][3].weight.data[0, 0] = float("nan")
         return super().train_step(batch, state, ctx)
 
 
@@ -162,7 +162,7 @@ class Acts(Regression):
     def rollout(self, state: Any, ctx: Any) -> Any:
         x = torch.randn(8, 6, device=ctx.device)
         with torch.no_grad():
-            y = 0.9 * state["network"](x) + 0.1
+            y = 0.9 * state["model"](x) + 0.1
         state["replay"].extend({"x": x, "y": y})
         return [state["replay"].sample(4) for _ in range(2)], {"reward": [y.mean().item()]}
 
@@ -185,7 +185,7 @@ def _act(folder: Path, steps: int) -> Any:
     module = ContractModule(Acts(), TrainingJobSpec("acts", steps, metric_every=0))
     trainer.fit(module, ckpt_path=None if newest is None else newest.path)
     state = module.contract_state
-    return [*state["network"].state_dict().values(), *state["replay"].sample(16).values(), torch.sim.get_rng_state()]
+    return [*state["model"].state_dict().values(), *state["replay"].sample(16).values(), torch.sim.get_rng_state()]
 
 
 def check_rollouts_into_a_replay_buffer_resume_bit_equal(folder):

@@ -18,6 +18,7 @@ from genlight.adapter.contract.exceptions import RankFailedError, TrainingCancel
 from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, Hook
 from genlight.callbacks.hook.events import run_state_of
 from support.rank import Rank
+from support.trainer_class import Trains
 
 ME = Rank.of_command_line()
 RANK, FOLDER = ME.number, ME.folder
@@ -54,7 +55,7 @@ class Centered(nn.Module):
         self.own_rows += rows.sum()
 
 
-class Normed:
+class Normed(Trains):
     """BatchNorm, and a copy of the network that follows it; rank 1 makes one more forward in every other step."""
 
     rank_local = ("centered.own_rows",)
@@ -67,8 +68,6 @@ class Normed:
         if where == self.look:
             tensor = self.model[1].running_mean if tensor is None else tensor
             self.seen.append(tensor.clone())
-
-    def setup(self, ctx): ...
 
     def configure(self, ctx):
         torch.manual_seed(0)

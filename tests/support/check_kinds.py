@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from zoo.base import Trainer
 
 from genlight.adapter.contract.types import StepResult
 
@@ -49,41 +49,23 @@ def endless():
     return Endless()
 
 
-class Plain:
+class Plain(Trainer):
     """A network, dropout included, and Adam."""
 
-    def setup(self, ctx):
-        torch.manual_seed(0)
+    kept = ("count",)
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1))
 
     def configure(self, ctx):
-        model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1)).to(ctx.device)
-        return SimpleNamespace(model=model, opt=self.optimizer(model.parameters()), count=0)
-
-    def optimizer(self, parameters):
-        return torch.optim.Adam(parameters, lr=0.01)
+        return {**super().configure(ctx), "count": 0}
 
     def prepare_batch(self, raw, state, ctx):
         return tuple(torch.as_tensor(raw[name], dtype=torch.float32) for name in ("x", "y"))
 
-    def train_step(self, batch, state, ctx):
-        state.opt.zero_grad()
-        loss = self.loss(batch, state)
-        loss.backward()
-        state.count += 1
-        self.update(state, ctx)
-        return StepResult({"loss": loss.detach()})
-
     def loss(self, batch, state):
-        return (state.model(batch[0]).float() - batch[1]).square().mean()
-
-    def update(self, state, ctx):
-        state.opt.step()
-
-    def state_dict(self, state):
-        return {"count": state.count}
-
-    def load_state_dict(self, state, payload, ctx):
-        state.count = payload["count"]
+        state["count"] += 1
+        return (state["model"](batch[0]).float() - batch[1]).square().mean()
 
 
 class WarmRestarts(Plain):
@@ -91,19 +73,17 @@ class WarmRestarts(Plain):
 
     def configure(self, ctx):
         state = super().configure(ctx)
-        state.sched = self.schedule(state)
-        return state
+        return {**state, "schedule": self.schedule(state)}
 
     def schedule(self, state):
-        for group in state.opt.param_groups:
+        for group in state["optimizer"].param_groups:
             group["lr"] = 0.05
-        return torch.optim.lr_scheduler.CosineAnnealingLR(state.opt, 4 + state.count)
+        return torch.optim.lr_scheduler.CosineAnnealingLR(state["optimizer"], 4 + state["count"])
 
-    def update(self, state, ctx):
-        state.opt.step()
-        state.sched.step()
-        if state.count % 3 == 0:
-            state.sched = self.schedule(state)
+    def after_update(self, batch, state, ctx):
+        state["schedule"].step()
+        if state["count"] % 3 == 0:
+            state["schedule"] = self.schedule(state)
 
 
 class Nadam(Plain):
@@ -167,12 +147,10 @@ class WrappedRate(Plain):
 
     def configure(self, ctx):
         state = super().configure(ctx)
-        state.inner, state.opt = state.opt, Larc(state.opt)
-        return state
+        return {**state, "inner": state["optimizer"], "optimizer": Larc(state["optimizer"])}
 
-    def update(self, state, ctx):
-        state.opt.step()
-        for group in state.inner.param_groups:
+    def after_update(self, batch, state, ctx):
+        for group in state["inner"].param_groups:
             group["lr"] *= 0.9
 
 
@@ -180,14 +158,14 @@ class Window(Plain):
     """Four steps an update; one rank leaves a layer out in the first of them."""
 
     def train_step(self, batch, state, ctx):
-        depth = slice(2, 4) if state.count % 4 == 0 and ctx.rank == 1 else slice(0, 4)
+        depth = slice(2, 4) if state["count"] % 4 == 0 and ctx.rank == 1 else slice(0, 4)
         rows = batch[0] if depth.start == 0 else batch[0].repeat(1, 4)
-        loss = (state.model[depth](rows) - batch[1]).square().mean()
+        loss = (state["model"][depth](rows) - batch[1]).square().mean()
         loss.backward()
-        state.count += 1
-        if state.count % 4 == 0:
-            state.opt.step()
-            state.opt.zero_grad()
+        state["count"] += 1
+        if state["count"] % 4 == 0:
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
         return StepResult({"loss": loss.detach()})
 
 
@@ -195,18 +173,17 @@ class SumsAside(Plain):
     """Adds up the gradients of two tasks outside of ``.grad``; the first overflows at the first scale of 16-mixed."""
 
     def train_step(self, batch, state, ctx):
-        parameters = list(state.model.parameters())
+        parameters = list(state["model"].parameters())
         total = [torch.zeros_like(p) for p in parameters]
         for factor in (3.0, 0.001):
-            state.opt.zero_grad()
+            state["optimizer"].zero_grad()
             loss = factor * self.loss(batch, state)
             loss.backward()
             for t, p in zip(total, parameters, strict=True):
                 t += p.grad
         for t, p in zip(total, parameters, strict=True):
             p.grad = t
-        state.opt.step()
-        state.count += 1
+        state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
 
 
@@ -214,5 +191,5 @@ class Penalized(Plain):
     """A penalty of weights meets the rows before their mean is taken."""
 
     def loss(self, batch, state):
-        rows = (state.model(batch[0]) - batch[1]).square()
-        return (rows + 0.1 * sum(p.square().sum() for p in state.model.parameters())).mean()
+        rows = (state["model"](batch[0]) - batch[1]).square()
+        return (rows + 0.1 * sum(p.square().sum() for p in state["model"].parameters())).mean()

@@ -1,50 +1,47 @@
-"""Trainer classes with one fault each, for the tests of ``genlight check``; loaded by import path."""
+"""Trainer classes with one fault each, for the tests of ``genlight check``; loaded by import path.
+
+They are variations of the base of the zoo.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import time
-from types import SimpleNamespace
 
 import torch
 from torch import nn
+from zoo.base import Trainer
+from zoo.optimizers import AdamWithClosure
 
 from genlight.adapter.contract.types import StepResult
+from support.trainer_class import Counts
 
 CALLS = itertools.count()
 
 
-class Sound:
+class Sound(Trainer):
     """Uses everything that the contract covers: EMA, dropout, a counter, a separate generator."""
 
-    def setup(self, ctx):
-        torch.manual_seed(0)
+    kept = ("count",)
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.1), nn.Linear(4, 1))
 
     def configure(self, ctx):
-        model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.1), nn.Linear(4, 1)).to(ctx.device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        return SimpleNamespace(model=model, ema=copy.deepcopy(model), opt=optimizer, count=0)
+        state = super().configure(ctx)
+        return {**state, "ema": copy.deepcopy(state["model"]), "count": 0}
 
     def prepare_batch(self, raw, state, ctx):
         return torch.tensor(raw["x"], dtype=torch.float32), torch.tensor(raw["y"], dtype=torch.float32)
 
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state.opt.zero_grad()
-        loss.backward()
-        state.opt.step()
-        state.count += 1
-        return StepResult({"loss": loss.detach()})
-
     def loss(self, batch, state):
-        return (state.model(batch[0]) - batch[1]).square().mean() * (1 + 0.1 * state.count)
+        return (state["model"](batch[0]) - batch[1]).square().mean() * (1 + 0.1 * state["count"])
 
-    def state_dict(self, state):
-        return {"count": state.count}
-
-    def load_state_dict(self, state, payload, ctx):
-        state.count = payload["count"]
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        state["count"] += 1
+        return result
 
 
 class WithoutHooks(torch.optim.Optimizer):
@@ -68,10 +65,8 @@ class WithoutHooks(torch.optim.Optimizer):
 
 
 class WrappedOptimizer(Sound):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state.opt = WithoutHooks(state.opt)
-        return state
+    def optimizer(self, parameters):
+        return WithoutHooks(super().optimizer(parameters))
 
 
 class Accumulates(Sound):
@@ -80,12 +75,55 @@ class Accumulates(Sound):
     def train_step(self, batch, state, ctx):
         loss = self.loss(batch, state)
         (loss / 4).backward()
-        state.count += 1
-        if state.count % 4 == 0:
-            torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
-            state.opt.step()
-            state.opt.zero_grad()
+        state["count"] += 1
+        if state["count"] % 4 == 0:
+            torch.nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
         return StepResult({"loss": loss.detach()})
+
+
+class ClipsEachCall(Sound):
+    """Calls backward twice before an update; `between` changes the gradients after each call."""
+
+    def between(self, state):
+        torch.nn.utils.clip_grad_norm_(state["model"].parameters(), 0.01)
+
+    def train_step(self, batch, state, ctx):
+        for _ in range(2):
+            loss = self.loss(batch, state)
+            loss.backward()
+            self.between(state)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["count"] += 1
+        return StepResult({"loss": loss.detach()})
+
+
+class ClipsAndSumsUp(ClipsEachCall):
+    def between(self, state):
+        super().between(state)
+        for parameter in state["model"].parameters():
+            parameter.summed = parameter.grad + getattr(parameter, "summed", 0)
+        state["optimizer"].zero_grad()
+
+
+class WritesBetweenCalls(ClipsEachCall):
+    def between(self, state):
+        for parameter in state["model"].parameters():
+            parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+
+class ClearsBetweenCalls(ClipsEachCall):
+    def between(self, state):
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in state["model"].parameters()])
+        state["optimizer"].zero_grad(set_to_none=state["count"] % 2 == 0)
+
+
+class ClipsAndUpdates(ClipsEachCall):
+    def between(self, state):
+        super().between(state)
+        state["optimizer"].step()
 
 
 class Misspells(Sound):
@@ -96,88 +134,72 @@ class Misspells(Sound):
 class GroupsOfParameters(Sound):
     """Both groups of the optimizer hold the same pair of betas, and one list stands at two places."""
 
+    def optimizer(self, parameters):
+        parameters = list(parameters)
+        weights, biases = ([p for p in parameters if p.dim() == dim] for dim in (2, 1))
+        return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.01)
+
     def configure(self, ctx):
-        state = super().configure(ctx)
-        weights, biases = ([p for p in state.model.parameters() if p.dim() == dim] for dim in (2, 1))
-        state.opt = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.01)
-        state.losses = [1.0]
-        return state
+        return {**super().configure(ctx), "losses": [1.0]}
 
     def state_dict(self, state):
-        return {"count": state.count, "opt": state.opt.state_dict(), "losses": [state.losses, state.losses]}
+        optimizer = state["optimizer"].state_dict()
+        return {"count": state["count"], "opt": optimizer, "losses": [state["losses"], state["losses"]]}
 
     def load_state_dict(self, state, payload, ctx):
-        state.count = payload["count"]
-        state.opt.load_state_dict(payload["opt"])
-        state.losses = payload["losses"][0]
+        state["count"], state["losses"] = payload["count"], payload["losses"][0]
+        state["optimizer"].load_state_dict(payload["opt"])
 
 
 class SparseGraph(Sound):
+    kept = ("count", "visits")
+
     def configure(self, ctx):
-        state = super().configure(ctx)
-        state.visits = torch.zeros(3).to_sparse()
-        return state
+        return {**super().configure(ctx), "visits": torch.zeros(3).to_sparse()}
 
     def loss(self, batch, state):
-        state.visits = state.visits + torch.tensor([1.0, 0.0, 2.0]).to_sparse()
+        state["visits"] = state["visits"] + torch.tensor([1.0, 0.0, 2.0]).to_sparse()
         return super().loss(batch, state)
-
-    def state_dict(self, state):
-        return {"count": state.count, "visits": state.visits}
-
-    def load_state_dict(self, state, payload, ctx):
-        state.count, state.visits = payload["count"], payload["visits"]
 
 
 class BiasBeforeBatchNorm(Sound):
     """The gradient of the bias is only rounding error, but Adam turns it into a full step."""
 
-    def configure(self, ctx):
-        model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        return SimpleNamespace(model=model, opt=torch.optim.Adam(model.parameters(), lr=0.01), count=0)
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
 class Attends(Sound):
     """Attention whose key bias has only rounding errors as gradients; Adam turns them into steps."""
 
-    def configure(self, ctx):
+    def model(self):
         embed, attention = nn.Linear(1, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-        model = nn.ModuleDict({"embed": embed, "attention": attention, "head": nn.Linear(8, 1)}).to(ctx.device)
+        model = nn.ModuleDict({"embed": embed, "attention": attention, "head": nn.Linear(8, 1)})
         nn.init.normal_(attention.in_proj_bias, std=0.02)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        return SimpleNamespace(model=model, opt=optimizer)
+        return model
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         x, y = batch
-        tokens = state.model["embed"](x[..., None])
-        attended, _ = state.model["attention"](tokens, tokens, tokens, need_weights=False)
-        loss = nn.functional.mse_loss(state.model["head"](attended.mean(1)), y)
-        state.opt.zero_grad()
-        loss.backward()
-        state.opt.step()
-        return StepResult(metrics={"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {"model": state.model.state_dict(), "opt": state.opt.state_dict()}
-
-    def load_state_dict(self, state, payload, ctx):
-        state.model.load_state_dict(payload["model"])
-        state.opt.load_state_dict(payload["opt"])
+        tokens = state["model"]["embed"](x[..., None])
+        attended, _ = state["model"]["attention"](tokens, tokens, tokens, need_weights=False)
+        return nn.functional.mse_loss(state["model"]["head"](attended.mean(1)), y)
 
 
 class SharpnessAware(Sound):
-    """Two backward calls for an update (SAM), the first of which moves the weights by gradients; its state is a dict.
+    """Two backward calls for an update (SAM), the first of which moves the weights by gradients.
 
     Sharded tensors have their norm summed in another order, and the bias before the batch statistics turns that into
     steps.
     """
 
-    def configure(self, ctx):
-        model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
-        return {"model": model, "opt": torch.optim.AdamW(model.parameters(), lr=0.01)}
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.01)
 
     def train_step(self, batch, state, ctx):
-        model, opt = state["model"], state["opt"]
+        model, opt = state["model"], state["optimizer"]
         weights = list(model.parameters())
         opt.zero_grad()
         (model(batch[0]) - batch[1]).square().mean().backward()
@@ -195,56 +217,48 @@ class SharpnessAware(Sound):
         opt.step()
         return StepResult({"loss": loss.detach()})
 
-    def state_dict(self, state):
-        return {name: each.state_dict() for name, each in state.items()}
-
-    def load_state_dict(self, state, payload, ctx):
-        for name, each in state.items():
-            each.load_state_dict(payload[name])
-
 
 class Lazy(Sound):
     def configure(self, ctx):
-        model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1))
-        return SimpleNamespace(model=model, opt=torch.optim.SGD(model.parameters(), lr=0.01), count=0)
+        return {**Trainer.configure(self, ctx), "count": 0}
+
+    def model(self):
+        return nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1))
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.01)
 
 
 class OddTypes(Sound):
     """State that torch cannot compare."""
 
+    kept = ("count", "odd")
+
     def configure(self, ctx):
-        state = super().configure(ctx)
-        state.odd = [torch.ones(2, dtype=torch.complex32), torch.tensor([1j]).conj(), torch.empty(0, 2)]
-        return state
-
-    def state_dict(self, state):
-        return {"count": state.count, "odd": state.odd}
-
-    def load_state_dict(self, state, payload, ctx):
-        state.count, state.odd = payload["count"], payload["odd"]
+        odd = [torch.ones(2, dtype=torch.complex32), torch.tensor([1j]).conj(), torch.empty(0, 2)]
+        return {**super().configure(ctx), "odd": odd}
 
 
 class ForgetsALongHistory(Sound):
     """Longer than what is searched for modules."""
 
+    kept = ("count", "history")
+
     def configure(self, ctx):
-        state = super().configure(ctx)
-        state.history = list(range(20_000))
-        return state
+        return {**super().configure(ctx), "history": list(range(20_000))}
 
-    def train_step(self, batch, state, ctx):
-        state.history[-1] += 1
-        return super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
+        state["history"][-1] += 1
 
-    def state_dict(self, state):
-        return {"count": state.count, "history": state.history}
+    def load_state_dict(self, state, payload, ctx):
+        state["count"] = payload["count"]
 
 
 class WithoutDropout(Sound):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state.model[1] = nn.Identity()
-        return state
+    def model(self):
+        model = super().model()
+        model[1] = nn.Identity()
+        return model
 
 
 class SeededByRank(Sound):
@@ -259,19 +273,10 @@ class SeededByRank(Sound):
 class LbfgsOptimizer(WithoutDropout):
     """Does something that sharding refuses."""
 
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state.opt = torch.optim.LBFGS(state.model.parameters(), lr=0.01, max_iter=2)
-        return state
+    train_step = AdamWithClosure.train_step
 
-    def train_step(self, batch, state, ctx):
-        def closure():
-            state.opt.zero_grad()
-            loss = self.loss(batch, state)
-            loss.backward()
-            return loss
-
-        return StepResult({"loss": state.opt.step(closure).detach()})
+    def optimizer(self, parameters):
+        return torch.optim.LBFGS(parameters, lr=0.01, max_iter=2)
 
 
 class ArrowRows(WithoutDropout):
@@ -282,25 +287,19 @@ class ArrowRows(WithoutDropout):
 class ByGradient(WithoutDropout):
     """Scales its gradients by a wrong factor; Adam would hide that."""
 
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state.opt = torch.optim.SGD(state.model.parameters(), lr=0.01)
-        return state
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.01)
 
 
 class SumLoss(ByGradient):
     def loss(self, batch, state):
-        return (state.model(batch[0]) - batch[1]).square().sum()
+        return (state["model"](batch[0]) - batch[1]).square().sum()
 
 
 class Forgetful(Sound):
     """Does not save its counter."""
 
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx):
-        pass
+    kept = ()
 
 
 class ForgetsAverage(Sound):
@@ -308,42 +307,34 @@ class ForgetsAverage(Sound):
 
     def configure(self, ctx):
         state = super().configure(ctx)
-        state.shadow = {name: p.detach().clone() for name, p in state.model.named_parameters()}
-        return state
+        return {**state, "shadow": {name: p.detach().clone() for name, p in state["model"].named_parameters()}}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        for name, p in state.model.named_parameters():
-            state.shadow[name].lerp_(p.detach(), 0.1)
-        return result
+    def after_update(self, batch, state, ctx):
+        for name, p in state["model"].named_parameters():
+            state["shadow"][name].lerp_(p.detach(), 0.1)
 
 
 class ForgetsLateCounter(Sound):
     """A counter that decides what the hundredth step does."""
 
     def configure(self, ctx):
-        state = super().configure(ctx)
-        state.warm = 0
-        return state
+        return {**super().configure(ctx), "warm": 0}
 
     def loss(self, batch, state):
-        state.warm += 1
-        return super().loss(batch, state) * (2 if state.warm > 100 else 1)
+        state["warm"] += 1
+        return super().loss(batch, state) * (2 if state["warm"] > 100 else 1)
 
 
 class ForgetsBest(Sound):
     """Keeps the lowest loss so far, but the first step after a resume resets it."""
 
     def configure(self, ctx):
-        state = super().configure(ctx)
-        state.lowest = 1e9
-        return state
+        return {**super().configure(ctx), "lowest": 1e9}
 
     def loss(self, batch, state):
-        loss = super().loss(batch, state)
-        state.count_of_calls = None
-        state.lowest = min(state.lowest, 1.0)
-        return loss
+        state["count_of_calls"] = None
+        state["lowest"] = min(state["lowest"], 1.0)
+        return super().loss(batch, state)
 
 
 class NonPersistent(Sound):
@@ -358,18 +349,15 @@ class NonPersistent(Sound):
             self.seen.lerp_(x.detach().mean(0), 0.5)
             return super().forward(x)
 
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state.model = self.Net(nn.Linear(2, 1))
-        state.opt = torch.optim.Adam(state.model.parameters(), lr=0.01)
-        return state
+    def model(self):
+        return self.Net(nn.Linear(2, 1))
 
 
 class ReadsAClock(Sound):
     """Keeps a time stamp, a difference that is no fault."""
 
     def loss(self, batch, state):
-        state.began_at = time.monotonic()
+        state["began_at"] = time.monotonic()
         return super().loss(batch, state)
 
 
@@ -383,11 +371,10 @@ class WrittenNotRead(Sound):
 class HiddenState(Sound):
     """Keeps a counter in a place that nobody searches."""
 
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        hidden = itertools.count(1)
-        state.model[0].register_forward_pre_hook(lambda m, x: (x[0] + 0.01 * next(hidden),))
-        return state
+    def model(self):
+        model, hidden = super().model(), itertools.count(1)
+        model[0].register_forward_pre_hook(lambda m, x: (x[0] + 0.01 * next(hidden),))
+        return model
 
 
 class Unseeded(Sound):
@@ -403,7 +390,7 @@ class Unstorable(Sound):
 class HardCoded(Sound):
     def configure(self, ctx):
         state = super().configure(ctx)
-        state.model.to("cuda:0")
+        state["model"].to("cuda:0")
         return state
 
 
@@ -411,7 +398,7 @@ class Overflowing(Sound):
     """fp32 holds what bf16's eight bits of mantissa lose."""
 
     def loss(self, batch, state):
-        out = state.model(batch[0])
+        out = state["model"](batch[0])
         # 1 if `out` was computed in fp32; division by zero if in bf16
         exact = (out.float() - out.float().bfloat16().float()).abs().max()
         return (out - batch[1]).square().mean() * (exact / exact)
@@ -431,31 +418,23 @@ class ReplacedByOwnRows(WithoutDropout):
 
     def configure(self, ctx):
         points = nn.ParameterDict({"mean": nn.Parameter(torch.linspace(-1, 1, 8).view(4, 2))})
-        return SimpleNamespace(points=points, opt=torch.optim.Adam(points.parameters(), lr=0.05), count=0)
+        return {"points": points, "optimizer": torch.optim.Adam(points.parameters(), lr=0.05), "count": 0}
 
-    def train_step(self, batch, state, ctx):
-        loss = torch.cdist(batch[0], state.points["mean"]).min(1).values.mean()
-        state.opt.zero_grad()
-        loss.backward()
-        state.opt.step()
-        state.count += 1
-        if state.count == 2:
-            old, new = state.points["mean"], torch.cat([state.points["mean"].detach(), batch[0][:1]])
-            state.opt.state.pop(old)
-            state.opt.param_groups[0]["params"][0] = state.points["mean"] = nn.Parameter(new)
-        return StepResult({"loss": loss.detach()})
+    def loss(self, batch, state):
+        return torch.cdist(batch[0], state["points"]["mean"]).min(1).values.mean()
+
+    def after_update(self, batch, state, ctx):
+        if state["count"] == 1:
+            old, optimizer = state["points"]["mean"], state["optimizer"]
+            new = torch.cat([old.detach(), batch[0][:1]])
+            optimizer.state.pop(old)
+            optimizer.param_groups[0]["params"][0] = state["points"]["mean"] = nn.Parameter(new)
 
 
 class Drifting(WithoutDropout):
-    def configure(self, ctx):
-        self.rank = ctx.rank
-        return super().configure(ctx)
-
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            state.model[0].bias.add_(0.01 * self.rank)
-        return result
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        state["model"][0].bias.add_(0.01 * ctx.rank)
 
 
 class FailingOnOneRank(WithoutDropout):
@@ -478,35 +457,20 @@ class Raising(Sound):
 class ForgottenHead(WithoutDropout):
     def configure(self, ctx):
         state = super().configure(ctx)
-        state.opt = torch.optim.Adam(state.model[0].parameters())
+        state["optimizer"] = torch.optim.Adam(state["model"][0].parameters())
         return state
 
 
 class Late(WithoutDropout):
     def train_step(self, batch, state, ctx):
-        state.late = nn.Linear(1, 1)
+        state["late"] = nn.Linear(1, 1)
         return super().train_step(batch, state, ctx)
 
 
-class WithoutTorch:
-    def setup(self, ctx):
-        pass
-
-    def configure(self, ctx):
-        return {"seen": 0}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
+class WithoutTorch(Counts):
     def train_step(self, batch, state, ctx):
-        state["seen"] += len(batch["x"])
-        return StepResult({"seen": state["seen"]})
-
-    def state_dict(self, state):
-        return dict(state)
-
-    def load_state_dict(self, state, payload, ctx):
-        state.update(payload)
+        state["steps"] += len(batch["x"])
+        return StepResult({"seen": state["steps"]})
 
 
 HIDDEN = {}
@@ -523,10 +487,10 @@ class Hidden(WithoutDropout):
         return super().train_step(batch, HIDDEN["state"], ctx)
 
     def state_dict(self, state):
-        return {"model": HIDDEN["state"].model.state_dict()}
+        return {"model": HIDDEN["state"]["model"].state_dict()}
 
     def load_state_dict(self, state, payload, ctx):
-        HIDDEN["state"].model.load_state_dict(payload["model"])
+        HIDDEN["state"]["model"].load_state_dict(payload["model"])
 
 
 class Collects(Sound):
@@ -566,8 +530,8 @@ class NoZeroGrad(Sound):
     def train_step(self, batch, state, ctx):
         loss = self.loss(batch, state)
         loss.backward()
-        state.opt.step()
-        state.count += 1
+        state["optimizer"].step()
+        state["count"] += 1
         return StepResult({"loss": loss.detach()})
 
 
@@ -576,7 +540,7 @@ class ClearsInPlace(NoZeroGrad):
 
     def train_step(self, batch, state, ctx):
         result = super().train_step(batch, state, ctx)
-        state.opt.zero_grad(set_to_none=False)
+        state["optimizer"].zero_grad(set_to_none=False)
         return result
 
 
@@ -585,23 +549,22 @@ class HoldsACopy(Sound):
 
     def configure(self, ctx):
         state = super().configure(ctx)
-        state.opt = torch.optim.Adam(copy.deepcopy(state.model).parameters(), lr=0.01)
+        state["optimizer"] = torch.optim.Adam(copy.deepcopy(state["model"]).parameters(), lr=0.01)
         return state
 
 
 class NeverUpdates(Sound):
     def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        loss.backward()
-        return StepResult({"loss": loss.detach()})
+        self.loss(batch, state).backward()
+        return StepResult({})
 
 
 class Evaluates(Sound):
     def evaluate(self, state, ctx):
-        state.model.eval()
+        state["model"].eval()
         with torch.no_grad():
-            score = float(state.model(torch.ones(1, 2)))
-        state.model.train()
+            score = float(state["model"](torch.ones(1, 2)))
+        state["model"].train()
         return {"score": score}
 
 
@@ -617,7 +580,7 @@ class ReadsItsLosses(Sound):
 
 class StaysInEvalMode(Sound):
     def evaluate(self, state, ctx):
-        state.model.eval()
+        state["model"].eval()
         return {"score": 1.0}
 
 
@@ -626,7 +589,7 @@ class EvaluatesAnAverage(Sound):
 
     def evaluate(self, state, ctx):
         with torch.no_grad():
-            for own, average in zip(state.model.parameters(), state.ema.parameters(), strict=True):
+            for own, average in zip(state["model"].parameters(), state["ema"].parameters(), strict=True):
                 own.copy_(average)
         return {"score": 1.0}
 
@@ -634,7 +597,7 @@ class EvaluatesAnAverage(Sound):
 class ReadsItsRate(Sound):
     def configure(self, ctx):
         state = super().configure(ctx)
-        state.opt.param_groups[0]["lr"] = ctx.job.hyperparams.get("lr", 0.01)
+        state["optimizer"].param_groups[0]["lr"] = ctx.job.hyperparams.get("lr", 0.01)
         return state
 
 
@@ -658,39 +621,36 @@ class DividesByRanks(WithoutDropout):
 class CountsOverRanks(WithoutDropout):
     """Keeps a sum over the rows of all ranks: correct, but doubled if both ranks have the same rows."""
 
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state.model.register_buffer("seen", torch.zeros(2))
-        return state
+    def model(self):
+        model = super().model()
+        model.register_buffer("seen", torch.zeros(2))
+        return model
 
-    def train_step(self, batch, state, ctx):
+    def after_update(self, batch, state, ctx):
         seen = batch[0].sum(0)
         if ctx.world_size > 1:
             torch.distributed.all_reduce(seen)
-        state.model.seen += seen
-        return super().train_step(batch, state, ctx)
+        state["model"].seen += seen
 
 
 class ScalesByItsFirstLoss(WithoutDropout):
     """Like GradNorm: each rank keeps the first loss of its rows."""
 
     def configure(self, ctx):
-        state = super().configure(ctx)
-        state.first, state.mean = 0.0, 0.0
-        return state
+        return {**super().configure(ctx), "first": 0.0, "mean": 0.0}
 
     def loss(self, batch, state):
         loss = super().loss(batch, state)
-        state.first = state.first or float(loss)
-        state.mean = 0.9 * state.mean + 0.1 * float(loss)
-        return loss / state.first
+        state["first"] = state["first"] or float(loss)
+        state["mean"] = 0.9 * state["mean"] + 0.1 * float(loss)
+        return loss / state["first"]
 
 
 class KeepsAMeanLoss(ScalesByItsFirstLoss):
     """Reports a value that nothing depends on."""
 
     def loss(self, batch, state):
-        return super().loss(batch, state) * state.first
+        return super().loss(batch, state) * state["first"]
 
 
 class ReturnsNothing(Sound):
@@ -711,4 +671,4 @@ class RebuildsItsOptimizer(Sound):
 
     def load_state_dict(self, state, payload, ctx):
         super().load_state_dict(state, payload, ctx)
-        state.opt = torch.optim.Adam(state.model.parameters(), lr=0.01)
+        state["optimizer"] = torch.optim.Adam(state["model"].parameters(), lr=0.01)

@@ -14,6 +14,7 @@ from genlight.adapter.feed.data_module import MockDataModule
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.replicas.replica_guard import ReplicaGuard
 from support.rank import Rank
+from support.trainer_class import Trains
 
 RANK = Rank.of_command_line()
 
@@ -75,38 +76,28 @@ def outcome(fault: str, at_step: int, every_n_steps: int | None, *others: pl.Cal
     return end_of(trainer, Module(fault, at_step))
 
 
-class OwnRate:
+class OwnRate(Trains):
     """Halves its learning rate by the loss of its rows; the counter is in the optimizer and in a schedule."""
 
-    def setup(self, ctx: Any) -> None:
-        torch.manual_seed(0)
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 2)
 
     def configure(self, ctx: Any) -> dict[str, Any]:
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=100)
-        return {"model": model, "optimizer": optimizer, "plateau": plateau}
+        state = super().configure(ctx)
+        return {**state, "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer"], patience=100)}
 
     def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
         return torch.full((3, 4), 1.0 + ctx.rank)
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        loss = state["model"](batch).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        self.decide(state, float(loss))
-        return StepResult({"loss": loss.detach()})
+        result = super().train_step(batch, state, ctx)
+        self.decide(state, float(result.metrics["loss"]))
+        return result
 
     def decide(self, state: Any, loss: float) -> None:
         state["plateau"].step(1.0)
         if RANK.number == 1:
             state["optimizer"].param_groups[0]["lr"] = 0.05
-
-    def state_dict(self, state: Any) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class OwnSchedule(OwnRate):

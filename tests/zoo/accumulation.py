@@ -23,6 +23,8 @@ class MicroBatches(Base):
 
 
 class OverTwoSteps(Base):
+    kept = ("calls",)
+
     def configure(self, ctx):
         return {**super().configure(ctx), "calls": 0}
 
@@ -33,12 +35,6 @@ class OverTwoSteps(Base):
             state["optimizer"].step()
             state["optimizer"].zero_grad()
         return StepResult({})
-
-    def state_dict(self, state):
-        return {"calls": state["calls"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["calls"] = payload["calls"]
 
 
 class LooseOverTwoSteps(OverTwoSteps):
@@ -54,6 +50,8 @@ class LooseOverTwoSteps(OverTwoSteps):
 
 class SummedByHand(OverTwoSteps):
     """The trainer sums gradients in its own list, over two steps."""
+
+    kept = ("calls", "sums")
 
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -72,12 +70,6 @@ class SummedByHand(OverTwoSteps):
                 total.zero_()
             state["optimizer"].step()
         return StepResult({})
-
-    def state_dict(self, state):
-        return {"calls": state["calls"], "sums": state["sums"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["calls"], state["sums"] = payload["calls"], [t.clone() for t in payload["sums"]]
 
 
 class MovedAside(Base):

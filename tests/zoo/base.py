@@ -67,36 +67,17 @@ class AveragesItsModel:
         state = super().configure(ctx)
         return {**state, "ema": copy.deepcopy(state["model"]).requires_grad_(False)}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for average, p in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
-                average.lerp_(p, 0.1)
-        return result
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for average, p in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
+            average.lerp_(p, 0.1)
 
 
-class Base:
-    """Adam on a small network; the state is a dict. Subclasses override parts."""
+class Trainer:
+    """A regression with Adam on a small network; the state is a dict. Subclasses override parts."""
 
-    rows: Callable[[int], dict[str, torch.Tensor]] = staticmethod(regression)
-    loader: Callable[[int, int], Any] | None = None
-    """Creates the loader for a rank and a world size; None reads `rows`."""
-    differs: str = ""
-    """Why data-parallel training differs from one process; empty if it does not."""
-    per_rank: tuple[str, ...] = ()
-    """Words in the paths of tensors that may differ between ranks."""
-    resume_compares: str = "everything"
-    """``weights`` if the other state cannot be compared between processes."""
-    tolerance_alone: float = 0.0
-    """Relative tolerance of one process in fp32."""
-    tolerance: float = 1e-4
-    """Relative tolerance of two ranks in fp32 against one process."""
-
-    def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if not abstract:
-            assert cls.__name__ not in ZOO, cls.__name__
-            ZOO[cls.__name__] = cls
+    kept: tuple[str, ...] = ()
+    """Names in the state that `state_dict` returns."""
 
     def setup(self, ctx: StepContext) -> None:
         torch.manual_seed(0)
@@ -117,15 +98,56 @@ class Base:
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         return mse_loss(state["model"](batch["x"]), batch["y"])
 
+    def change_gradients(self, state: Any, ctx: StepContext) -> None:
+        """Called between backward and update."""
+
+    def after_update(self, batch: Any, state: Any, ctx: StepContext) -> None:
+        """Called at the end of the step."""
+
     def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
         loss = self.loss(batch, state)
-        state["optimizer"].zero_grad()
+        optimizers = state.get("optimizers") or [state["optimizer"]]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        state["optimizer"].step()
+        self.change_gradients(state, ctx)
+        for optimizer in optimizers:
+            optimizer.step()
+        self.after_update(batch, state, ctx)
         return StepResult({"loss": loss.detach()})
 
     def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
+        return {name: state[name] for name in self.kept}
 
     def load_state_dict(self, state: Any, payload: dict[str, object], ctx: StepContext) -> None:
-        pass
+        state.update(payload)
+
+
+def trainers(members: dict[str, Any], without: tuple[type, ...] = ()) -> dict[str, type[Trainer]]:
+    """Return the trainer classes that a module defines, by name and in order; `members` are its globals."""
+    classes = {name: cls for name, cls in members.items() if isinstance(cls, type) and issubclass(cls, Trainer)}
+    return {n: cls for n, cls in classes.items() if cls.__module__ == members["__name__"] and cls not in without}
+
+
+class Base(Trainer):
+    """A class of the table."""
+
+    rows: Callable[[int], dict[str, torch.Tensor]] = staticmethod(regression)
+    loader: Callable[[int, int], Any] | None = None
+    """Creates the loader for a rank and a world size; None reads `rows`."""
+    differs: str = ""
+    """Why data-parallel training differs from one process; empty if it does not."""
+    per_rank: tuple[str, ...] = ()
+    """Words in the paths of tensors that may differ between ranks."""
+    resume_compares: str = "everything"
+    """``weights`` if the other state cannot be compared between processes."""
+    tolerance_alone: float = 0.0
+    """Relative tolerance of one process in fp32."""
+    tolerance: float = 1e-4
+    """Relative tolerance of two ranks in fp32 against one process."""
+
+    def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not abstract:
+            assert cls.__name__ not in ZOO, cls.__name__
+            ZOO[cls.__name__] = cls

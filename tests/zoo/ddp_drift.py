@@ -10,40 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from genlight.adapter import StepContext, StepResult
+from genlight.adapter import StepResult
+
+from .base import Trainer, mlp, trainers
 
 
-def mlp(inputs: int = 6, outputs: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 12), nn.Tanh(), nn.Linear(12, outputs))
-
-
-class Base:
+class Base(Trainer):
     """A regression with SGD; every class of this file is a variation of it."""
 
-    def setup(self, ctx: StepContext) -> None:
-        torch.manual_seed(3)
-
-    def configure(self, ctx: StepContext) -> Any:
-        model = mlp()
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: StepContext) -> Any:
-        return raw
-
-    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
-        state["optimizer"].zero_grad()
-        loss = self.loss(state["model"], batch)
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return mse_loss(model(batch["x"]), batch["y"])
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: StepContext) -> None: ...
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
 
 
 class CenterLoss(Base):
@@ -53,17 +29,15 @@ class CenterLoss(Base):
         model, centers = mlp(6, 3), nn.Embedding(2, 3)
         return {"model": model, "centers": centers, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
 
-    def train_step(self, batch, state, ctx):
-        state["optimizer"].zero_grad()
-        features = state["model"](batch["x"])
-        loss = (features - state["centers"](batch["kind"])).square().mean()
-        loss.backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            centers = state["centers"].weight
-            centers -= 0.5 * centers.grad
-            centers.grad = None
-        return StepResult({"loss": loss.detach()})
+    def loss(self, batch, state):
+        return (state["model"](batch["x"]) - state["centers"](batch["kind"])).square().mean()
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for center in state["centers"].parameters():
+            if center.grad is not None:
+                center -= 0.5 * center.grad
+                center.grad = None
 
 
 class BareCenters(CenterLoss):
@@ -95,22 +69,14 @@ class CentersOfOneRank(CenterLoss):
         centers = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(2)])
         return {"model": model, "centers": centers, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
 
-    def train_step(self, batch, state, ctx):
-        state["optimizer"].zero_grad()
+    def loss(self, batch, state):
         features = state["model"](batch["x"])
         loss = torch.zeros(())
         for kind, center in enumerate(state["centers"]):
             mine = batch["kind"] == kind
             if mine.any():
                 loss = loss + (features[mine] - center).square().sum() / len(batch["x"])
-        loss.backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            for center in state["centers"]:
-                if center.grad is not None:
-                    center -= 0.5 * center.grad
-                    center.grad = None
-        return StepResult({})
+        return loss
 
 
 class FunctionalBesideBackward(Base):
@@ -124,7 +90,7 @@ class FunctionalBesideBackward(Base):
     def train_step(self, batch, state, ctx):
         model, (first, last) = state["model"], state["optimizers"]
         model.zero_grad()
-        self.loss(model, batch).backward()
+        self.loss(batch, state).backward()
         first.step()
 
         def loss(parameters: dict[str, Tensor]) -> Tensor:
@@ -145,16 +111,14 @@ class Reptile(Base):
     With one inner step over all rows this is a true gradient, so that ranks can be compared with one process.
     """
 
-    def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+    optimizer = Trainer.optimizer
 
     def train_step(self, batch, state, ctx):
         model = state["model"]
         clone = copy.deepcopy(model)
         inner = torch.optim.SGD(clone.parameters(), lr=0.1)
         inner.zero_grad()
-        self.loss(clone, batch).backward()
+        self.loss(batch, {"model": clone}).backward()
         inner.step()
         for p, moved in zip(model.parameters(), clone.parameters(), strict=True):
             p.grad = p.detach() - moved.detach()
@@ -175,9 +139,9 @@ class EvolutionInTwoRounds(Base):
             for p in model.parameters():
                 noise = 0.05 * torch.randn(p.shape, generator=generator)
                 p += noise
-                above = self.loss(model, batch)
+                above = self.loss(batch, state)
                 p -= 2 * noise
-                below = self.loss(model, batch)
+                below = self.loss(batch, state)
                 p += noise
                 p.grad = noise * (above - below) * 100
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -198,23 +162,22 @@ class Densified(Base):
         groups = [{"params": [p], "name": name} for name, p in points.items()]
         return {"points": points, "optimizer": torch.optim.Adam(groups, lr=0.02), "calls": 0}
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         points = state["points"]
         closeness = -torch.cdist(batch["x"], points["mean"]).square()
-        out = (closeness.exp() * points["opacity"].T).sum(1, keepdim=True)
-        state["optimizer"].zero_grad()
-        loss = mse_loss(out, batch["y"])
-        loss.backward()
-        large = points["mean"].grad.norm(dim=1)
-        state["optimizer"].step()
+        return mse_loss((closeness.exp() * points["opacity"].T).sum(1, keepdim=True), batch["y"])
+
+    def change_gradients(self, state, ctx):
+        self.large = state["points"]["mean"].grad.norm(dim=1)
+
+    def after_update(self, batch, state, ctx):
         state["calls"] += 1
         if state["calls"] in (2, 3):
-            chosen = large >= large.median()
+            chosen = self.large >= self.large.median()
             self.replace(state, torch.cat([torch.arange(len(chosen)), chosen.nonzero()[:, 0]]))
         if state["calls"] == 4:
             kept = state["points"]["opacity"][:, 0] >= state["points"]["opacity"].median()
             self.replace(state, kept.nonzero()[:, 0])
-        return StepResult({"loss": loss.detach()})
 
     def replace(self, state: Any, rows: Tensor) -> None:
         optimizer = state["optimizer"]
@@ -237,10 +200,12 @@ class Growing(Base):
     """Adds a layer during training and gives its parameters to the optimizer."""
 
     def configure(self, ctx):
-        model = nn.ModuleDict({"trunk": mlp(6, 4), "heads": nn.ModuleList([nn.Linear(4, 1)])})
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "calls": 0}
+        return {**super().configure(ctx), "calls": 0}
 
-    def train_step(self, batch, state, ctx):
+    def model(self):
+        return nn.ModuleDict({"trunk": mlp(6, 4), "heads": nn.ModuleList([nn.Linear(4, 1)])})
+
+    def loss(self, batch, state):
         model = state["model"]
         state["calls"] += 1
         if state["calls"] == 3:
@@ -248,11 +213,8 @@ class Growing(Base):
             head = nn.Linear(4, 1)
             model["heads"].append(head)
             state["optimizer"].add_param_group({"params": list(head.parameters())})
-        state["optimizer"].zero_grad()
         features = model["trunk"](batch["x"])
-        mse_loss(sum(head(features) for head in model["heads"]), batch["y"]).backward()
-        state["optimizer"].step()
-        return StepResult({})
+        return mse_loss(sum(head(features) for head in model["heads"]), batch["y"])
 
 
 class Momentum(Base):
@@ -262,16 +224,15 @@ class Momentum(Base):
         state = super().configure(ctx)
         return {**state, "slow": copy.deepcopy(state["model"])}
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         with torch.no_grad():
             target = state["slow"](batch["x"])
-        state["optimizer"].zero_grad()
-        mse_loss(state["model"](batch["x"]), 0.5 * (batch["y"] + target)).backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            for slow, p in zip(state["slow"].parameters(), state["model"].parameters(), strict=True):
-                slow.lerp_(p, 0.1)
-        return StepResult({})
+        return mse_loss(state["model"](batch["x"]), 0.5 * (batch["y"] + target))
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for slow, p in zip(state["slow"].parameters(), state["model"].parameters(), strict=True):
+            slow.lerp_(p, 0.1)
 
 
 class FunctionalWithoutGrad(Base):
@@ -297,7 +258,7 @@ class ReptileInPlace(Reptile):
         model = state["model"]
         clone = copy.deepcopy(model)
         inner = torch.optim.SGD(clone.parameters(), lr=0.1)
-        self.loss(clone, batch).backward()
+        self.loss(batch, {"model": clone}).backward()
         inner.step()
         for p, moved in zip(model.parameters(), clone.parameters(), strict=True):
             if p.grad is None:
@@ -314,12 +275,10 @@ class NoiseOfEachRank(Base):
     def configure(self, ctx):
         return {**super().configure(ctx), "generator": torch.Generator().manual_seed(ctx.rank)}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            weight = state["model"][2].weight
-            weight += 0.001 * torch.randn(weight.shape, generator=state["generator"])
-        return result
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        weight = state["model"][2].weight
+        weight += 0.001 * torch.randn(weight.shape, generator=state["generator"])
 
 
 class Memory(nn.Module):
@@ -393,9 +352,8 @@ class ShardedMomentum(torch.optim.Optimizer):
 class ShardsItsOptimizer(Base):
     """Does not declare the sharded optimizer."""
 
-    def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "optimizer": ShardedMomentum(model.parameters(), lr=0.05)}
+    def optimizer(self, parameters):
+        return ShardedMomentum(parameters, lr=0.05)
 
 
 class DeclaresItsShardedOptimizer(ShardsItsOptimizer):
@@ -411,34 +369,23 @@ class OptimizerThatSaysSo(ShardedMomentum):
 class HasAnOptimizerThatSaysSo(Base):
     """Declares it by the optimizer's class."""
 
-    def configure(self, ctx):
-        model = mlp()
-        return {"model": model, "optimizer": OptimizerThatSaysSo(model.parameters(), lr=0.05)}
+    def optimizer(self, parameters):
+        return OptimizerThatSaysSo(parameters, lr=0.05)
 
 
-RIGHT = [
-    CenterLoss,
-    FunctionalBesideBackward,
-    Reptile,
-    EvolutionInTwoRounds,
-    Densified,
-    DensifiedWithoutAChangeOfSize,
-    Growing,
-    Momentum,
-    DeclaresItsShardedOptimizer,
-    HasAnOptimizerThatSaysSo,
-]
-"""Classes that equal one process over the complete batch."""
-
-DECLARED = [DeclaredMemory, DeclaredLatents]
+DECLARED = ("DeclaredMemory", "DeclaredLatents")
 """Equal but for what is each rank's own."""
 
 REFUSED = {
-    BareCenters: r"`train_step`: torch\.autograd\.grad returns this rank's gradients of parameters that no optimizer",
-    CentersOfOneRank: r'in step 1: rank 0 trains state\["centers"\]\.0, rank 1 does not; rank 1 trains .*\.1, rank 0',
-    FunctionalWithoutGrad: r'first is state\["model"\]\.0\.weight: rank 0 \(.* at 0\) and rank 1 \(.* torch\.func',
-    ReptileInPlace: r'first is state\["model"\]\.0\.weight: .*changed in place',
-    NoiseOfEachRank: r'first is state\["model"\]\.2\.weight: .* random numbers that differ between ranks',
-    ShardsItsOptimizer: r'first is .*momentum of state\["model"\].* an optimizer that shards its state',
+    "BareCenters": r"`train_step`: torch\.autograd\.grad returns this rank's gradients of parameters that no optimizer",
+    "CentersOfOneRank": r'in step 1: rank 0 trains state\["centers"\]\.0, rank 1 does not; rank 1 trains .*\.1, rank 0',
+    "FunctionalWithoutGrad": r'first is state\["model"\]\.0\.weight: rank 0 \(.* at 0\) and rank 1 \(.* torch\.func',
+    "ReptileInPlace": r'first is state\["model"\]\.0\.weight: .*changed in place',
+    "NoiseOfEachRank": r'first is state\["model"\]\.2\.weight: .* random numbers that differ between ranks',
+    "ShardsItsOptimizer": r'first is .*momentum of state\["model"\].* an optimizer that shards its state',
 }
 """Classes that are refused, or ended by the comparison of replicas; parts of the message."""
+
+WITHOUT = (Base, MemoryOfOwnRows)
+RIGHT = [name for name in trainers(globals(), WITHOUT) if name not in REFUSED and name not in DECLARED]
+"""Classes that equal one process over the complete batch."""

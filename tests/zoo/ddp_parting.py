@@ -13,7 +13,8 @@ from torch import nn
 
 from genlight.adapter import StepResult
 
-from .ddp_drift import Base, mlp
+from .base import mlp, trainers
+from .ddp_drift import Base
 from .runs import STEPS
 
 
@@ -32,14 +33,11 @@ class SkipsBeforeBackward(Base):
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
-        loss = self.loss(state["model"], batch)
+        loss = self.loss(batch, state)
         if state["calls"] == self.bad_step and bool((batch["kind"] == 1).any()):
             loss = loss * math.nan
         if not torch.isfinite(loss):
             return StepResult({"loss": 0.0})
-        return self.update(loss, state)
-
-    def update(self, loss: torch.Tensor, state: Any) -> StepResult:
         state["optimizer"].zero_grad()
         loss.backward()
         state["optimizer"].step()
@@ -60,7 +58,7 @@ class SkipsTheUpdate(Base):
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
-        loss = self.loss(state["model"], batch)
+        loss = self.loss(batch, state)
         state["optimizer"].zero_grad()
         loss.backward()
         if state["calls"] == 3 and bool((batch["kind"] == 1).any()):
@@ -75,7 +73,7 @@ class SkipsTheSecondUpdate(SkipsTheUpdate):
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
         state["optimizer"].zero_grad()
-        self.loss(state["model"], batch).backward()
+        self.loss(batch, state).backward()
         nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
         state["optimizer"].step()
         if state["calls"] == 3 and bool((batch["kind"] == 0).any()):
@@ -88,7 +86,7 @@ class SkipsByTheNormOfGradients(SkipsTheUpdate):
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
-        loss = self.loss(state["model"], batch)
+        loss = self.loss(batch, state)
         if state["calls"] == 3:
             loss = loss * torch.where(batch["kind"] == 1, math.nan, 1.0).sum()
         state["optimizer"].zero_grad()
@@ -112,7 +110,7 @@ class LogsOnRankZero(Base):
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
-        loss = self.loss(state["model"], batch)
+        loss = self.loss(batch, state)
         loss.backward()
         metrics = {}
         if ctx.rank == 0:
@@ -129,7 +127,7 @@ class LogsOnRankZeroBeforeABarrier(LogsOnRankZero):
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
-        self.loss(state["model"], batch).backward()
+        self.loss(batch, state).backward()
         if ctx.rank == 0:
             float(state["model"][0].weight.grad.norm())
         if together():
@@ -146,10 +144,10 @@ class ReadsBetweenBackwardCalls(Base):
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
-        self.loss(state["model"], batch).backward()
+        self.loss(batch, state).backward()
         if ctx.rank == 1:
             float(state["model"][0].weight.grad.norm())
-        self.loss(state["model"], batch).backward()
+        self.loss(batch, state).backward()
         state["optimizer"].step()
         return StepResult({})
 
@@ -165,7 +163,7 @@ class UpdatesByHandOnOneRank(Base):
         if state["calls"] == 2 and bool((batch["kind"] == 1).any()):
             return StepResult({})
         parameters = list(state["model"].parameters())
-        for p, g in zip(parameters, torch.autograd.grad(self.loss(state["model"], batch), parameters), strict=True):
+        for p, g in zip(parameters, torch.autograd.grad(self.loss(batch, state), parameters), strict=True):
             p.data -= 0.1 * g
         return StepResult({})
 
@@ -239,7 +237,7 @@ class CallsBackwardOnceMore(SkipsTheUpdate):
         state["calls"] += 1
         state["optimizer"].zero_grad()
         for _ in range(2 if state["calls"] == STEPS and ctx.rank == 0 else 1):
-            self.loss(state["model"], batch).backward()
+            self.loss(batch, state).backward()
         state["optimizer"].step()
         return StepResult({})
 
@@ -269,7 +267,7 @@ class KilledInBackward(SkipsTheUpdate):
 
     def train_step(self, batch, state, ctx):
         state["calls"] += 1
-        loss = self.loss(state["model"], batch)
+        loss = self.loss(batch, state)
         state["optimizer"].zero_grad()
         if state["calls"] == 3 and ctx.rank == 1:
             loss.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
@@ -278,37 +276,37 @@ class KilledInBackward(SkipsTheUpdate):
         return StepResult({})
 
 
-RIGHT = [SkipsByTheNormOfGradients, SkipsStepsTogether, LogsOnRankZero, LogsOnRankZeroBeforeABarrier]
-"""Classes that equal one process over the complete batch."""
-
 REFUSED = {
-    SkipsBeforeBackward: (
-        r"rank 0 calls backward \(at .*ddp_parting\.py:\d+, in update\) in step 3, "
+    "SkipsBeforeBackward": (
+        r"rank 0 calls backward \(at .*ddp_parting\.py:\d+, in train_step\) in step 3, "
         r"while rank 1 has ended the step without a backward call in step 3.*on all ranks or on none"
     ),
-    SkipsTheLastStep: r"while rank 1 has ended the step without a backward call in step 4",
-    SkipsTheUpdate: (
+    "SkipsTheLastStep": r"while rank 1 has ended the step without a backward call in step 4",
+    "SkipsTheUpdate": (
         r"rank 0 calls backward .* in step 4, while rank 1 calls backward .* in step 4\. Rank 0 has made 3 updates, "
         r"rank 1 2; the last one of rank 0 is at .*ddp_parting\.py:\d+, in train_step\..*on all ranks or on none"
     ),
-    SkipsTheSecondUpdate: r"rank 0 updates .* in step 3, while rank 1 calls backward .* in step 4.*number of backward",
-    ReadsBetweenBackwardCalls: (
+    "SkipsTheSecondUpdate": r"rank 0 updates .* in step 3, while rank 1 calls backward .* in step 4.*number of",
+    "ReadsBetweenBackwardCalls": (
         r"rank 1 calls backward \(at .*ddp_parting\.py:\d+, in train_step\) in step 2, right after it calls backward "
         r"\(at .*ddp_parting\.py:\d+, in train_step\).*read gradients between these calls on all ranks or on none"
     ),
-    UpdatesByHandOnOneRank: r"`train_step`: torch\.autograd\.grad returns this rank's gradients of .*call backward\(\)",
-    FreezesOnOneRank: (
+    "UpdatesByHandOnOneRank": r"`train_step`: torch\.autograd\.grad returns this rank's gradients of .*call backward",
+    "FreezesOnOneRank": (
         r'Ranks train different parameters in step 3: rank 0 trains state\["model"\]\.0\.bias, '
         r'state\["model"\]\.0\.weight, rank 1 does not\. Decide by values'
     ),
-    FreezesFromTheStartOnOneRank: (
+    "FreezesFromTheStartOnOneRank": (
         r"Ranks 0 and 1 built different things: rank 0 has state\[.model.\]\.0\.weight \(12, 6\) torch.float32, "
         r"rank 1 has .* torch.float32 frozen"
     ),
-    CallsBackwardOnceMore: r"rank 0 calls backward .* in step 4, .*while rank 1 has ended the last step in step 4",
-    UpdatesTwiceInTheLastStep: r"rank 0 calls backward .* in step 4, while rank 1 has ended the last step in step 4",
-    UpdatesInBackward: r"a parameter has a hook that runs as soon as its gradient is accumulated .*update after",
-    ReplacesOnOneRank: r'ReplicaDriftError: .*the first is state\["points"\]\.mean',
-    DensifiesByItsOwnRows: r"Ranks train different parameters in step 3: ranks 0 and 1 have .* of different shapes",
+    "CallsBackwardOnceMore": r"rank 0 calls backward .* in step 4, .*while rank 1 has ended the last step in step 4",
+    "UpdatesTwiceInTheLastStep": r"rank 0 calls backward .* in step 4, while rank 1 has ended the last step in step 4",
+    "UpdatesInBackward": r"a parameter has a hook that runs as soon as its gradient is accumulated .*update after",
+    "ReplacesOnOneRank": r'ReplicaDriftError: .*the first is state\["points"\]\.mean',
+    "DensifiesByItsOwnRows": r"Ranks train different parameters in step 3: ranks 0 and 1 have .* of different shapes",
 }
 """Classes that end on both ranks; parts of the error message."""
+
+RIGHT = [name for name in trainers(globals(), without=(KilledInBackward,)) if name not in REFUSED]
+"""Classes that equal one process over the complete batch."""

@@ -49,12 +49,10 @@ class MagnitudePruning(Base):
         masks = [(p.detach().abs() > p.detach().abs().median()).float() for p in state["model"].parameters()]
         return {**state, "masks": masks}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for p, mask in zip(state["model"].parameters(), state["masks"], strict=True):
-                p.mul_(mask)
-        return result
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for p, mask in zip(state["model"].parameters(), state["masks"], strict=True):
+            p.mul_(mask)
 
 
 class QuantizationAware(Base):
@@ -126,6 +124,8 @@ class OwnScaler(Base):
 class OverflowsOnce(Base):
     """The loss of the second step overflows fp16; its update must be skipped and counted."""
 
+    kept = ("steps",)
+
     def configure(self, ctx):
         return {**super().configure(ctx), "steps": 0}
 
@@ -141,15 +141,11 @@ class OverflowsOnce(Base):
             state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
 
-    def state_dict(self, state):
-        return {"steps": state["steps"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["steps"] = payload["steps"]
-
 
 class OverflowsBesideUpdatesByHand(Base):
     """The same with a head that the trainer updates itself; no scaler skips that update."""
+
+    kept = ("steps",)
 
     def configure(self, ctx):
         body, head = mlp(6, 4), torch.nn.Linear(4, 1)
@@ -169,12 +165,6 @@ class OverflowsBesideUpdatesByHand(Base):
             for p in state["head"].parameters():
                 p.sub_(0.1 * p.grad)
         return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {"steps": state["steps"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["steps"] = payload["steps"]
 
 
 class DoublePrecision(Base):

@@ -17,13 +17,11 @@ class EmaModule(AveragesItsModel, Base):
 class EmaOfStateDict(EmaModule):
     """Averages the tensors of state dicts, including buffers."""
 
-    def train_step(self, batch, state, ctx):
-        result = Base.train_step(self, batch, state, ctx)
-        with torch.no_grad():
-            now = state["model"].state_dict()
-            for name, average in state["ema"].state_dict().items():
-                average.mul_(0.5).add_(now[name], alpha=0.5)
-        return result
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        now = state["model"].state_dict()
+        for name, average in state["ema"].state_dict().items():
+            average.mul_(0.5).add_(now[name], alpha=0.5)
 
 
 class EmaShadowList(Base):
@@ -45,10 +43,8 @@ class EmaShadowList(Base):
         state = super().configure(ctx)
         return {**state, "ema": self.Ema(state["model"].parameters())}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         state["ema"].step(state["model"].parameters())
-        return result
 
     def state_dict(self, state):
         return {"shadow": state["ema"].shadow_params, "steps": state["ema"].optimization_step}
@@ -63,27 +59,26 @@ class TorchAveragedModel(Base):
         state = super().configure(ctx)
         return {**state, "ema": AveragedModel(state["model"], multi_avg_fn=get_ema_multi_avg_fn(0.9))}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         state["ema"].update_parameters(state["model"])
-        return result
 
 
 class SwappedForEvaluation(EmaModule):
     """Swaps the averages in, reads them, and swaps them out again in every step."""
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
+        super().after_update(batch, state, ctx)
         kept = copy.deepcopy(state["model"].state_dict())
         state["model"].load_state_dict(state["ema"].state_dict())
         with torch.no_grad():
             state["model"](batch["x"])
         state["model"].load_state_dict(kept)
-        return result
 
 
 class BestWeights(Base):
     """Keeps the weights of the lowest loss so far."""
+
+    kept = ("lowest",)
 
     differs = "each rank chooses the best step by its own loss"
     per_rank = ("best",)
@@ -100,27 +95,19 @@ class BestWeights(Base):
             state["best"].load_state_dict(state["model"].state_dict())
         return result
 
-    def state_dict(self, state):
-        return {"lowest": state["lowest"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["lowest"] = payload["lowest"]
-
 
 class EmaMadeInTheFirstStep(Base):
     """An average in a list that the first step creates; a resume keeps the loaded tensors."""
 
     ema = None
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         parameters = list(state["model"].parameters())
         with torch.no_grad():
             self.ema = self.ema or [p.detach().clone() for p in parameters]
             for average, p in zip(self.ema, parameters, strict=True):
                 average.lerp_(p, 0.1)
                 p.lerp_(average, 0.1)
-        return result
 
     def state_dict(self, state):
         return {"ema": self.ema}

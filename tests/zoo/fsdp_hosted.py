@@ -1,4 +1,4 @@
-"""Trainer classes whose modules, copies, hooks and optimizers are difficult to shard."""
+"""Classes whose modules, copies, hooks and optimizers are difficult to shard."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss, normalize
 
 from genlight.adapter.contract.types import StepResult
-from zoo.small import Base, mlp
+
+from .base import mlp, trainers
+from .small import Base
 
 
 class Clip(Base):
     """Two towers and a trained temperature; each row has a separate loss, so that ranks can share the rows."""
-
-    clips = True
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -31,23 +31,23 @@ class Clip(Base):
         def encode_text(self, x):
             return normalize(self.text(x), dim=-1)
 
-    def configure(self, ctx):
-        model = self.Model()
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01)}
+    def model(self):
+        return self.Model()
 
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        x = batch["x"]
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, 0.01)
+
+    def loss(self, batch, state):
+        model, x = state["model"], batch["x"]
         similarity = (model.encode_image(x) * model.encode_text(x.flip(1))).sum(1)
-        loss = (model.logit_scale.exp() * similarity - batch["y"].squeeze(1)).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        if self.clips:
-            self.norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-        state["optimizer"].step()
-        with torch.no_grad():
-            model.logit_scale.clamp_(0, math.log(100))
-        return StepResult({"loss": loss.detach()})
+        return (model.logit_scale.exp() * similarity - batch["y"].squeeze(1)).square().mean()
+
+    def change_gradients(self, state, ctx):
+        self.norm = float(nn.utils.clip_grad_norm_(state["model"].parameters(), 0.5))
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        state["model"].logit_scale.clamp_(0, math.log(100))
 
 
 class EncoderPart(Base):
@@ -61,57 +61,42 @@ class EncoderPart(Base):
         def forward(self, x):
             return self.decoder(self.encoder(x))
 
-    def configure(self, ctx):
-        model = self.Model()
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.01)}
+    def model(self):
+        return self.Model()
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         model, x = state["model"], batch["x"]
         with torch.no_grad():
             before = model.encoder(x)
         code = model.encoder(x)
-        loss = mse_loss(model(x), x) + 0.1 * mse_loss(model.decoder(code), x) + 0.01 * (code - before + 1).abs().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+        return mse_loss(model(x), x) + 0.1 * mse_loss(model.decoder(code), x) + 0.01 * (code - before + 1).abs().mean()
 
 
 class FormattedNorms(Base):
     """Logs norms and extremes, as strings and numbers, of gradients and weights that a rank has no part of."""
 
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        largest = max(p.grad.abs().max() for p in state["model"].parameters())
-        flat = max(p.grad.norm(float("inf")) for p in state["model"].parameters())
-        texts = [
-            f"{p.grad.norm():.4f} {p.max().item():.3f} {p.grad.abs().max():.2e}" for p in state["model"].parameters()
-        ]
+    def change_gradients(self, state, ctx):
+        parameters = list(state["model"].parameters())
+        largest = max(p.grad.abs().max() for p in parameters)
+        flat = max(p.grad.norm(float("inf")) for p in parameters)
+        texts = [f"{p.grad.norm():.4f} {p.max().item():.3f} {p.grad.abs().max():.2e}" for p in parameters]
         assert float(largest) == float(flat), "the same largest entry"
         self.seen = torch.tensor([float(text.split()[0]) for text in texts])
-        for p in state["model"].parameters():
+        for p in parameters:
             p.grad.div_(largest)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach(), "largest": float(largest)})
 
 
 class ModuleListOfBlocks(Base):
     """Blocks in a list that the trainer calls one after the other."""
 
-    def configure(self, ctx):
-        blocks = nn.ModuleList([mlp(6, 6), mlp(6, 6), mlp(6, 1)])
-        return {"blocks": blocks, "optimizer": torch.optim.Adam(blocks.parameters(), 0.01)}
+    def model(self):
+        return nn.ModuleList([mlp(6, 6), mlp(6, 6), mlp(6, 1)])
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         x = batch["x"]
-        for block in state["blocks"]:
+        for block in state["model"]:
             x = block(x)
-        state["optimizer"].zero_grad()
-        mse_loss(x, batch["y"]).backward()
-        state["optimizer"].step()
-        return StepResult({})
+        return mse_loss(x, batch["y"])
 
 
 class Codebook(Base):
@@ -128,9 +113,11 @@ class Codebook(Base):
                 self.codes.data.mul_(0.9).add_(0.1)
             return self.out(x + self.codes.mean(0))
 
-    def configure(self, ctx):
-        model = self.Layer()
-        return {"model": model, "optimizer": torch.optim.Adam(model.out.parameters(), 0.01)}
+    def model(self):
+        return self.Layer()
+
+    def optimizer(self, parameters):
+        return torch.optim.Adam([p for p in parameters if p.requires_grad], 0.01)
 
 
 class AveragesInWholeModules(Base):
@@ -142,21 +129,19 @@ class AveragesInWholeModules(Base):
     def configure(self, ctx):
         parts = nn.ModuleDict({"encoder": mlp(6, 5), "head": nn.Linear(5, 1)})
         averages = nn.ModuleList([copy.deepcopy(parts), copy.deepcopy(parts["encoder"])]).requires_grad_(False)
-        return {"parts": parts, "averages": averages, "optimizer": torch.optim.Adam(parts.parameters(), lr=0.01)}
+        return {"parts": parts, "averages": averages, "optimizer": self.optimizer(parts.parameters())}
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
+        return mse_loss(state["parts"]["head"](state["parts"]["encoder"](batch["x"])), batch["y"])
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
         parts, (all_of_it, encoder) = state["parts"], state["averages"]
-        loss = mse_loss(parts["head"](parts["encoder"](batch["x"])), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            for a, p in zip(all_of_it.parameters(), parts.parameters(), strict=True):
-                a.lerp_(p, 0.1)
-            for a, p in zip(encoder.parameters(), parts["encoder"].parameters(), strict=True):
-                a *= 0.9
-                a += 0.1 * p
-        return StepResult({"loss": loss.detach()})
+        for a, p in zip(all_of_it.parameters(), parts.parameters(), strict=True):
+            a.lerp_(p, 0.1)
+        for a, p in zip(encoder.parameters(), parts["encoder"].parameters(), strict=True):
+            a *= 0.9
+            a += 0.1 * p
 
 
 class Answer:
@@ -185,22 +170,14 @@ class ReturnsObject(Base):
         def forward(self, x):
             return Answer(self.last(self.inner(x).value))
 
-    def configure(self, ctx):
-        model = self.Model()
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+    def model(self):
+        return self.Model()
 
-    def loss(self, batch, model):
-        return mse_loss(model(batch["x"]).value, batch["y"])
-
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state["model"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+    def loss(self, batch, state):
+        return mse_loss(state["model"](batch["x"]).value, batch["y"])
 
 
-class ReturnsView(ReturnsObject):
+class ReturnsView(Base):
     """A view that the trainer changes in place; this removes torch's hook from it."""
 
     class Model(nn.Module):
@@ -211,25 +188,28 @@ class ReturnsView(ReturnsObject):
         def forward(self, x):
             return self.net(x).view(-1)
 
-    def loss(self, batch, model):
-        out = model(batch["x"])
+    def model(self):
+        return self.Model()
+
+    def loss(self, batch, state):
+        out = state["model"](batch["x"])
         out += 0.1
         return mse_loss(out, batch["y"].view(-1))
 
 
-class FeaturesOfAHook(ReturnsObject):
+class FeaturesOfAHook(Base):
     """A loss of activations that a forward hook has captured; one of two calls also uses the output."""
 
-    def configure(self, ctx):
+    def model(self):
         model = mlp()
         self.kept: list[torch.Tensor] = []
         model[1].register_forward_hook(lambda module, args, out: self.kept.append(out))
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+        return model
 
-    def loss(self, batch, model):
-        model(batch["x"].flip(1))
+    def loss(self, batch, state):
+        state["model"](batch["x"].flip(1))
         hidden = self.kept.pop()
-        out = model(batch["x"])
+        out = state["model"](batch["x"])
         self.kept.clear()
         return mse_loss(out, batch["y"]) + hidden.square().mean()
 
@@ -237,12 +217,12 @@ class FeaturesOfAHook(ReturnsObject):
 class FeaturesOfAHookAlone(FeaturesOfAHook):
     """The same without any output."""
 
-    def loss(self, batch, model):
-        model(batch["x"])
+    def loss(self, batch, state):
+        state["model"](batch["x"])
         return (self.kept.pop().mean(1, keepdim=True) - batch["y"]).square().mean()
 
 
-class NamesInputsOfBackward(ReturnsObject):
+class NamesInputsOfBackward(Base):
     """Two losses, each differentiated only with respect to one module's parameters."""
 
     def configure(self, ctx):
@@ -279,11 +259,11 @@ class AddsALayer(Base):
         state["model"].append(layer)
         state["optimizer"].add_param_group({"params": list(layer.parameters())})
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         self.steps += 1
         if self.steps == 2:
             self.change(state)
-        return super().train_step(batch, state, ctx)
+        return super().loss(batch, state)
 
 
 class DropsAGroup(AddsALayer):
@@ -315,25 +295,15 @@ class CompiledSgd(torch.optim.SGD):
 
 
 class UpdatesByCompiledCode(Base):
-    def configure(self, ctx):
-        model = mlp().to(ctx.device)
-        return {"model": model, "optimizer": CompiledSgd(model.parameters(), lr=0.05)}
+    def optimizer(self, parameters):
+        return CompiledSgd(parameters, lr=0.05)
 
 
-CLASSES = (
-    AveragesInWholeModules,
-    Clip,
-    EncoderPart,
-    FormattedNorms,
-    ModuleListOfBlocks,
-    Codebook,
-    ReturnsObject,
-    ReturnsView,
-    FeaturesOfAHook,
-    FeaturesOfAHookAlone,
-    NamesInputsOfBackward,
-    UpdatesByCompiledCode,
-    AddsALayer,
-    DropsAGroup,
-)
-ZOO = {cls.__name__: cls for cls in CLASSES}
+ZOO = trainers(globals())
+OUTPUTS = r"torch has no such operation on sharded parameters.*or use `strategy: ddp`"
+REFUSED = {
+    "Codebook": r'state\["model"\], its codes: a module writes to its own parameters in its forward.*`strategy: ddp`',
+    "ReturnsObject": OUTPUTS,
+    "ReturnsView": OUTPUTS,
+    "NamesInputsOfBackward": r"gradients of parameters are requested.*or use `strategy: ddp`",
+}

@@ -1,16 +1,16 @@
-"""Trainer classes that change weights without the optimizer, around forward calls without a backward call."""
+"""Classes that change weights without the optimizer, around forward calls without a backward call; sharded."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
-from zoo.small import Base, mlp
+
+from .base import mlp, trainers
+from .small import Base
 
 
 class LooksEverywhere(Base):
@@ -19,7 +19,7 @@ class LooksEverywhere(Base):
     place = ""
     grad = False
 
-    def look(self, here: str, batch: Any, state: Any) -> None:
+    def look(self, here, batch, state):
         if here in self.place.split():
             with torch.set_grad_enabled(self.grad):
                 self.last_look = mse_loss(state["model"](batch["x"]), batch["y"]).item()
@@ -64,17 +64,13 @@ class HardTargetCopy(Base):
         for name, value in source.items():
             (target[name].data if self.through_data else target[name]).copy_(value)
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         state["calls"] += 1
         if state["calls"] % 2:
             self.copy(state)
         with torch.no_grad():
             goal = batch["y"] + 0.5 * state["target"](batch["x"])
-        loss = mse_loss(state["model"](batch["x"]), goal)
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+        return mse_loss(state["model"](batch["x"]), goal)
 
 
 class HardTargetCopyThroughData(HardTargetCopy):
@@ -84,22 +80,21 @@ class HardTargetCopyThroughData(HardTargetCopy):
 class WritesWhileGathered(Base):
     """Changes the weights between a forward call with a graph and the next update, like spectral clipping."""
 
-    through_data = False
-
     def train_step(self, batch, state, ctx):
         seen = state["model"](batch["x"]).detach().mean()
         for p in state["model"].parameters():
-            if self.through_data:
-                p.data.mul_(0.95)
-            else:
-                with torch.no_grad():
-                    p.mul_(0.95)
+            self.shrink(p)
         result = super().train_step(batch, state, ctx)
         return StepResult({**result.metrics, "seen": seen})
 
+    @torch.no_grad()
+    def shrink(self, parameter):
+        parameter.mul_(0.95)
+
 
 class WritesWhileGatheredThroughData(WritesWhileGathered):
-    through_data = True
+    def shrink(self, parameter):
+        parameter.data.mul_(0.95)
 
 
 class RestoresBestWeights(Base):
@@ -112,59 +107,41 @@ class RestoresBestWeights(Base):
         state["calls"] += 1
         if state["calls"] == 2:
             self.best = {k: v.clone() for k, v in state["model"].state_dict().items()}
-        result = super().train_step(batch, state, ctx)
+        return super().train_step(batch, state, ctx)
+
+    def after_update(self, batch, state, ctx):
         if state["calls"] == 3:
             state["model"](batch["x"])
             state["model"].load_state_dict(self.best)
             state["model"](batch["x"])
-        return result
 
 
 class PenalisesWeights(Base):
     """An L1 and an L2 term in the loss, over parameters that a forward call has already used."""
 
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
+    def loss(self, batch, state):
+        loss = super().loss(batch, state)
         loss = loss + 0.01 * sum(p.square().sum() for p in state["model"].parameters())
-        loss = loss + 0.001 * sum(p.abs().sum() for p in state["model"].parameters())
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+        return loss + 0.001 * sum(p.abs().sum() for p in state["model"].parameters())
 
 
 class PenalisesWeightsFirst(Base):
     """Computes the penalty before any forward call of the step."""
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         penalty = 0.01 * sum(p.square().sum() for p in state["model"].parameters())
-        loss = mse_loss(state["model"](batch["x"]), batch["y"]) + penalty
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+        return super().loss(batch, state) + penalty
 
 
 class RenormalisedRows(Base):
     """Scales the rows of the first layer to unit length after each update (an nGPT-like constraint)."""
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            state["model"](batch["x"])
-            w = state["model"][0].weight
-            w.div_(w.norm(dim=1, keepdim=True))
-        return result
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        state["model"](batch["x"])
+        w = state["model"][0].weight
+        w.div_(w.norm(dim=1, keepdim=True))
 
 
-CLASSES: tuple[type[nn.Module] | type, ...] = (
-    HardTargetCopy,
-    HardTargetCopyThroughData,
-    WritesWhileGathered,
-    WritesWhileGatheredThroughData,
-    RestoresBestWeights,
-    PenalisesWeights,
-    PenalisesWeightsFirst,
-    RenormalisedRows,
-)
-ZOO = {**{cls.__name__: cls for cls in CLASSES}, **LOOKING}
+ZOO = {**trainers(globals(), without=(LooksEverywhere,)), **LOOKING}
+REFUSED: dict[str, str] = {}

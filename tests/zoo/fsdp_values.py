@@ -1,4 +1,4 @@
-"""Trainer classes that compute with gradients and norms themselves, or use modules on some ranks only."""
+"""Classes that compute with gradients and norms themselves, or use modules on some ranks only; sharded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
-from zoo.small import Base, mlp
+
+from .base import mlp, trainers
+from .small import Base
 
 
 class WholeParameterInTheSameGroup(Base):
@@ -18,72 +20,60 @@ class WholeParameterInTheSameGroup(Base):
         optimizer = torch.optim.AdamW([*model.parameters(), token], 0.01, foreach=True)
         return {"model": model, "token": token, "optimizer": optimizer}
 
-    def train_step(self, batch, state, ctx):
-        parameters = state["optimizer"].param_groups[0]["params"]
-        state["optimizer"].zero_grad()
-        loss = mse_loss(state["model"](batch["x"] + state["token"]), batch["y"])
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 0.1, foreach=True)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+    def loss(self, batch, state):
+        return mse_loss(state["model"](batch["x"] + state["token"]), batch["y"])
+
+    def change_gradients(self, state, ctx):
+        nn.utils.clip_grad_norm_(state["optimizer"].param_groups[0]["params"], 0.1, foreach=True)
 
 
 class HeadsByRank(Base):
     """A head for each half of the rows, so that each rank trains one; a third head is never trained."""
 
-    together = True
-
     def configure(self, ctx):
         heads = [mlp(5, 1) for _ in range(3)]
         body = mlp(6, 5)
-        if self.together:
-            model = nn.Module()
-            model.body, model.heads = body, nn.ModuleList(heads)
-            return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01)}
-        parameters = [p for m in (body, *heads) for p in m.parameters()]
-        return {"body": body, "heads": heads, "optimizer": torch.optim.AdamW(parameters, 0.01)}
+        optimizer = torch.optim.AdamW([p for m in (body, *heads) for p in m.parameters()], 0.01)
+        return {**self.modules(body, heads), "optimizer": optimizer}
 
-    def train_step(self, batch, state, ctx):
-        body, heads = (state["model"].body, state["model"].heads) if self.together else (state["body"], state["heads"])
-        features = body(batch["x"])
+    def modules(self, body, heads):
+        return {"model": nn.ModuleDict({"body": body, "heads": nn.ModuleList(heads)})}
+
+    def loss(self, batch, state):
+        modules = state.get("model", state)
+        features = modules["body"](batch["x"])
         total = 0.0
         for kind in batch["kind"].unique().tolist():
             rows = batch["kind"] == kind
-            total = total + (heads[kind](features[rows]) - batch["y"][rows]).square().sum()
-        loss = total / len(batch["x"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+            total = total + (modules["heads"][kind](features[rows]) - batch["y"][rows]).square().sum()
+        return total / len(batch["x"])
 
 
 class HeadsInPythonList(HeadsByRank):
     """The heads are separate modules, so that ranks gather different ones."""
 
-    together = False
+    def modules(self, body, heads):
+        return {"body": body, "heads": heads}
 
 
 class HeadOnOneRank(HeadsInPythonList):
     """One rank uses a module that the other does not use at all."""
 
     def train_step(self, batch, state, ctx):
+        self.rank = ctx.rank
+        return super().train_step(batch, state, ctx)
+
+    def loss(self, batch, state):
         out = state["body"](batch["x"])
-        loss = out.square().mean() + (state["heads"][0](out).square().mean() if ctx.rank == 0 else 0)
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({})
+        return out.square().mean() + (state["heads"][0](out).square().mean() if self.rank == 0 else 0)
 
 
 class ReadsNormOnOneRank(Base):
     """A norm for the log, computed only on rank 0."""
 
-    def train_step(self, batch, state, ctx):
-        mse_loss(state["model"](batch["x"]), batch["y"]).backward()
+    def change_gradients(self, state, ctx):
         if ctx.rank == 0:
             float(state["model"][0].weight.grad.norm())
-        state["optimizer"].step()
-        return StepResult({})
 
 
 class Experts(Base):
@@ -101,26 +91,23 @@ class Experts(Base):
                 out = out.index_put((torch.nonzero(kind == k)[:, 0],), self.experts[k](h[kind == k]))
             return out
 
-    def configure(self, ctx):
-        model = self.Model()
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01)}
+    def model(self):
+        return self.Model()
 
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"], batch["kind"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, 0.01)
+
+    def loss(self, batch, state):
+        return mse_loss(state["model"](batch["x"], batch["kind"]), batch["y"])
 
 
 class ClippedByHand(Base):
-    """A norm summed by hand, in three ways."""
+    """A norm summed by hand, in three ways; updates by hand."""
 
     def train_step(self, batch, state, ctx):
         parameters = list(state["model"].parameters())
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
         state["optimizer"].zero_grad()
-        loss.backward()
+        self.loss(batch, state).backward()
         by_items = sum(p.grad.norm(2).item() ** 2 for p in parameters) ** 0.5
         stacked = torch.norm(torch.stack([p.grad.detach().norm(2) for p in parameters]), 2)
         foreach = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in parameters])))
@@ -138,20 +125,15 @@ class ClippedByHand(Base):
 class SignsAndMasks(Base):
     """Updates by the sign of gradients, masked by a global threshold of their size."""
 
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            mean = sum(p.grad.abs().sum() for p in state["model"].parameters()) / 97
-            for p in state["model"].parameters():
-                p.grad.copy_(torch.where(p.grad.abs() > mean, p.grad.sign(), torch.zeros_like(p.grad)))
-        state["optimizer"].step()
-        return StepResult({"mean": mean})
+    @torch.no_grad()
+    def change_gradients(self, state, ctx):
+        mean = sum(p.grad.abs().sum() for p in state["model"].parameters()) / 97
+        for p in state["model"].parameters():
+            p.grad.copy_(torch.where(p.grad.abs() > mean, p.grad.sign(), torch.zeros_like(p.grad)))
 
 
 class ResNet(Base):
-    """Convolutions, BatchNorm, a shortcut, pooling."""
+    """Convolutions, BatchNorm, a shortcut, pooling; called in eval mode after the update."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -165,48 +147,43 @@ class ResNet(Base):
             x = (x + self.norm2(self.conv(x))).relu()
             return self.head(x.mean((2, 3)))
 
-    def configure(self, ctx):
-        model = self.Model()
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)}
+    def model(self):
+        return self.Model()
 
-    def train_step(self, batch, state, ctx):
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=1e-4)
+
+    def loss(self, batch, state):
         x = torch.cat([batch["x"], batch["x"].flip(1), batch["x"].roll(2, 1)], 1)[:, :16].reshape(-1, 1, 4, 4)
-        loss = mse_loss(state["model"](x), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
+        return mse_loss(state["model"](x), batch["y"])
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
         state["model"].eval()
-        with torch.no_grad():
-            state["model"](x)
+        self.loss(batch, state)
         state["model"].train()
-        return StepResult({"loss": loss.detach()})
 
 
 class SkipsOneLossOfItsOwn(Base):
     """A rank whose loss is nan leaves the step before it calls backward."""
 
     def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
         if bool((batch["kind"] == 1).all()):
+            self.loss(batch, state)
             return StepResult({})
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+        return super().train_step(batch, state, ctx)
 
 
-CLASSES = (
-    WholeParameterInTheSameGroup,
-    HeadsByRank,
-    Experts,
-    ClippedByHand,
-    SignsAndMasks,
-    ResNet,
-)
-FAULTS = (
-    SkipsOneLossOfItsOwn,
-    HeadsInPythonList,
-    HeadOnOneRank,
-    ReadsNormOnOneRank,
-)
-ZOO = {cls.__name__: cls for cls in (*CLASSES, *FAULTS)}
+ZOO = trainers(globals())
+OTHER_HEADS = r"rank 0 is about to call state\[\"model\"\]\.heads\.0, rank 1 to call state\[\"model\"\]\.heads\.1"
+REFUSED = {
+    "HeadsByRank": OTHER_HEADS,
+    "Experts": r"rank 0 is about to leave gradients of 8 sharded .* ranks used different parameters; set `unused_param",
+    "SkipsOneLossOfItsOwn": (
+        r"rank 0 is about to call backward, rank 1 to end the step\. Rank 0 is at "
+        r".*\.py:\d+, in train_step\. `train_step` must update on all ranks or on none.*on_nonfinite to skip"
+    ),
+    "HeadsInPythonList": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
+    "HeadOnOneRank": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call backward',
+    "ReadsNormOnOneRank": r"rank 0 is about to compute `__float__` of a sharded tensor .* rank 1 to update by Adam",
+}

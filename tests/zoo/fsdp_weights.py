@@ -1,4 +1,4 @@
-"""Trainer classes that compute with weights outside of modules: loss terms, adjoints, averages in lists."""
+"""Classes that compute with weights outside of modules: loss terms, adjoints, averages in lists; sharded."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from genlight.adapter.contract.types import StepResult
-from zoo.small import Base
-from zoo.updates import AdjointFunction
+
+from .base import trainers
+from .small import Base
+from .updates import AdjointFunction
 
 
 class Weights(Base):
     """A network with a layer of five rows and one of a single row; two ranks hold unequal parts of them."""
 
-    def configure(self, ctx):
-        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).to(ctx.device)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
 
-    def loss(self, batch, model):
-        return mse_loss(model(batch["x"]), batch["y"])
-
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state["model"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
 
 
 def by_weights(term):
     """A loss that adds a term of the weights to the mean over the rows."""
-    return lambda batch, model: mse_loss(model(batch["x"]), batch["y"]) + 0.1 * term(model)
+    return lambda self, batch, state: mse_loss(state["model"](batch["x"]), batch["y"]) + 0.1 * term(state["model"])
 
 
-def in_each_row(batch, model):
+def in_each_row(self, batch, state):
+    model = state["model"]
     penalty = sum(p.square().sum() for p in model.parameters())
     return ((model(batch["x"]) - batch["y"]).square()[:, 0] + 0.1 * penalty).mean()
 
 
-def divided_by_a_norm(batch, model):
+def divided_by_a_norm(self, batch, state):
+    model = state["model"]
     return (model(batch["x"]) / model[2].weight.norm() - batch["y"]).square().mean()
 
 
-def times_a_mean(batch, model):
+def times_a_mean(self, batch, state):
+    model = state["model"]
     return ((model(batch["x"]) - batch["y"]).square() * (1 + model[0].weight.square().mean())).mean()
 
 
-def scaled_by_the_loss(batch, model):
+def scaled_by_the_loss(self, batch, state):
+    model = state["model"]
     loss = mse_loss(model(batch["x"]), batch["y"])
     return loss + loss.detach() * model[0].weight.square().sum()
 
 
-def stacked_with_the_loss(batch, model):
+def stacked_with_the_loss(self, batch, state):
+    model = state["model"]
     return torch.stack([mse_loss(model(batch["x"]), batch["y"]), 0.1 * model[0].weight.norm()]).sum()
 
 
-def tied_output(batch, model):
+def tied_output(self, batch, state):
+    model = state["model"]
     return (model[0](batch["x"]).tanh() @ model[0].weight).square().mean()
 
 
-def only_weights(batch, model):
-    return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+def only_weights(self, batch, state):
+    return 0.1 * sum(p.pow(2).sum() for p in state["model"].parameters())
 
 
 LOSSES = {
-    "in_each_row": in_each_row,
-    "divided_by_a_norm": divided_by_a_norm,
-    "times_a_mean": times_a_mean,
-    "scaled_by_the_loss": scaled_by_the_loss,
-    "stacked_with_the_loss": stacked_with_the_loss,
-    "tied_output": tied_output,
-    "only_weights": only_weights,
+    **{
+        loss.__name__: loss
+        for loss in (
+            *(in_each_row, divided_by_a_norm, times_a_mean, scaled_by_the_loss),
+            *(stacked_with_the_loss, tied_output, only_weights),
+        )
+    },
     "sum_of_squares": by_weights(lambda m: sum(p.pow(2).sum() for p in m.parameters())),
     "norms": by_weights(lambda m: sum(p.norm() for p in m.parameters())),
     "largest": by_weights(lambda m: sum(p.abs().max() + p.norm(float("inf")) for p in m.parameters())),
@@ -89,7 +89,7 @@ LOSSES = {
     "logarithm": by_weights(lambda m: sum(p.flatten().logsumexp(0) for p in m.parameters())),
     "spectral": by_weights(lambda m: torch.linalg.matrix_norm(m[0].weight, 2)),
 }
-TERMS = {name: type(name, (Weights,), {"loss": staticmethod(loss)}) for name, loss in LOSSES.items()}
+TERMS = {name: type(name, (Weights,), {"loss": loss}) for name, loss in LOSSES.items()}
 
 
 class PenaltyByItself(Weights):
@@ -97,9 +97,9 @@ class PenaltyByItself(Weights):
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
-        only_weights(batch, state["model"]).backward()
-        self.loss(batch, state["model"]).backward()
-        only_weights(batch, state["model"]).backward()
+        only_weights(self, batch, state).backward()
+        self.loss(batch, state).backward()
+        only_weights(self, batch, state).backward()
         state["optimizer"].step()
         return StepResult({})
 
@@ -115,16 +115,15 @@ class ElasticWeights(Weights):
         state["importance"] = {name: torch.rand(p.shape) for name, p in parameters}
         return state
 
-    def train_step(self, batch, state, ctx):
-        loss, importance = self.loss(batch, state["model"]), state["importance"]
-        parameters = dict(state["model"].named_parameters())
-        loss = loss + sum((importance[n] * (p - state["old"][n]).pow(2)).sum() for n, p in parameters.items())
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        for name, p in parameters.items():
-            importance[name] += p.grad.data.clone().pow(2) / 8
-        return StepResult({})
+    def loss(self, batch, state):
+        importance, parameters = state["importance"], state["model"].named_parameters()
+        return super().loss(batch, state) + sum(
+            (importance[n] * (p - state["old"][n]).pow(2)).sum() for n, p in parameters
+        )
+
+    def after_update(self, batch, state, ctx):
+        for name, p in state["model"].named_parameters():
+            state["importance"][name] += p.grad.data.clone().pow(2) / 8
 
 
 class Proximal(Weights):
@@ -132,22 +131,18 @@ class Proximal(Weights):
 
     start = None
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         parameters = list(state["model"].parameters())
         self.start = self.start or [p.detach().clone() for p in parameters]
         distance = sum((p - q).norm() ** 2 for p, q in zip(parameters, self.start, strict=True))
-        loss = self.loss(batch, state["model"]) + 0.05 * distance + 0.1 * (parameters[0] - self.start[0] + 1).norm()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({})
+        return super().loss(batch, state) + 0.05 * distance + 0.1 * (parameters[0] - self.start[0] + 1).norm()
 
 
 class PenaltyOnOneRank(Weights):
     """All ranks compute a term, but only one adds it to its loss."""
 
     def train_step(self, batch, state, ctx):
-        loss, norm = self.loss(batch, state["model"]), state["model"][0].weight.norm() + 0 * batch["x"].mean()
+        loss, norm = self.loss(batch, state), state["model"][0].weight.norm() + 0 * batch["x"].mean()
         state["optimizer"].zero_grad()
         (loss + norm if ctx.rank == 0 else loss).backward()
         state["optimizer"].step()
@@ -162,11 +157,9 @@ class Shadow(Weights):
         torch.manual_seed(2)
         return {**state, "shadow": [torch.randn(p.shape) for p in state["model"].parameters()]}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            self.average(state, list(state["model"].parameters()))
-        return result
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        self.average(state, list(state["model"].parameters()))
 
 
 def lerp(state, parameters):
@@ -258,14 +251,12 @@ class TargetThroughData(Weights):
         state = super().configure(ctx)
         return {**state, "target": copy.deepcopy(state["model"]), "calls": 0}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         state["calls"] += 1
         for t, p in zip(state["target"].parameters(), state["model"].parameters(), strict=True):
             t.data = 0.1 * p.data + 0.9 * t.data
             if state["calls"] == 2:
                 t.data, p.data = p.data, t.data
-        return result
 
 
 class WritesWholeGradients(Shadow):
@@ -403,15 +394,14 @@ class Nested(Weights):
         def forward(self, x):
             return self.last(self.call(self.part, self.first(x)))
 
-    def configure(self, ctx):
+    def model(self):
         model = self.Model(self.call)
-        if not self.inside:
-            model = nn.ModuleDict(dict(model.named_children()))
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        return model if self.inside else nn.ModuleDict(dict(model.named_children()))
 
-    def loss(self, batch, model):
+    def loss(self, batch, state):
         if self.inside:
-            return super().loss(batch, model)
+            return super().loss(batch, state)
+        model = state["model"]
         out = model["last"](self.call(model["part"], model["first"](batch["x"])))
         return mse_loss(out, batch["y"])
 
@@ -433,16 +423,9 @@ NESTED = {
     for call in CALLS
     for inside in (False, True)
 }
-CLASSES = (
-    PenaltyByItself,
-    ElasticWeights,
-    Proximal,
-    SwapsData,
-    SwapsDataOfShards,
-    SwapsBetweenSteps,
-    CopiesBetweenSteps,
-    TargetThroughData,
-    WritesWholeGradients,
-)
-FAULTS = (PenaltyOnOneRank, TrainsAnAlias, WritesItsRank)
-ZOO = {**TERMS, **SHADOWS, **NESTED, **{cls.__name__: cls for cls in (*CLASSES, *FAULTS)}}
+ZOO = {**TERMS, **SHADOWS, **NESTED, **trainers(globals(), without=(Weights, Shadow, Nested))}
+REFUSED = {
+    "PenaltyOnOneRank": r"rank 0 is about to call backward with gradients for norm of weights, rank 1 to call backward",
+    "TrainsAnAlias": r"`\.data` of a sharded parameter was set to a full tensor, and later only one of the two",
+    "WritesItsRank": r"rank 0 is about to write a full tensor to a sharded one of shape \(5, 6\)",
+}

@@ -61,6 +61,8 @@ class LmWithDropout(CausalLm):
 class TruncatedBackprop(Language):
     """Carries a detached recurrent state over steps; each rank has the state of its own rows."""
 
+    kept = ("hidden",)
+
     per_rank = ("hidden",)
 
     def configure(self, ctx):
@@ -73,12 +75,6 @@ class TruncatedBackprop(Language):
         state["hidden"] = hidden.detach()
         return next_token_loss(state["head"](out), batch["x"])
 
-    def state_dict(self, state):
-        return {"hidden": state["hidden"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["hidden"] = payload["hidden"]
-
 
 class LowRankAdapter(Language):
     def configure(self, ctx):
@@ -88,13 +84,11 @@ class LowRankAdapter(Language):
         trained = [p for p in model.parameters() if p.requires_grad]
         return {"model": model, "trained": trained, "optimizer": torch.optim.AdamW(trained, lr=0.01)}
 
-    def train_step(self, batch, state, ctx):
-        loss = next_token_loss(state["model"](batch["x"]), batch["x"])
-        state["optimizer"].zero_grad()
-        loss.backward()
+    def loss(self, batch, state):
+        return next_token_loss(state["model"](batch["x"]), batch["x"])
+
+    def change_gradients(self, state, ctx):
         nn.utils.clip_grad_norm_(state["trained"], 0.1)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
 
 
 class PromptTuning(Language):

@@ -99,6 +99,8 @@ class WritesGradients(Base):
 class LearnedLearningRate(Base):
     """Hypergradients: changes a log rate outside of modules by the product of two gradients."""
 
+    kept = ("log_lr", "last")
+
     def configure(self, ctx):
         model = mlp().to(ctx.device)
         log_lr = torch.tensor(-3.0, device=ctx.device)
@@ -116,13 +118,6 @@ class LearnedLearningRate(Base):
                 last.copy_(p.grad)
                 p -= state["log_lr"].exp() * p.grad
         return StepResult({"loss": loss.detach(), "lr": state["log_lr"].exp()})
-
-    def state_dict(self, state):
-        return {"log_lr": state["log_lr"], "last": state["last"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["log_lr"] = payload["log_lr"].clone()
-        state["last"] = [t.clone() for t in payload["last"]]
 
 
 class AdversarialTraining(Base):

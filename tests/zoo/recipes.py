@@ -209,6 +209,8 @@ class EnsembleOnASkeleton(Base):
 class RestartsItsSchedule(Base):
     """Warm restarts: a step creates a new schedule with a different length."""
 
+    kept = ("steps",)
+
     def configure(self, ctx):
         state = super().configure(ctx)
         return {**state, "schedule": self.schedule(state["optimizer"], 2), "steps": 0}
@@ -218,19 +220,11 @@ class RestartsItsSchedule(Base):
             group["lr"] = group["initial_lr"] = 0.01 * length
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         state["schedule"].step()
         state["steps"] += 1
         if state["steps"] == 2:
             state["schedule"] = self.schedule(state["optimizer"], 5)
-        return result
-
-    def state_dict(self, state):
-        return {"steps": state["steps"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["steps"] = payload["steps"]
 
 
 class Noisy(Dataset):

@@ -27,6 +27,8 @@ def soft_update(target, source, tau=0.1):
 class DeepQ(Base):
     """A target network, copied every two steps."""
 
+    kept = ("steps",)
+
     rows = staticmethod(labelled)
 
     def configure(self, ctx):
@@ -40,18 +42,10 @@ class DeepQ(Base):
         taken = state["q"](batch["x"]).gather(1, batch["y"][:, None]).squeeze(1)
         return smooth_l1_loss(taken, batch["x"][:, 0] + 0.9 * best)
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         state["steps"] += 1
         if state["steps"] % 2 == 0:
             state["target"].load_state_dict(state["q"].state_dict())
-        return result
-
-    def state_dict(self, state):
-        return {"steps": state["steps"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["steps"] = payload["steps"]
 
 
 class DeepQWithReplay(DeepQ):
@@ -74,7 +68,7 @@ class DeepQWithReplay(DeepQ):
         return {**super().state_dict(state), "replay": list(state["replay"]), "draw": self.draw.getstate()}
 
     def load_state_dict(self, state, payload, ctx):
-        super().load_state_dict(state, payload, ctx)
+        state["steps"] = payload["steps"]
         state["replay"].extend(payload["replay"])
         self.draw.setstate(payload["draw"])
 

@@ -57,16 +57,16 @@ class Byol(Base):
             goal = state["target"](b)
         return mse_loss(normalize(guess, dim=1), normalize(goal, dim=1))
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
-        with torch.no_grad():
-            for t, p in zip(state["target"].parameters(), state["online"]["encoder"].parameters(), strict=True):
-                t.lerp_(p, 0.1)
-        return result
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for t, p in zip(state["target"].parameters(), state["online"]["encoder"].parameters(), strict=True):
+            t.lerp_(p, 0.1)
 
 
 class MomentumContrast(Base):
     """MoCo: a queue of keys, filled with the rows of a rank."""
+
+    kept = ("queue", "at")
 
     differs = "the queue holds a rank's own keys"
     per_rank = ("queue",)
@@ -94,12 +94,6 @@ class MomentumContrast(Base):
         state["queue"][at : at + len(keys)] = keys
         state["at"] = (at + len(keys)) % 16
         return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {"queue": state["queue"], "at": state["at"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["queue"], state["at"] = payload["queue"].clone(), payload["at"]
 
 
 class Autoencoder(Base):

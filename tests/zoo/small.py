@@ -17,35 +17,30 @@ from torch.utils.checkpoint import checkpoint
 
 from genlight.adapter.contract.types import StepContext, StepResult
 
-from .base import AveragesItsModel, LowRank, mlp
+from .accumulation import MicroBatches
+from .base import AveragesItsModel, LowRank, Trainer, mlp, trainers
+from .optimizers import AdamWithClosure
 from .runs import STEPS, rows
 
 
-class Base:
-    """Adam on a small network; the state is a dict."""
-
+class Base(Trainer):
     def setup(self, ctx: StepContext) -> None:
         torch.manual_seed(ctx.rank)  # ranks begin with different weights, as in a careless class
 
-    def configure(self, ctx: StepContext) -> Any:
-        model = mlp().to(ctx.device)
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: StepContext) -> Any:
-        return {k: v.to(ctx.device) for k, v in raw.items()}
+class Accumulating(Base):
+    """Several backward calls, one update, clipped."""
 
-    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+    train_step = MicroBatches.train_step
 
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
 
-    def load_state_dict(self, state: Any, payload: dict[str, object], ctx: StepContext) -> None:
-        pass
+class CompiledAccumulating(Accumulating):
+    def model(self):
+        return torch.compile(super().model(), backend="eager")
+
+
+class AdamClosure(Base):
+    train_step = AdamWithClosure.train_step
 
 
 class Gan(Base):
@@ -72,38 +67,14 @@ class Gan(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class Accumulating(Base):
-    """Several backward calls, one update, clipped."""
-
-    def train_step(self, batch, state, ctx):
-        state["optimizer"].zero_grad()
-        parts = list(zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True))
-        for x, y in parts:
-            loss = mse_loss(state["model"](x), y) / len(parts)
-            loss.backward()
-        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.1)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
-class CompiledAccumulating(Accumulating):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "model": torch.compile(state["model"], backend="eager")}
-
-
 class Penalty(Base):
     """A gradient penalty by torch.autograd.grad."""
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         x = batch["x"].clone().requires_grad_()
         out = state["model"](x)
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = mse_loss(out, batch["y"]) + (grad.norm(dim=1) - 1).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
+        return mse_loss(out, batch["y"]) + (grad.norm(dim=1) - 1).square().mean()
 
 
 class GradientsOfBothKinds(Base):
@@ -119,35 +90,14 @@ class GradientsOfBothKinds(Base):
         return StepResult({})
 
 
-class AdamClosure(Base):
-    def train_step(self, batch, state, ctx):
-        def closure():
-            state["optimizer"].zero_grad()
-            loss = mse_loss(state["model"](batch["x"]), batch["y"])
-            loss.backward()
-            return loss
-
-        return StepResult({"loss": state["optimizer"].step(closure).detach()})
-
-
 class ClippedByNorm(Base):
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(state["model"].parameters(), 0.05)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach(), "grad_norm": norm})
+    def change_gradients(self, state, ctx):
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.05)
 
 
 class ClippedByValue(Base):
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
+    def change_gradients(self, state, ctx):
         nn.utils.clip_grad_value_(state["model"].parameters(), 0.01)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
 
 
 class ClampedInside(Base):
@@ -172,15 +122,15 @@ class Scheduled(Base):
     """A learning rate that changes with every step, and weight decay."""
 
     def configure(self, ctx):
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
-        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        state = super().configure(ctx)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(state["optimizer"], 0.05, total_steps=STEPS + 1)
+        return {**state, "scheduler": schedule}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+    def after_update(self, batch, state, ctx):
         state["scheduler"].step()
-        return result
 
 
 class Adapted(Base):
@@ -192,13 +142,8 @@ class Adapted(Base):
         self.trained = [p for p in model.parameters() if p.requires_grad]
         return {"model": model, "optimizer": torch.optim.AdamW(self.trained, lr=0.01)}
 
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["model"](batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
+    def change_gradients(self, state, ctx):
         nn.utils.clip_grad_norm_(self.trained, 0.1)
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
 
 
 class WithEma(AveragesItsModel, Base):
@@ -219,24 +164,18 @@ class Tied(Base):
         def forward(self, x):
             return self.again(self.decode(self.encode(x).tanh())).sum(1, keepdim=True)
 
-    def configure(self, ctx):
-        model = self.Net()
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+    def model(self):
+        return self.Net()
 
 
 class Checkpointed(Base):
     """Activation checkpointing, of both kinds; the reentrant kind calls backward inside of backward."""
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         first, act, last = state["model"]
         x = batch["x"].clone().requires_grad_()
         hidden = checkpoint(lambda x: act(first(x)), x, use_reentrant=True)
-        out = checkpoint(last, hidden, use_reentrant=False)
-        loss = mse_loss(out, batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({})
+        return mse_loss(checkpoint(last, hidden, use_reentrant=False), batch["y"])
 
 
 class OnTrainer(Base):
@@ -337,11 +276,13 @@ class InClosures(Base):
 class UnusedOnOneRank(Base):
     """Each kind of row has its own head; a rank has only one kind, and a third head is never used."""
 
-    def configure(self, ctx):
-        model = nn.ModuleDict({"trunk": mlp(6, 4), "a": nn.Linear(4, 1), "b": nn.Linear(4, 1), "c": nn.Linear(4, 1)})
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5)}
+    def model(self):
+        return nn.ModuleDict({"trunk": mlp(6, 4), "a": nn.Linear(4, 1), "b": nn.Linear(4, 1), "c": nn.Linear(4, 1)})
 
-    def train_step(self, batch, state, ctx):
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.5)
+
+    def loss(self, batch, state):
         features = state["model"]["trunk"](batch["x"])
         loss = 0.0
         for kind, head in enumerate("ab"):
@@ -349,10 +290,7 @@ class UnusedOnOneRank(Base):
             if mine.any():
                 error = state["model"][head](features[mine]) - batch["y"][mine]
                 loss = loss + error.square().sum() / len(batch["x"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({})
+        return loss
 
 
 class OwnScaler(Base):
@@ -399,9 +337,11 @@ class WithoutTorch(Base):
 class Normalized(Base):
     """BatchNorm: each rank's statistics are its own until the end of the step."""
 
-    def configure(self, ctx):
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05)}
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
 
 
 class OwnDdp(Base):
@@ -416,12 +356,8 @@ class OwnDdp(Base):
             self.call = nn.parallel.DistributedDataParallel(state["model"]).__call__
         return state
 
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(self.call(batch["x"]), batch["y"])
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({})
+    def loss(self, batch, state):
+        return mse_loss(self.call(batch["x"]), batch["y"])
 
 
 class WarmOptimizer(Base):
@@ -441,8 +377,7 @@ class SavingAndLoading(Base):
     def configure(self, ctx):
         return {**super().configure(ctx), "calls": 0}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         state["calls"] += 1
         if state["calls"] == 2:
             saved = {k: copy.deepcopy(state[k].state_dict()) for k in ("model", "optimizer")}
@@ -454,7 +389,6 @@ class SavingAndLoading(Base):
                 entry["exp_avg"].zero_()
             state["model"].load_state_dict(saved["model"])
             state["optimizer"].load_state_dict(saved["optimizer"])
-        return result
 
 
 class OverflowOnOneRank(Base):
@@ -463,59 +397,17 @@ class OverflowOnOneRank(Base):
     def configure(self, ctx):
         return {**super().configure(ctx), "calls": 0}
 
-    def train_step(self, batch, state, ctx):
+    def loss(self, batch, state):
         state["calls"] += 1
         error = (state["model"](batch["x"]).float() - batch["y"]).square().squeeze(1)
         if state["calls"] == 2:
             error = error * torch.where(batch["kind"] == 1, torch.inf, 1.0)
-        state["optimizer"].zero_grad()
-        error.mean().backward()
-        self.clip(state["model"])
-        state["optimizer"].step()
-        return StepResult({})
-
-    def clip(self, model: nn.Module) -> None:
-        pass
+        return error.mean()
 
 
 class OverflowThatClippingHides(OverflowOnOneRank):
-    def clip(self, model):
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-
-
-ZOO = {
-    cls.__name__: cls
-    for cls in (
-        Base,
-        Gan,
-        Accumulating,
-        CompiledAccumulating,
-        Penalty,
-        GradientsOfBothKinds,
-        AdamClosure,
-        ClippedByNorm,
-        ClippedByValue,
-        ClampedInside,
-        Scheduled,
-        Adapted,
-        WithEma,
-        Tied,
-        Checkpointed,
-        OnTrainer,
-        LooseTensor,
-        UpdatesByHand,
-        UpdatesByHandFromAutograd,
-        InClosures,
-        UnusedOnOneRank,
-        OwnScaler,
-        Untrainable,
-        WithoutTorch,
-        Normalized,
-        WarmOptimizer,
-        SavingAndLoading,
-        OwnDdp,
-    )
-}
+    def change_gradients(self, state, ctx):
+        nn.utils.clip_grad_value_(state["model"].parameters(), 0.01)
 
 
 class LookingOnOneRank(Base):
@@ -563,3 +455,4 @@ class InPrepareBatch(Base):
 
 FAULTS = (OverflowOnOneRank, OverflowThatClippingHides, LookingOnOneRank, Hidden, InThread, InPrepareBatch)
 ZOO_OF_FAULTS = {cls.__name__: cls for cls in FAULTS}
+ZOO = trainers(globals(), without=FAULTS)

@@ -14,6 +14,8 @@ from .base import Base, mlp
 class OwnMomentumList(Base):
     """No optimizer: moments in a list, weights changed by hand."""
 
+    kept = ("moments",)
+
     def configure(self, ctx):
         model = mlp().to(ctx.device)
         return {"model": model, "moments": [torch.zeros_like(p) for p in model.parameters()]}
@@ -27,12 +29,6 @@ class OwnMomentumList(Base):
                 moment.mul_(0.9).add_(p.grad)
                 p -= 0.05 * moment
         return StepResult({"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {"moments": state["moments"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["moments"] = [m.clone() for m in payload["moments"]]
 
 
 class LeavesReplaced(Base):
@@ -137,14 +133,9 @@ class GradientNoise(Base):
         super().setup(ctx)
         self.noise = torch.Generator().manual_seed(5)
 
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state["optimizer"].zero_grad()
-        loss.backward()
+    def change_gradients(self, state, ctx):
         for p in state["model"].parameters():
             p.grad.add_(0.01 * torch.randn(p.shape, generator=self.noise).to(p.device))
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
 
     def state_dict(self, state):
         return {"noise": self.noise.get_state()}
@@ -159,10 +150,8 @@ class ReduceOnPlateau(Base):
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer"], patience=0, threshold=10.0)
         return {**state, "scheduler": scheduler}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         state["scheduler"].step(1.0)
-        return result
 
 
 class OptimizerPerParameter(Base):
@@ -193,26 +182,19 @@ class WeightsThroughStateDict(Base):
         state = super().configure(ctx)
         return {**state, "first": {k: v.clone() for k, v in state["model"].state_dict().items()}}
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         now = state["model"].state_dict()
         state["model"].load_state_dict({k: 0.9 * v + 0.1 * state["first"][k] for k, v in now.items()})
-        return result
 
 
 class FlattenedByHand(Base):
     """Flattens gradients into one vector, clips it, and writes it back."""
 
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state["optimizer"].zero_grad()
-        loss.backward()
+    def change_gradients(self, state, ctx):
         parameters = list(state["model"].parameters())
         flat = torch.cat([p.grad.flatten() for p in parameters]).clamp(-0.01, 0.01)
         for p, g in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad.copy_(g.view_as(p))
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
 
 
 class CompiledStep(Base):

@@ -107,6 +107,8 @@ class UncertaintyWeights(TwoHeads):
 
 
 class GradualUnfreezing(Vision):
+    kept = ("steps",)
+
     def configure(self, ctx):
         state = super().configure(ctx)
         state["model"][0].requires_grad_(False)
@@ -119,12 +121,6 @@ class GradualUnfreezing(Vision):
         state["model"][0].requires_grad_(state["steps"] >= 2)
         state["steps"] += 1
         return super().train_step(batch, state, ctx)
-
-    def state_dict(self, state):
-        return {"steps": state["steps"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["steps"] = payload["steps"]
 
 
 class ActivationCheckpointing(Vision):
@@ -183,12 +179,10 @@ class SplatDensification(Base):
     def loss(self, batch, state):
         return (batch["x"] @ state["points"].t()).tanh().mean(1, keepdim=True).sub(batch["y"]).square().mean()
 
-    def train_step(self, batch, state, ctx):
-        result = super().train_step(batch, state, ctx)
+    def after_update(self, batch, state, ctx):
         state["steps"] += 1
         if state["steps"] == 2:
             self.split(state)
-        return result
 
     def split(self, state):
         old, optimizer = state["points"], state["optimizer"]

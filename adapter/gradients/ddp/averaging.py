@@ -16,7 +16,17 @@ follows, they are averaged again. The result is exact: the complete ``.grad`` is
 averaged before is equal on all ranks. A checkpoint contains the counts: rounding depends on the number of exchanges,
 and a resumed run has to make the same ones.
 
-Gradients that a trainer writes to ``.grad`` itself are averaged at the first read, or at the update.
+The gradients of a step are in one of four stages (`_Stage`)::
+
+    stage       meaning                            backward begins  backward ends  read, update or end of the step
+    USED        nothing to average                 RUNNING          -              USED
+    RUNNING     a backward call runs               -                LOCAL          a hook reads this rank's gradient
+    LOCAL       accumulated on this rank only      RUNNING          -              exchange, then USED
+    AVERAGED    averaged after the last call       RUNNING          -              USED
+
+After the last expected call, an exchange turns LOCAL into AVERAGED at once. A use of LOCAL or AVERAGED gradients
+records how many calls came before it. Gradients that a trainer writes to ``.grad`` itself are averaged in any stage, at
+the first read or at the update.
 
 Three designs were compared:
 
@@ -34,12 +44,11 @@ All three have to replace the class of a parameter (`GradientGuard`), for gradie
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -53,13 +62,12 @@ from ....callbacks.optimizer_state import parameters_of
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from ..call_site import users_line
-from ..rank_check import AFTER_STEP, FIRST_STEPS, MARKS, ExchangePoint, RankCheck, Trigger
+from ..rank_check import AFTER_STEP, FIRST_STEPS, ExchangePoint, RankCheck, Trigger
 from ..refused import refused_on_ranks
 from ..step_part import BackwardCall, StepPart
 from ..torch_hooks import GradientGuard, read_gradient, write_gradient
-from ..torch_internals import group_timeout, post_accumulate_hooks
-from .buckets import BUCKET_BYTES, Bucket, grouped
-from .parameters import AveragedParameters
+from ..torch_internals import post_accumulate_hooks
+from .buckets import BUCKET_BYTES, AveragedParameters, Bucket, Plan
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +86,13 @@ _READ_ELSEWHERE = (
 )
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The buckets for one set of trained parameters."""
+class _Stage(enum.Enum):
+    """State of the gradients of a step; the docstring of the module has the transitions."""
 
-    buckets: list[Bucket]
-    mark: int
-    """Equal on ranks with the same set."""
-    header: Tensor
+    USED = enum.auto()
+    RUNNING = enum.auto()
+    LOCAL = enum.auto()
+    AVERAGED = enum.auto()
 
 
 class Averaging(StepPart):
@@ -96,7 +103,7 @@ class Averaging(StepPart):
         device: Root device of this rank.
         group: Process group; None means all ranks.
         rank_local: Objects that differ by rank on purpose.
-        bucket_bytes: Size at which a bucket is complete; None means 25 MiB.
+        bucket_bytes: Size at which a bucket is complete.
         wire: Type in which gradients are sent; None keeps their type.
         is_last_step: Returns whether the running step is the last one, on all ranks.
 
@@ -117,7 +124,7 @@ class Averaging(StepPart):
         group: dist.ProcessGroup | None = None,
         rank_local: RankLocal = EVERYTHING_SHARED,
         *,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         wire: torch.dtype | None = None,
         is_last_step: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -126,45 +133,37 @@ class Averaging(StepPart):
         self.after_each = False
         self.averaged: list[Callable[[], None]] = []
         self._device = device
-        self._wire = wire
         self._is_last_step = is_last_step
-        self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self._managed = AveragedParameters(discovered, rank_local)
+        self._managed = AveragedParameters(discovered, rank_local, group, bucket_bytes=bucket_bytes, wire=wire)
         self.shared = {id(found.value) for found in rank_local.shared(discovered)}
-        self._has_nothing_to_average = not any(True for _ in discovered.updated())
-        """Whether a warning is due, because there is nothing to average."""
+        if not any(True for _ in discovered.updated()) and dist.get_rank(group) == 0:
+            log.warning(_NOTHING_TO_AVERAGE, dist.get_world_size(group))
         self._guard = GradientGuard(self._on_read, self._on_write)
         self._check = RankCheck(group, self._with_paths)
-
-        self._bucket_group: dist.ProcessGroup | None = None
-        self._make_group()  # here, because all ranks have to make it together
-        self._plans: dict[tuple[bool, ...], _Plan] = {}
-        self._last_plan = self._make_plan(self._averaged_now(), most_buckets=1)
+        self._last_plan = self._managed.make_plan(most_buckets=1)
         """The plan of the previous exchange; at first a plan with a single bucket, only for its header."""
         self._agreed = {self._last_plan.mark}
         """Marks of the plans that all ranks share; the initial one is equal because the ranks were built alike."""
 
         self._step, self._begun = 1, 0
         self._thread, self._has_warned = threading.get_ident(), False
-        self._updates = self._updates_before = 0
-        """Updates of this run, and the updates before this step."""
-        self._ordinal = self._uses = 0
-        """Exchanges, and uses that required averaged gradients, since the last update."""
+        self._stage = _Stage.USED
+        self._place: _Place = (0, 0)
+        self._updates = self._ordinal = 0
+        """Updates of this run, and exchanges since the last update."""
         self._calls = 0
         """Backward calls since the last use of gradients."""
         self._expected: dict[_Place, int] = {}
         """Number of backward calls before each use in a step."""
         self._not_early: set[_Place] = set()
         """Uses before which gradients changed after their bucket was sent."""
-        self._is_pending = False
-        """Whether there are accumulated gradients that were not averaged."""
         self._written: set[int] = set()
         """Ids of the parameters whose gradient the trainer has written since the last exchange."""
         self._updated = set(self.shared)
         """Ids of the optimizers that have updated since the last exchange; at first all of them."""
         self._was_averaged = False
         """Whether this step has exchanged gradients."""
-        self._in_backward = self._is_closed = False
+        self._is_closed = False
         self._in_update: Optimizer | None = None
         self._update_line = self._last_update = ""
         """Lines of the trainer's code: of the update that is about to be made, and of the previous one."""
@@ -178,7 +177,6 @@ class Averaging(StepPart):
         self._step = step
         self._begun += 1
         self._thread = threading.get_ident()
-        self._updates_before = self._updates
         self._was_averaged = False
         self._forget_window()
         self._refresh()
@@ -189,19 +187,22 @@ class Averaging(StepPart):
         self._refresh()
         if any(map(post_accumulate_hooks, self._managed.all)):
             raise refused_on_ranks("post-accumulate hook", "`train_step`")
-        self._in_backward = True
+        self._stage = _Stage.RUNNING
         self._calls += 1
-        place = self._place()
-        plan = self._plan()
-        if self._is_last_call() and self._early is None and len(plan.buckets) > 1 and place not in self._not_early:
+        plan = self._managed.plan()
+        if (
+            self._is_last_call()
+            and self._early is None
+            and len(plan.buckets) > 1
+            and self._place not in self._not_early
+        ):
             self._agree_on(plan)
             self._watch(plan)
             self._early = _EarlyExchange(plan, self._begin_exchange(plan, Trigger.BACKWARD))
 
     @override
     def leave_backward(self, *, failed: bool) -> None:
-        self._in_backward = False
-        self._is_pending = True
+        self._stage = _Stage.LOCAL
 
     @override
     def after_backward(self) -> None:
@@ -217,8 +218,10 @@ class Averaging(StepPart):
             self._average(Trigger.UPDATE, first)
         self._guard.unguard()  # so that the optimizer reads gradients directly
         self._updated.add(id(optimizer))
-        self._ordinal = self._uses = 0
-        if id(optimizer) in self.shared:
+        self._ordinal = 0
+        is_shared = id(optimizer) in self.shared
+        self._place = self._place[0] + is_shared, 0
+        if is_shared:
             self._updates += 1
             self._last_update = self._update_line
         self._in_update = optimizer
@@ -255,10 +258,6 @@ class Averaging(StepPart):
         """Average the remaining gradients, and find ranks that have diverged."""
         self._require_averaged(Trigger.END_OF_STEP)
         self._guard.unguard()
-        if self._has_nothing_to_average:
-            self._has_nothing_to_average = False
-            if dist.get_rank(self.group) == 0:
-                log.warning(_NOTHING_TO_AVERAGE, dist.get_world_size(self.group))
         if not self._was_averaged:
             self._send_header_only(Trigger.NOTHING)
         elif self._is_last_step():  # no later exchange would find a rank that still makes one
@@ -284,14 +283,8 @@ class Averaging(StepPart):
         self._unwatch()
 
     def ended(self) -> None:
-        """Release the process group of the buckets, after a training that ended as planned on all ranks.
-
-        Only a gloo group has to be destroyed, since it keeps threads.
-        """
-        self._plans.clear()
-        group, self._bucket_group = self._bucket_group, None
-        if group is not None and dist.get_backend(group) == "gloo":
-            dist.destroy_process_group(group)
+        """Release the process group of the buckets, after a training that ended as planned on all ranks."""
+        self._managed.release_group()
 
     def state_dict(self) -> dict[str, list[list[int]]]:
         """Return the state that a resumed run needs to make the same exchanges; equal on all ranks."""
@@ -304,7 +297,8 @@ class Averaging(StepPart):
     # When gradients are averaged.
 
     def _on_read(self, parameter: Tensor) -> None:
-        if self._in_backward or not (self._calls or id(parameter) in self._written):
+        has_new = self._stage is not _Stage.USED or id(parameter) in self._written
+        if self._stage is _Stage.RUNNING or not has_new:
             return
         if threading.get_ident() == self._thread:
             self._require_averaged(Trigger.READ, parameter)
@@ -313,7 +307,7 @@ class Averaging(StepPart):
             log.warning(_READ_ELSEWHERE, self._with_paths(ExchangePoint(what=parameter)).what, self._step)
 
     def _on_write(self, parameter: Tensor, value: Tensor | None) -> None:
-        if self._in_backward:
+        if self._stage is _Stage.RUNNING:
             return
         if value is None:
             self._written.discard(id(parameter))
@@ -322,25 +316,24 @@ class Averaging(StepPart):
 
     def _require_averaged(self, trigger: Trigger, what: Tensor | str = "") -> None:
         """Average gradients that are about to be used; remember the number of backward calls before this use."""
+        is_local = self._stage is _Stage.LOCAL or bool(self._written)
+        self._stage = _Stage.USED
         if self._calls:
-            self._expected[self._place()] = self._calls
+            self._expected[self._place] = self._calls
             self._calls = 0
-            self._uses += 1
-        if self._is_pending or self._written:
+            self._place = self._place[0], self._place[1] + 1
+        if is_local:
             self._average(trigger, what)
 
     def _is_last_call(self) -> bool:
         """Whether gradients are expected to be used after the running backward call."""
-        return self.after_each or self._calls >= self._expected.get(self._place(), 1)
-
-    def _place(self) -> _Place:
-        return self._updates - self._updates_before, self._uses
+        return self.after_each or self._calls >= self._expected.get(self._place, 1)
 
     def _forget_window(self) -> None:
-        self._is_pending = self._in_backward = False
+        self._stage, self._place = _Stage.USED, (0, 0)
         self._in_update = None
         self._written.clear()
-        self._calls = self._ordinal = self._uses = 0
+        self._calls = self._ordinal = 0
 
     # How they are averaged.
 
@@ -351,19 +344,20 @@ class Averaging(StepPart):
             ContractError: The ranks are at different points, or train different parameters.
             RankFailedError: The exchange broke off.
         """
-        self._is_pending = False
+        if self._stage is _Stage.LOCAL:
+            self._stage = _Stage.AVERAGED
         self._written.clear()
         early, self._early = self._early, None
         if early is not None:
             is_stale = self._is_stale(early)
             self._finish(early.plan, early.at, lands=not is_stale)
             if is_stale:  # all ranks send all of them again
-                self._not_early.add(self._place())
+                self._not_early.add(self._place)
                 early, trigger = None, Trigger.AGAIN
         if trigger is not Trigger.BACKWARD:
             self._refresh()
-        self._include_new_parameters()
-        plan = self._plan()
+        self._managed.include_new()
+        plan = self._managed.plan()
         if early is None or plan is not early.plan:  # the set of trained parameters has changed since that call
             self._agree_on(plan)
             if plan.buckets:
@@ -375,14 +369,14 @@ class Averaging(StepPart):
         for call in self.averaged:
             call()
 
-    def _begin_exchange(self, plan: _Plan, trigger: Trigger, what: Tensor | str = "") -> ExchangePoint:
+    def _begin_exchange(self, plan: Plan, trigger: Trigger, what: Tensor | str = "") -> ExchangePoint:
         at = self._point(trigger, what, plan.mark)
         self._ordinal += 1
         self._check.write(plan.header, at)
         self._last_plan = plan
         return at
 
-    def _send_rest(self, plan: _Plan, sent: Sequence[Any], *, stale: bool = False) -> None:
+    def _send_rest(self, plan: Plan, sent: Sequence[Any], *, stale: bool = False) -> None:
         """Send the remaining buckets of an exchange, in order; the last one tells whether a sent one is `stale`."""
         if len(plan.buckets) > 1:
             plan.buckets[-1].extra.fill_(stale)
@@ -404,7 +398,7 @@ class Averaging(StepPart):
         return self._check.read(last.extra, early.at)[0] > 0
 
     @torch.no_grad()
-    def _finish(self, plan: _Plan, at: ExchangePoint, *, lands: bool = True) -> None:
+    def _finish(self, plan: Plan, at: ExchangePoint, *, lands: bool = True) -> None:
         """Wait for an exchange; if `lands`, write the averages of each bucket while the next one is being exchanged."""
         for bucket in plan.buckets:
             self._wait(bucket, at)
@@ -419,12 +413,12 @@ class Averaging(StepPart):
         Raises:
             ContractError: They do not.
         """
-        plan = self._plan()
+        plan = self._managed.plan()
         if plan.buckets:
             self._agree_on(plan)
             self._send_header(plan, self._begin_exchange(plan, trigger))
 
-    def _send_header(self, plan: _Plan, at: ExchangePoint) -> None:
+    def _send_header(self, plan: Plan, at: ExchangePoint) -> None:
         """Exchange the first bucket only for its header, and compare it."""
 
         def join() -> None:  # a rank that sends all buckets waits for them before it compares the header
@@ -435,7 +429,7 @@ class Averaging(StepPart):
         self._wait(plan.buckets[0], at)
         self._check.receive(plan.header, at, most_left=0, before_error=join)
 
-    def _agree_on(self, plan: _Plan) -> None:
+    def _agree_on(self, plan: Plan) -> None:
         """Check that all ranks switch to `plan`, if it is new.
 
         Otherwise ranks would send tensors of different sizes: gloo ends the process then, and other backends mix up
@@ -459,57 +453,14 @@ class Averaging(StepPart):
         except RuntimeError as error:
             raise self._check.broken(error, at, bucket.parameters[0]) from error
 
-    # Selection of parameters and buckets.
+    # Parameters and their hooks.
 
     def _refresh(self) -> None:
         """Find parameters that were added or replaced, unless an exchange is in flight."""
         if self._early is None and self._managed.refresh():
-            self._plans.clear()
             self._unwatch()
 
-    def _include_new_parameters(self) -> None:
-        """Average tensors that no optimizer holds from their first gradient on."""
-        new = [key for key, p in self._managed.candidates.items() if read_gradient(p) is not None]
-        for key in new:
-            self._managed.include(key)
-        if new:
-            self._plans.clear()
-
-    def _plan(self) -> _Plan:
-        """Return the plan for the parameters that require gradients now; a GAN may switch between several."""
-        pattern = tuple([p.requires_grad for p in self._managed.all])
-        plan = self._plans.get(pattern)
-        if plan is None:
-            plan = self._plans[pattern] = self._make_plan(self._averaged_now())
-        return plan
-
-    def _averaged_now(self) -> list[Tensor]:
-        return [p for p in self._managed.all if p.requires_grad and id(p) not in self._managed.candidates]
-
-    def _make_plan(self, parameters: list[Tensor], *, most_buckets: int | None = None) -> _Plan:
-        numbers = {id(p): i for i, p in enumerate(self._managed.all)}
-        mark = crc32(str([(numbers[id(p)], p.shape, p.dtype) for p in parameters]).encode()) % MARKS
-        # Backward computes the gradients of the last parameters first, so their bucket is the first.
-        groups = list(grouped(parameters[::-1], self._bucket_bytes))[:most_buckets]
-        size = self._check.header_size
-        group = self._bucket_group or self.group
-        extras = [size] + [0] * (len(groups) - 2) + [1] * (len(groups) > 1)
-        buckets = [Bucket(each, group, extra, self._wire) for each, extra in zip(groups, extras, strict=False)]
-        return _Plan(buckets, mark, buckets[0].extra if buckets else torch.empty(0))
-
-    def _make_group(self) -> None:
-        """Make a separate group of the same ranks for the buckets, if there are several.
-
-        Buckets are sent during backward, before or after collectives of the trainer (of a synchronized BatchNorm, for
-        example). In a separate group this order does not matter.
-        """
-        if len(list(grouped(self._managed.all, self._bucket_bytes))) > 1:
-            parent = self.group or dist.group.WORLD
-            assert parent is not None
-            ranks = dist.get_process_group_ranks(parent)
-            self._bucket_group = dist.new_group(ranks, timeout=group_timeout(parent))
-
-    def _watch(self, plan: _Plan) -> None:
+    def _watch(self, plan: Plan) -> None:
         for parameter in (p for bucket in plan.buckets for p in bucket.parameters):
             if id(parameter) not in self._watched:
                 # This is a hook of the node, not of the tensor: it is not among the hooks of a parameter, and it runs
@@ -538,7 +489,7 @@ class Averaging(StepPart):
     def _with_paths(self, point: ExchangePoint) -> ExchangePoint:
         """Return `point` with the paths of its parameters, for a message."""
         paths = {id(p): path for path, p in self._managed.named()}
-        what, trained = point.what, (paths.get(id(p), "a parameter") for p in self._averaged_now())
+        what, trained = point.what, (paths.get(id(p), "a parameter") for p in self._managed.trained())
         name = what if isinstance(what, str) else paths.get(id(what), "a parameter")
         return point._replace(what=name, trained=tuple(trained))
 
@@ -561,7 +512,7 @@ class _EarlyExchange:
         sent: For each bucket that was sent, its gradients and their versions at that time.
     """
 
-    def __init__(self, plan: _Plan, at: ExchangePoint) -> None:
+    def __init__(self, plan: Plan, at: ExchangePoint) -> None:
         self.plan, self.at = plan, at
         self.sent: list[list[tuple[Tensor | None, int]]] = []
         self._bucket_of = {id(p): i for i, bucket in enumerate(plan.buckets) for p in bucket.parameters}

@@ -1,16 +1,27 @@
-"""Buckets: flat tensors in which several gradients are averaged over the ranks together."""
+"""Selects the gradients that are averaged, and packs them into buckets: flat tensors that are exchanged as one."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ....callbacks.lightning_internals import ddp_settings
+from ....callbacks.optimizer_state import parameters_of
+from ...discovery.discover import Discovered, Found
+from ...discovery.rank_local import RankLocal
+from ..rank_check import MARKS, NUMBERS
+from ..torch_hooks import read_gradient
+from ..torch_internals import group_timeout
 
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket; one is exchanged while the gradients of the next are computed (the default of DDP)."""
@@ -139,6 +150,164 @@ def grouped(
             yield groups.pop(kind)
             limits[kind] = full_bytes
     yield from groups.values()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets for one set of trained parameters."""
+
+    buckets: list[Bucket]
+    mark: int
+    """Equal on ranks with the same set."""
+    header: Tensor
+    """Numbers in the first bucket by which `RankCheck` compares the ranks."""
+
+
+class AveragedParameters:
+    """The tensors whose gradients are averaged, as they were at the last `refresh`, and their buckets.
+
+    Parameters of an optimizer are always averaged; without any optimizer, all parameters are. Other parameters of
+    modules and bare tensors may be updated by hand, be part of a norm, or be copied to others: they are averaged from
+    their first gradient on.
+
+    Args:
+        discovered: The trainer's objects. Sharded parameters, and the parameters of ``DistributedDataParallel``
+            modules in the class, are skipped, since torch averages their gradients.
+        rank_local: Objects that differ by rank on purpose.
+        group: Process group; None means all ranks.
+        bucket_bytes: Size at which a bucket is complete.
+        wire: Type in which gradients are sent; None keeps their type.
+
+    Attributes:
+        all: Tensors that are averaged, and candidates; the same list object while they do not change.
+        by_hand: Ids of the tensors that no optimizer holds.
+    """
+
+    def __init__(
+        self,
+        discovered: Discovered,
+        rank_local: RankLocal,
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self._discovered = discovered
+        self._rank_local = rank_local
+        modules = [m for found in discovered.modules for m in found.value.modules()]
+        replicated = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self._foreign = {id(p) for m in replicated for p in m.parameters()}
+        self._in_groups: list[Tensor] | None = None
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._bare: list[Found[Tensor]] = []
+        self._included: set[int] = set()
+        self.all: list[Tensor] = []
+        self.by_hand: frozenset[int] = frozenset()
+        self._candidates: dict[int, Tensor] = {}
+        """Tensors that are averaged from their first gradient on, by id."""
+        self._group, self._bucket_bytes, self._wire = group, bucket_bytes, wire
+        self._header_size = NUMBERS * dist.get_world_size(group)
+        self._plans: dict[tuple[bool, ...], Plan] = {}
+        self.refresh()
+        self._bucket_group = self._new_group()  # here, because all ranks have to make it together
+
+    def refresh(self) -> bool:
+        """Find parameters that were added, or that replaced others of the same name; return whether there are any."""
+        in_groups = [p for found in self._discovered.optimizers for p in parameters_of(found.value)]
+        before = self._in_groups
+        if (
+            before is not None
+            and len(before) == len(in_groups)
+            and all(map(operator.is_, before, in_groups))
+            and all(slots.get(name) is parameter for slots, name, parameter in self._slots)
+            and all(now.value is each.value for now, each in zip(self._bare_now(), self._bare, strict=True))
+        ):
+            return False
+        self._plans.clear()
+        self._in_groups = in_groups
+        skipped = self._foreign | self._rank_local.ids(self._discovered)
+        held = {id(p) for p in in_groups}
+        everything = (*in_groups, *(p for _, p in self.named()))
+        unique = {id(p): p for p in everything if id(p) not in skipped and not isinstance(p, DTensor)}
+        self.all = list(unique.values())
+        self.by_hand = frozenset(unique.keys() - held)
+        self._included &= self.by_hand
+        candidates = self.by_hand - self._included if self._discovered.optimizers else frozenset()
+        self._candidates = {key: p for key, p in unique.items() if key in candidates}
+        self._slots = [
+            (m._parameters, name, p)
+            for found in self._discovered.modules
+            for m in found.value.modules()
+            for name, p in m._parameters.items()
+            if p is not None and id(p) in self.by_hand
+        ]
+        bare = self._discovered.current(self._discovered.tensors)
+        self._bare = [each for each in bare if id(each.value) in self.by_hand]
+        return True
+
+    def include_new(self) -> None:
+        """Average candidates that have their first gradient from now on."""
+        new = [key for key, p in self._candidates.items() if read_gradient(p) is not None]
+        for key in new:
+            del self._candidates[key]
+        if new:
+            self._included.update(new)
+            self._plans.clear()
+
+    def trained(self) -> list[Tensor]:
+        """Return the tensors that are averaged now: those that require a gradient, without candidates."""
+        return [p for p in self.all if p.requires_grad and id(p) not in self._candidates]
+
+    def plan(self) -> Plan:
+        """Return the plan for the parameters that require gradients now; a GAN may switch between several."""
+        pattern = tuple([p.requires_grad for p in self.all])
+        plan = self._plans.get(pattern)
+        if plan is None:
+            plan = self._plans[pattern] = self.make_plan()
+        return plan
+
+    def make_plan(self, *, most_buckets: int | None = None) -> Plan:
+        """Return a new plan, of at most `most_buckets` buckets."""
+        trained, numbers = self.trained(), {id(p): i for i, p in enumerate(self.all)}
+        mark = crc32(str([(numbers[id(p)], p.shape, p.dtype) for p in trained]).encode()) % MARKS
+        # Backward computes the gradients of the last parameters first, so their bucket is the first.
+        groups = list(grouped(trained[::-1], self._bucket_bytes))[:most_buckets]
+        extras = [self._header_size] + [0] * (len(groups) - 2) + [1] * (len(groups) > 1)
+        group = self._bucket_group or self._group
+        buckets = [Bucket(each, group, extra, self._wire) for each, extra in zip(groups, extras, strict=False)]
+        return Plan(buckets, mark, buckets[0].extra if buckets else torch.empty(0))
+
+    def _new_group(self) -> dist.ProcessGroup | None:
+        """Return a separate group of the same ranks for the buckets, if there are several.
+
+        Buckets are sent during backward, before or after collectives of the trainer (of a synchronized BatchNorm, for
+        example). In a separate group this order does not matter.
+        """
+        if len(list(grouped(self.all, self._bucket_bytes))) < 2:
+            return None
+        parent = self._group or dist.group.WORLD
+        assert parent is not None
+        group: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(parent), timeout=group_timeout(parent))
+        return group
+
+    def release_group(self) -> None:
+        """Release the process group of the buckets, and the buckets. Collective.
+
+        Only a gloo group has to be destroyed, since it keeps threads.
+        """
+        self._plans.clear()
+        group, self._bucket_group = self._bucket_group, None
+        if group is not None and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
+
+    def _bare_now(self) -> list[Found[Tensor]]:
+        return self._discovered.current(self._bare) if self._bare else []
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters of modules and bare tensors with their paths; skips tensors that only an optimizer has."""
+        for found in self._discovered.modules:
+            yield from self._rank_local.parameters(found)
+        yield from self._rank_local.bare(self._discovered)
 
 
 def wire_type(strategy: Any) -> torch.dtype | None:

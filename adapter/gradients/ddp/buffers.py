@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
+from ...plumbing.devices import gather_objects
 from ..lost_ranks import lost_in_buffers
 from ..step_part import StepPart
 from .buckets import BUCKET_BYTES
@@ -117,3 +119,35 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             message.append(tensor)
             size += tensor.nbytes
         yield message
+
+
+def start_equal(
+    discovered: Discovered, group: dist.ProcessGroup | None = None, rank_local: RankLocal = EVERYTHING_SHARED
+) -> None:
+    """Give every rank the weights and buffers of rank 0; refuse ranks whose trainers built different things.
+
+    Raises:
+        ContractError: Names the first entry that differs and the two ranks.
+    """
+    everyone: list[list[str]] = gather_objects(_inventory(discovered, rank_local), group)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            here, there = next(
+                (a, b) for a, b in zip([*everyone[0], "nothing"], [*other, "nothing"], strict=False) if a != b
+            )
+            raise ContractError(
+                f"Ranks 0 and {rank} built different things: rank 0 has {here}, rank {rank} has {there}. `configure` "
+                "must build the same modules and optimizers, in the same order, on every rank; name objects that are "
+                "meant to differ in the trainer's `rank_local`."
+            )
+    broadcast_from_zero([tensor for _, tensor in rank_local.tensors(discovered)], group)
+
+
+def _inventory(discovered: Discovered, rank_local: RankLocal) -> list[str]:
+    tensors = rank_local.tensors(discovered)
+    frozen = {id(p) for found in discovered.modules for p in found.value.parameters() if not p.requires_grad}
+    lines = [f"{path} {tuple(t.shape)} {t.dtype}{' frozen' if id(t) in frozen else ''}" for path, t in tensors]
+    for found in rank_local.shared(discovered):
+        shapes = [[tuple(p.shape) for p in group["params"]] for group in found.value.param_groups]
+        lines.append(f"{found.path} {type(found.value).__name__} over {shapes}")
+    return lines

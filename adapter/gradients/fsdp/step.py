@@ -260,17 +260,14 @@ class ShardedStep(StepPart):
         """Contexts that end with the running backward call."""
         self._had: list[bool] = []
         self._updates_shards = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
-        self._several_ranks, self._group, self._device = several_ranks, group, device
-        self._agreement: RankAgreement | None = None
-        self._has_failed = self._in_update = self._compares_each = False
+        self._agree = RankAgreement(group, device, several_ranks=several_ranks)
+        self._has_failed = False
 
     def __bool__(self) -> bool:
         return bool(self._units) or self._updates_shards
 
     @override
     def open(self) -> None:
-        if self._several_ranks:
-            self._agreement = RankAgreement(self._group, self._device)
         for unit in self._units:
             if unit.is_root:
                 try:
@@ -291,16 +288,13 @@ class ShardedStep(StepPart):
         tensors.release()
         for unit in self._units:
             unit.close()
-        if self._agreement is not None:
-            self._agreement.close(failed=self._has_failed)
+        self._agree.close(failed=self._has_failed)
 
     @override
     def begin(self, step: int) -> None:
         self._keeps_graph = False
-        if self._agreement is not None:
-            self._agreement.begin_step(step)
-        self._compares_each = self._agreement is not None and self._agreement.compares_each
-        tensors.begin_step(self._agree, self._note, compares_values=self._compares_each)
+        self._agree.begin_step(step)
+        tensors.begin_step(self._agree)
 
     @override
     def end(self) -> None:
@@ -309,27 +303,24 @@ class ShardedStep(StepPart):
             if unit.depth:
                 raise refusal("failed call", f"{unit.path} in `train_step`")
         self._agree(END_OF_STEP)
-        if self._agreement is not None:
-            self._agreement.end_step(failed=False)
+        self._agree.end_step(failed=False)
 
     @override
     def before_save(self) -> None:
-        if self._agreement is not None:
-            self._agreement.read_all()
+        self._agree.read_all()
 
     @override
     def abandon(self) -> None:
         tensors.end_step()
         self._has_failed = True
-        if self._agreement is not None:
-            self._agreement.end_step(failed=True)
+        self._agree.end_step(failed=True)
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
         if call.create_graph:
             raise refusal("differentiated gradients", "`train_step`")
         self._refuse_shards(call.inputs)
-        gathers = tensors.gathers_behind(call.outputs) if self._compares_each else []
+        gathers = tensors.gathers_behind(call.outputs) if self._agree.compares_each else []
         self._agree(f"{BACKWARD} with gradients for {', '.join(gathers)} of weights" if gathers else BACKWARD)
         if self._keeps_graph:
             self._backward.enter_context(self._gathered_throughout())
@@ -436,12 +427,12 @@ class ShardedStep(StepPart):
     @override
     def before_update(self, optimizer: Optimizer) -> bool:
         self._agree(f"{UPDATE} {type(optimizer).__name__}")
-        self._in_update = True
+        self._agree.in_update = True
         return True
 
     @override
     def after_update(self, optimizer: Optimizer) -> None:
-        self._in_update = False
+        self._agree.in_update = False
 
     @override
     def explain(self, error: BaseException) -> ContractError | None:
@@ -462,15 +453,6 @@ class ShardedStep(StepPart):
         for unit in self._units:
             if any(each is shard for each in unit.shards):
                 take_data(unit.module, shard)
-
-    def _agree(self, what: str) -> None:
-        if self._agreement is not None:
-            self._agreement(what)
-
-    def _note(self, what: str) -> None:
-        # An optimizer may be compiled on one rank earlier than on another; compiled code makes no notes.
-        if self._agreement is not None and not self._in_update:
-            self._agreement.note(what)
 
     @contextlib.contextmanager
     def _gathered_throughout(self) -> Iterator[None]:

@@ -31,12 +31,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ....callbacks.checkpoint.format.slice_index import Box
 from ....callbacks.checkpoint.sharded.slices import WholeTensor, sharded_like, slice_of, view_of_part
 from ....callbacks.replicas.digest import digest_of_all
+from ..rank_agreement import RankAgreement
 from ..refused import refusal
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses
 
@@ -62,10 +62,9 @@ _ENGINE = frozenset({"backward", "grad"})
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
 
-_agree: Callable[[str], None] | None = None
-_note: Callable[[str], None] | None = None
+_agree: RankAgreement | None = None
+"""The agreement of the running step; None outside of one."""
 _take_data: Callable[[DTensor], None] | None = None
-_compares_values = False
 _is_saving = False
 _original = DTensor.__dict__["__torch_function__"]
 _stand_ins: dict[int, tuple[DTensor, weakref.ref[Tensor]]] = {}
@@ -93,16 +92,10 @@ def release() -> None:
     DTensor.__torch_function__ = _original  # type: ignore[method-assign]
 
 
-def begin_step(agree: Callable[[str], None], note: Callable[[str], None], *, compares_values: bool = True) -> None:
-    """Treat operations on shards as part of a training step from now on.
-
-    Args:
-        agree: Called with a collective operation that this rank is about to run.
-        note: Called with an operation that is not collective but must be the same on all ranks.
-        compares_values: Whether ranks compare full tensors that they write to shards; this waits for the device.
-    """
-    global _agree, _note, _compares_values
-    _agree, _note, _compares_values = agree, note, compares_values
+def begin_step(agree: RankAgreement) -> None:
+    """Treat operations on shards as part of a training step from now on; ranks compare them through `agree`."""
+    global _agree
+    _agree = agree
 
 
 def end_step() -> None:
@@ -164,10 +157,7 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     name, first = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     with without_torch_function_of_subclasses():
         if _agree is not None and name.startswith("_foreach_"):
-            results = _by_kind(name, func, args, kwargs) if _mixes_in_lists(args) else func(*args, **kwargs)
-            if name.endswith("_"):  # torch does not count these writes, and `ChangedGradients` needs the count
-                increment_version([tensor for tensor in first if isinstance(tensor, DTensor)])
-            return results
+            return _by_kind(name, func, args, kwargs) if _mixes_in_lists(args) else func(*args, **kwargs)
         if isinstance(first, DTensor):
             if _agree is not None:
                 _refuse(func, name, first)
@@ -176,8 +166,8 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
             if args and name in _READS and (_agree is not None or _is_saving):
                 return func(_gathered(name, first), *args[1:], **kwargs)
             if args and _is_written(name):
-                if _agree is not None and _note is not None:
-                    _note(f"{name} {tuple(first.shape)}")
+                if _agree is not None:
+                    _agree.note(f"{name} {tuple(first.shape)}")
                 takes_whole = name in _ELEMENTWISE
                 args = (first, *(_placed(other, first, takes_whole=takes_whole) for other in args[1:]))
             if args and _agree is not None and name in _EXTREMES and _leaves_a_rank_empty(first):
@@ -349,8 +339,8 @@ def _assign_data(target: DTensor, value: Tensor) -> None:
         raise refusal(
             "other data", f"{tuple(value.shape)} and {value.dtype} to {tuple(target.shape)} and {target.dtype}"
         )
-    if _agree is not None and _note is not None:
-        _note(f"assign data {tuple(target.shape)}")
+    if _agree is not None:
+        _agree.note(f"assign data {tuple(target.shape)}")
     if id(target) in _stand_ins:
         _check_stand_in(target)
     shard = _placed(value, target)
@@ -376,7 +366,7 @@ def _placed(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
     is_constant = isinstance(value, Tensor) and not _has_gradient([value])
     if not takes_whole or not is_constant or not value.dim():
         return value
-    if _agree is not None and _compares_values:
+    if _agree is not None and _agree.compares_each:
         digest = int(digest_of_all([value.detach()], value.device))
         _agree(f"write a full tensor to a sharded one of shape {tuple(target.shape)} (digest {digest:x})")
     return sharded_like(value.detach().expand(target.shape), target)

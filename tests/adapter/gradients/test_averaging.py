@@ -16,8 +16,7 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import Discovered, discover
 from genlight.adapter.gradients import rank_check
 from genlight.adapter.gradients.ddp.averaging import Averaging
-from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, grouped
-from genlight.adapter.gradients.ddp.parameters import AveragedParameters
+from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, AveragedParameters, grouped
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
 from support.messages import refusal
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.promise(name="ranks")
 CPU = torch.device("cpu")
 
 
-def routed(discovered: Discovered, hooks: StepHooks | None = None, bucket_bytes: int | None = None) -> StepRouter:
+def routed(discovered: Discovered, hooks: StepHooks | None = None, bucket_bytes: int = BUCKET_BYTES) -> StepRouter:
     averaging = Averaging(discovered, CPU, bucket_bytes=bucket_bytes)
     return StepRouter(discovered, CPU, precision=StepPrecision("fp32"), hooks=hooks, averaging=averaging)
 
@@ -52,7 +51,7 @@ class Run:
         self,
         hooks: StepHooks | None = None,
         model: nn.Module | None = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.model = model or nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -135,59 +134,11 @@ def test_a_read_in_another_thread_averages_nothing_and_warns_once(averaged, capl
     assert sum("is read in another thread during step" in message for message in caplog.messages) == 1
 
 
-def test_calls_whose_gradients_are_read_in_between_are_averaged_each(averaged):
+@pytest.mark.parametrize(("calls", "read_after", "counts"), [(2, 1, [2, 2, 2]), (3, 2, [3, 2, 2])])
+def test_gradients_are_averaged_once_before_each_place_of_a_step_that_uses_them(averaged, calls, read_after, counts):
     run = Run()
 
-    assert [exchanges(run, averaged, 2, 1) for _ in range(3)] == [2, 2, 2]
-
-
-def clip(run: Run) -> None:
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-
-
-def write(run: Run) -> None:
-    run.model.weight.grad = run.model.weight.grad.clamp(-0.5, 0.5)
-
-
-def look_and_drop(run: Run) -> None:
-    assert run.model.weight.grad is not None
-    run.optimizer.zero_grad()
-
-
-def clip_and_update(run: Run) -> None:
-    clip(run)
-    run.optimizer.step()
-
-
-@pytest.mark.parametrize("between", [clip, write])
-def test_a_clip_between_two_backward_calls_of_an_update_warns_once_with_its_line(averaged, caplog, between):
-    run = Run()
-
-    for _ in range(2):
-        with run.router:
-            for _ in range(3):
-                run.backward()
-                between(run)
-            run.optimizer.step()
-
-    warnings = [m for m in caplog.messages if "changed between two backward calls of one update" in m]
-    assert len(warnings) == 1
-    assert "test_averaging.py" in warnings[0]
-    assert "torch.autograd.grad or torch.func" in warnings[0]
-
-
-@pytest.mark.parametrize("between", [look_and_drop, clip_and_update])
-def test_reads_between_backward_calls_and_clips_before_an_update_do_not_warn(averaged, caplog, between):
-    run = Run()
-
-    for _ in range(2):
-        with run.router:
-            for _ in range(3):
-                run.backward()
-                between(run)
-            run.optimizer.step()
-
-    assert not caplog.messages
+    assert [exchanges(run, averaged, calls, read_after) for _ in counts] == counts
 
 
 def test_a_step_without_an_update_ends_with_averaged_gradients(averaged):
@@ -373,7 +324,7 @@ def test_parameters_of_a_foreign_class_are_averaged_after_each_backward(averaged
     assert type(run.model.weight) is Own
 
 
-@pytest.mark.parametrize(("bucket_bytes", "messages"), [(None, 1), (64, 2)])
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [(BUCKET_BYTES, 1), (64, 2)])
 def test_a_small_model_travels_at_once_a_large_one_in_pieces_and_in_the_same_memory_in_each_step(
     averaged, monkeypatch, bucket_bytes, messages
 ):

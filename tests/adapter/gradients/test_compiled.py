@@ -33,119 +33,45 @@ def group_of_one(tmp_path):
     torch._dynamo.reset()
 
 
-def compiled(**settings: Any) -> Callable[..., Any]:
-    return torch.compile(backend="eager", **settings)
+def step_with(compiled: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Return a training step of which one piece is compiled."""
 
+    def made(piece: str, call: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        return torch.compile(call, backend="eager", **settings) if piece == compiled else call
 
-def a_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    forward = torch.compile(model, backend="eager", fullgraph=True)
-
-    def step(rows: Tensor) -> None:
-        optimizer.zero_grad()
-        forward(rows).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    return step
-
-
-def a_loss(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    @compiled(fullgraph=True)
-    def loss(rows: Tensor) -> Tensor:
-        return model(rows).square().mean()
-
-    def step(rows: Tensor) -> None:
-        optimizer.zero_grad()
-        loss(rows).backward()
-        optimizer.step()
-
-    return step
-
-
-def a_loss_with_a_collective(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    @compiled(fullgraph=True)
-    def loss(rows: Tensor) -> Tensor:
+    def with_a_collective(rows: Tensor) -> Tensor:
         total = rows.sum()
         dist.all_reduce(total)
-        return (model(rows) * total).square().mean()
+        return (forward(rows) * total).square().mean()
+
+    forward = made("a module", model, fullgraph=True)
+    loss = made("a loss", lambda rows: forward(rows).square().mean(), fullgraph=True)
+    if compiled == "a loss with a collective":
+        loss = made(compiled, with_a_collective, fullgraph=True)
+    backward = made("a backward", lambda rows: loss(rows).backward())
+    clip = made("a norm of gradients", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    update = made("an update", lambda: optimizer.step())
+    if compiled == "an optimizer's step":
+        update = torch.compile(optimizer.step, backend="eager")
 
     def step(rows: Tensor) -> None:
         optimizer.zero_grad()
-        loss(rows).backward()
-        optimizer.step()
-
-    return step
-
-
-def a_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    @compiled()
-    def forward_and_backward(rows: Tensor) -> None:
-        model(rows).square().mean().backward()
-
-    def step(rows: Tensor) -> None:
-        optimizer.zero_grad()
-        forward_and_backward(rows)
-        optimizer.step()
-
-    return step
-
-
-def a_whole_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    @compiled()
-    def step(rows: Tensor) -> None:
-        optimizer.zero_grad()
-        model(rows).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
-def an_optimizers_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    update = torch.compile(optimizer.step, backend="eager")
-
-    def step(rows: Tensor) -> None:
-        optimizer.zero_grad()
-        model(rows).square().mean().backward()
+        backward(rows)
+        if compiled in ("a module", "a norm of gradients"):
+            clip()
         update()
 
-    return step
+    return made("a whole step", step)
 
 
-def an_update(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    @compiled()
-    def update() -> None:
-        optimizer.step()
-
-    def step(rows: Tensor) -> None:
-        optimizer.zero_grad()
-        model(rows).square().mean().backward()
-        update()
-
-    return step
-
-
-def a_norm_of_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    @compiled()
-    def clip() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    def step(rows: Tensor) -> None:
-        optimizer.zero_grad()
-        model(rows).square().mean().backward()
-        clip()
-        optimizer.step()
-
-    return step
-
-
-def trained(parts: Callable[..., Step], *, routed: bool) -> tuple[list[Tensor], int, int]:
+def trained(piece: str, *, routed: bool) -> tuple[list[Tensor], int, int]:
     """Return the weights after a few steps, the number of graphs, and the breaks of graphs."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    step = parts(model, optimizer)
+    step = step_with(piece, model, optimizer)
     router: Any = contextlib.nullcontext()
     if routed:
         found = discover({"model": model, "optimizer": optimizer})
@@ -164,28 +90,28 @@ def trained(parts: Callable[..., Step], *, routed: bool) -> tuple[list[Tensor], 
     return weights, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("parts", [a_module, a_loss, a_loss_with_a_collective])
-def test_code_compiled_with_fullgraph_has_no_breaks(parts):
-    weights, graphs, breaks = trained(parts, routed=True)
+@pytest.mark.parametrize("piece", ["a module", "a loss", "a loss with a collective"])
+def test_code_compiled_with_fullgraph_has_no_breaks(piece):
+    weights, graphs, breaks = trained(piece, routed=True)
 
-    expected, graphs_alone, _ = trained(parts, routed=False)
+    expected, graphs_alone, _ = trained(piece, routed=False)
     assert (graphs, breaks) == (graphs_alone, 0)
     assert all(map(torch.equal, weights, expected))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [a_backward, a_whole_step, an_optimizers_step, an_update])
-def test_graphs_break_no_more_often_than_in_a_plain_loop(parts):
-    weights, graphs, breaks = trained(parts, routed=True)
+@pytest.mark.parametrize("piece", ["a backward", "a whole step", "an optimizer's step", "an update"])
+def test_graphs_break_no_more_often_than_in_a_plain_loop(piece):
+    weights, graphs, breaks = trained(piece, routed=True)
 
-    expected, graphs_alone, breaks_alone = trained(parts, routed=False)
+    expected, graphs_alone, breaks_alone = trained(piece, routed=False)
     assert graphs == graphs_alone
     assert breaks <= breaks_alone
     assert all(map(torch.equal, weights, expected))
 
 
 def test_a_gradient_that_is_read_in_compiled_code_is_the_average():
-    weights, _, _ = trained(a_norm_of_gradients, routed=True)
+    weights, _, _ = trained("a norm of gradients", routed=True)
 
-    expected, _, _ = trained(a_norm_of_gradients, routed=False)
+    expected, _, _ = trained("a norm of gradients", routed=False)
     assert all(map(torch.equal, weights, expected))

@@ -21,6 +21,7 @@ from genlight.adapter.gradients.precision import step_precision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
 from genlight.adapter.gradients.step_part import StepPart
 from support.messages import refusal
+from support.trainer_class import Trains
 
 pytestmark = pytest.mark.promise(name="ranks")
 
@@ -377,13 +378,7 @@ def entries() -> list[object]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_training_replaces_torchs_entries_once_and_puts_them_back_however_it_ends(fit, fails):
-    class Linear:
-        def setup(self, ctx): ...
-
-        def configure(self, ctx):
-            model = nn.Linear(2, 1)
-            return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-
+    class Linear(Trains):
         def prepare_batch(self, raw, state, ctx):
             return raw
 
@@ -394,11 +389,6 @@ def test_a_training_replaces_torchs_entries_once_and_puts_them_back_however_it_e
             if fails and batch == 2:
                 raise ZeroDivisionError
             return StepResult(metrics={})
-
-        def state_dict(self, state):
-            return {}
-
-        def load_state_dict(self, state, payload, ctx): ...
 
     seen: list[list[object]] = []
     between = LambdaCallback(on_train_batch_end=lambda *_: seen.append(entries()))

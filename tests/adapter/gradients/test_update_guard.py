@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from zoo.runs import precision_of
+from zoo.optimizers import AdamWithClosure
+from zoo.runs import context, precision_of
 
 from genlight.adapter import ContractError, ContractModule, RecoveryError, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Recover
 from genlight.reporters import EventLogger, read_events
 from support.messages import refusal
+from support.trainer_class import Trains
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="precision")
@@ -42,26 +44,20 @@ class Batches:
         self.next_step = state["next_step"]
 
 
-class Normalized:
+class Normalized(Trains):
     """A network with running statistics; updates every `window` steps."""
 
     window = 1
 
-    def setup(self, ctx): ...
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.1)
 
     def configure(self, ctx):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        return {"model": model, "optimizer": self.optimizer(model), "step": 0}
-
-    def optimizer(self, model):
-        return torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
-    def loss(self, batch, state):
-        return state["model"](batch).square().mean()
+        return {**super().configure(ctx), "step": 0}
 
     def train_step(self, batch, state, ctx):
         loss = self.loss(batch, state)
@@ -95,10 +91,10 @@ class Resizing(Normalized):
 
     first = torch.zeros(1)
 
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state["model"].register_buffer("queue", None if self.first is None else self.first.clone())
-        return state
+    def model(self):
+        model = super().model()
+        model.register_buffer("queue", None if self.first is None else self.first.clone())
+        return model
 
     def train_step(self, batch, state, ctx):
         self.add(state["model"], batch.mean())
@@ -129,19 +125,12 @@ class Filling(Resizing):
 
 
 class Closure(Normalized):
-    def train_step(self, batch, state, ctx):
-        def closure():
-            state["optimizer"].zero_grad()
-            loss = self.loss(batch, state)
-            loss.backward()
-            return loss
-
-        return StepResult({"loss": state["optimizer"].step(closure).detach()})
+    train_step = AdamWithClosure.train_step
 
 
 class Lbfgs(Closure):
-    def optimizer(self, model):
-        return torch.optim.LBFGS(model.parameters())
+    def optimizer(self, parameters):
+        return torch.optim.LBFGS(parameters)
 
 
 class ByHand(Normalized):
@@ -172,7 +161,7 @@ def fit(tmp_path, trainer_class, *, bad=(BAD,), steps=STEPS, callbacks=(), recov
 def plain(trainer_class, *, skipped=(BAD,)):
     """Run a plain loop without the batches `skipped`."""
     trainer = trainer_class()
-    state = trainer.configure(None)
+    state = trainer.configure(context())
     for number, batch in enumerate(Batches()):
         if number not in skipped:
             trainer.train_step(batch, state, None)
@@ -202,7 +191,7 @@ def test_an_infinite_loss_with_finite_gradients_counts_too(tmp_path):
 def test_a_bad_batch_skips_its_complete_accumulation_window(tmp_path, bad):
     """The statistics of a good batch are kept, unless the update is in its step."""
     trainer = Accumulating()
-    state = trainer.configure(None)
+    state = trainer.configure(context())
     for number, batch in enumerate(Batches()):
         if number == bad:
             continue

@@ -319,14 +319,26 @@ def test_weights_that_change_after_a_forward_without_backward_count_in_the_next(
     torch.testing.assert_close(state["model"](x).detach(), before)
 
 
+class Agreement:
+    """Records the operations on which ranks would agree, and those that they would only note."""
+
+    compares_each = True
+
+    def __init__(self):
+        self.agreed, self.noted = [], []
+        self.note = self.noted.append
+
+    def __call__(self, what):
+        self.agreed.append(what)
+
+
 @pytest.fixture
 def in_step():
-    """Make tensors behave as in a training step; the lists record agreed and noted operations."""
-    agreed, noted = [], []
-    own = DTensor.__dict__["__torch_function__"]
+    """Make tensors behave as in a training step."""
+    own, agreement = DTensor.__dict__["__torch_function__"], Agreement()
     tensors.hold()
-    tensors.begin_step(agreed.append, noted.append)
-    yield agreed, noted
+    tensors.begin_step(agreement)
+    yield agreement
     tensors.release()
     assert DTensor.__dict__["__torch_function__"] is own
 
@@ -350,7 +362,7 @@ def test_numbers_of_a_step_are_read_from_the_whole_tensor(mesh, in_step):
 
     assert f"{weight.detach().norm():.4f}" == f"{expected:.4f}"
     assert float(weight.detach().norm()) == pytest.approx(float(expected))
-    assert "compute `__float__` of a sharded tensor of shape ()" in in_step[0]
+    assert "compute `__float__` of a sharded tensor of shape ()" in in_step.agreed
 
 
 def assign_half(p):
@@ -384,7 +396,7 @@ def test_writes_to_shards_are_noted_and_products_are_placed_as_they_are(mesh, in
     with torch.no_grad():
         weight.add_(weight.T @ weight)
 
-    assert in_step[1] == ["add_ (4, 4)"]
+    assert in_step.noted == ["add_ (4, 4)"]
     torch.testing.assert_close(weight.full_tensor().detach(), before + before.T @ before)
 
 
