@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from typing_extensions import override
 
 from ..adapter.plumbing.durable import write_bytes_durably
+from .hook.events import hosted_by
 from .lightning_internals import logged_step
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def keep_logged_steps(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """
     csv_loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger) and _keep_file(logger)]
     if csv_loggers or any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
-        kind = _KeepHostedSteps if hasattr(module, "step_result") else _KeepModuleSteps
+        kind = _KeepModuleSteps if hosted_by(module) is None else _KeepHostedSteps
         trainer.callbacks.append(kind(csv_loggers))  # type: ignore[attr-defined]
 
 

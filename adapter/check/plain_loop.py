@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import share_run_state
 from ...callbacks.trainer_hooks import TrainerState
 from ..contract.exceptions import ContractError, InputError
@@ -39,7 +38,6 @@ class PlainLoop:
         ctx: Passed to the hooks of the class.
     """
 
-    rank_channel = ALONE
     global_step = 0
 
     def __init__(self, plugin: TrainerPlugin, ctx: StepContext) -> None:
@@ -78,7 +76,8 @@ class PlainLoop:
         return self._rollouts() if batches is None else iter(batches)
 
     def _rollouts(self) -> Iterator[Any]:
-        run_state, batches = self._trainer_state.run_state, RolloutBatches(self.trainer)
+        run_state, batches = self._trainer_state.run_state, RolloutBatches(self.plugin, self.trainer)
+        batches.state, batches.ctx = self.contract_state, self.ctx
         while True:
             yield from batches
             self.call_hooks("on_train_phase_end")

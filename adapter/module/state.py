@@ -94,7 +94,7 @@ class ToRestore:
     """The state dicts that Lightning loads into the optimizers."""
 
 
-class TrainerState:
+class ConfiguredState:
     """The state that ``configure`` of a trainer built, as it changes while training.
 
     Args:

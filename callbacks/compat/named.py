@@ -24,7 +24,7 @@ from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
 from ..hook.cadence import crossed, step_cadence
-from ..hook.events import log_to_loggers, run_state_of
+from ..hook.events import hosted_by, log_to_loggers, run_state_of
 from ..hook.hook import Hook
 from ..job_progress import JobProgress
 from ..telemetry.heartbeat import Heartbeat
@@ -147,7 +147,7 @@ class LoggingCallback(_Periodic):
         metrics = trainer.metrics
         shown = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
         sys.stderr.write(f"step {self._step}  {shown}\n")
-        if not hasattr(trainer.module, "step_result"):  # for a trainer class, `LogMetrics` sends them
+        if hosted_by(trainer.module) is None:  # for a trainer class, `LogMetrics` sends them
             log_to_loggers(trainer.lightning, metrics, self._step)
 
 
@@ -199,7 +199,7 @@ class CheckpointCallback(_Periodic):
     def in_a_fit(self, trainer: TrainerView) -> Checkpoint:
         """The Lightning callback that does the work in a fit; made at the first call."""
         if self._checkpoint is None:
-            hosts_trainer = hasattr(trainer.module, "step_result")
+            hosts_trainer = hosted_by(trainer.module) is not None
             monitor = "train/loss" if hosts_trainer else "loss"
             self._checkpoint = (Checkpoint if hosts_trainer else _ByReturnedLoss)(
                 self.output_dir,

@@ -361,7 +361,7 @@ def test_every_event_has_the_losses_of_its_step_without_another_callback(fit_pla
     _, module = run(Learns(), [reads])  # the job has metrics in every step, but no logger
     assert len({each["train/loss"] for each in reads.seen}) == 4
     assert reads.at_end == reads.seen[-1]
-    assert reads.seen[-1]["train/loss"] == float(module.step_result.metrics["loss"])
+    assert reads.seen[-1]["train/loss"] == float(module.hosted_trainer.step_result.metrics["loss"])
 
 
 def test_each_epoch_has_a_checkpoint_then_an_evaluation_then_metrics(tmp_path, caplog) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from genlight.adapter.discovery.bare_parameters import BareParameters
+from genlight.adapter.module.hosted_trainer import BareParameters
 
 pytestmark = pytest.mark.promise(name="equal")
 

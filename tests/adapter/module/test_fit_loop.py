@@ -83,7 +83,7 @@ def test_a_second_fit_has_a_new_context(tmp_path: Path) -> None:
     assert (first.job.max_steps, module.ctx.job.max_steps) == (3, 6)
     assert module.ctx.run_state is not first.run_state
     assert len(module.plugin.seen) == 9  # type: ignore[attr-defined]
-    assert not module.is_canceled()
+    assert not module.hosted_trainer.is_canceled()
 
 
 class Counted:
@@ -143,7 +143,7 @@ def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
         asked.append(1)
         return len(asked) > 2
 
-    module.add_cancel_check(canceled)
+    module.hosted_trainer.add_cancel_check(canceled)
     trainer = trainer_of(tmp_path, max_steps=2)
     trainer.fit(module, numbers())
     assert trainer.global_step == 2

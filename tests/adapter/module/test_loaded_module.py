@@ -72,7 +72,7 @@ def test_weights_payload_and_files_are_those_of_the_checkpoint(
 
     assert torch.equal(loaded.contract_state["model"].weight, trained.contract_state["model"].weight)
     assert (loaded.contract_state["seen"], loaded.contract_state["files"]) == (6, "of step 3")
-    assert loaded.restored_step == 3
+    assert loaded.hosted_trainer.restored_step == 3
     assert (loaded.ctx.device, loaded.ctx.dtype) == ("cpu", "fp32")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter.module.state import ConfiguredState
 from genlight.callbacks import Checkpoint
 from support.messages import refusal
 from support.trainers import quiet_trainer
@@ -129,19 +130,21 @@ def test_a_trainer_may_keep_its_context(fit, counting_trainer):
     _, module = fit(Keeps(), steps=2)
 
     assert [name for name, _ in module.named_children()] == ["model"]
-    assert module.state_payload() == {"stopped": False}
+    assert module.hosted_trainer.state.payload() == {"stopped": False}
 
 
 def test_the_search_for_new_modules_runs_once_in_many_steps_and_not_in_each_epoch(tmp_path: Path, monkeypatch) -> None:
     """A rollout is an epoch of a few steps, and a search takes as long as some of them."""
-    from genlight.adapter.module import loop as epoch_loop
+    from genlight.adapter.module import epoch_loop
 
     from .test_phases import Actor, fit as fit_actor
 
     searches: list[int] = []
-    find = ContractModule.check_unchanged
+    find = ConfiguredState.check_unchanged
     monkeypatch.setattr(
-        ContractModule, "check_unchanged", lambda self: (searches.append(self.completed_steps), find(self))
+        ConfiguredState,
+        "check_unchanged",
+        lambda self: (searches.append(self.module.trainer.global_step), find(self))[1],
     )
     fit_actor(tmp_path, Actor(), steps=40)  # in seven phases
     assert searches == [1]

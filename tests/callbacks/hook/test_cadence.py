@@ -50,7 +50,7 @@ def test_no_boundary_of_a_run_counts_twice(start, jumps, every):
     ],
 )
 def test_only_a_step_with_the_hint_is_suppressed(result, is_suppressed):
-    assert suppressed(SimpleNamespace(step_result=result)) is is_suppressed
+    assert suppressed(SimpleNamespace(hosted_trainer=SimpleNamespace(step_result=result))) is is_suppressed
 
 
 def test_a_module_that_hosts_no_trainer_class_is_never_suppressed():
