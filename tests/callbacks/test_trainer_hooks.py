@@ -296,7 +296,11 @@ def test_a_hook_in_the_list_of_another_style_is_refused_with_the_remedy(place, t
         place()
 
 
-@pytest.mark.parametrize("hook", [Notes, object()])
+class OfLightning:
+    def on_exception(self, trainer, pl_module, exception): ...
+
+
+@pytest.mark.parametrize("hook", [Notes, OfLightning()], ids=["a class", "an event of Lightning's"])
 def test_an_object_without_events_is_refused(hook) -> None:
     with refusal(TypeError):
         TrainerHookAdapter(hook)

@@ -178,7 +178,7 @@ def test_failures_are_counted_other_callbacks_continue_and_a_critical_one_ends_t
     notes = Notes()
     run([Fails(), notes])
     assert len(notes.steps) == 3
-    assert "Fails failed: on_train_batch_end 3 times" in caplog.text
+    assert "Fails failed: on_step_end 3 times" in caplog.text
 
     critical = Fails()
     critical.critical = True
