@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import UnstorableStateError
 from genlight.callbacks import Checkpoint
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -44,7 +45,7 @@ class Rows:
         self.at = state["at"]
 
 
-class Plain:
+class Plain(Stateless):
     """One layer and Adam."""
 
     def setup(self, ctx: Any) -> None:
@@ -57,9 +58,6 @@ class Plain:
     def optimizer(self, parameters: Any) -> Optimizer:
         return Adam(parameters, lr=0.01)
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         return (state["model"](batch) - batch.sum(1, keepdim=True)).square().mean()
 
@@ -68,11 +66,6 @@ class Plain:
         self.loss(batch, state).backward()
         state["optimizer"].step()
         return StepResult({})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Wrapper(Optimizer):

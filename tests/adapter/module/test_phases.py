@@ -16,6 +16,7 @@ from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
 from support.messages import refusal
 from support.rank_processes import run_ranks
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.promise(name="resume")
 ROWS = 12
 
 
-class Actor:
+class Actor(Stateless):
     """A linear policy on a toy environment; the position is part of the environment's state."""
 
     update_epochs = 2
@@ -33,8 +34,6 @@ class Actor:
         self.position = 0.0
         self.rollouts = 0
         self.at_step: Callable[[Any], None] | None = None
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -55,9 +54,6 @@ class Actor:
             return minibatches, stats
         return (list(minibatches) if self.form == "list" else (batch for batch in minibatches)), stats
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         loss = (self.model(batch["x"]) - batch["noise"]).square().mean() + 0.01 * torch.randn(()) ** 2
         self.optimizer.zero_grad()
@@ -67,11 +63,6 @@ class Actor:
         if self.at_step is not None:
             self.at_step(ctx)
         return StepResult(metrics={"loss": loss})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Placed(Actor):
