@@ -119,8 +119,9 @@ def test_both_loops_count_an_epoch_after_its_training_phase() -> None:
     assert first.seen == second.seen == EPOCHS
 
 
-def test_a_plain_loop_counts_an_epoch_after_its_training_phase() -> None:
-    hook = Epochs()
+def test_a_plain_loop_counts_an_epoch_after_its_training_phase_and_has_the_losses_of_each_step() -> None:
+    hook, losses = Epochs(), []
+    hook.on_mb_end = lambda state: losses.append(state.loss_stats["train/loss"])
 
     class WithHook(Collects):
         def trainer_hooks(self, state, ctx):
@@ -129,6 +130,7 @@ def test_a_plain_loop_counts_an_epoch_after_its_training_phase() -> None:
     ctx = StepContext(TrainingJobSpec("r", 5), run_state=RunState(), device="cpu", dtype="fp32")
     list(plain_steps(WithHook(), ctx, None, steps=5))
     assert hook.seen == EPOCHS
+    assert losses == [0.5] * 5
 
 
 def test_trainer_state_shows_the_run_state_and_live_objects() -> None:
