@@ -68,7 +68,14 @@ class Plain(Stateless):
         return StepResult({})
 
 
-class Wrapper(Optimizer):
+class Wraps(Optimizer):
+    base: Optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class Wrapper(Wraps):
     """Its state dict lacks the state of the wrapped optimizer, as in published versions of SAM."""
 
     def __init__(self, params: Any) -> None:
@@ -76,16 +83,13 @@ class Wrapper(Optimizer):
         self.base = SGD(self.param_groups, lr=0.05, momentum=0.9)
         self.param_groups = self.base.param_groups
 
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
-
 
 class Wrapped(Plain):
     def optimizer(self, parameters: Any) -> Optimizer:
         return Wrapper(parameters)
 
 
-class WrapperOfAll(Optimizer):
+class WrapperOfAll(Wraps):
     """Shares groups and state with the wrapped optimizer, which replaces them when it loads, as LARC does."""
 
     def __init__(self, params: Any) -> None:
@@ -101,22 +105,16 @@ class WrapperOfAll(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
 
-
-class WrapperOfGroups(Optimizer):
+class WrapperOfGroups(Wraps):
     """Has a separate list with the groups of the wrapped optimizer."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
         self.base = SGD(self.param_groups, lr=0.05, momentum=0.9)
 
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
 
-
-class WrapperOfOther(Optimizer):
+class WrapperOfOther(Wraps):
     """Does not save the rate of the wrapped optimizer, which has separate groups."""
 
     def __init__(self, params: Any) -> None:
@@ -126,7 +124,7 @@ class WrapperOfOther(Optimizer):
 
     def step(self, closure: Any = None) -> None:
         self.base.param_groups[0]["lr"] *= 0.9
-        self.base.step()
+        super().step(closure)
 
 
 class WrapsAll(Plain):

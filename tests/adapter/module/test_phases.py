@@ -97,11 +97,7 @@ class Counters(Hook):
 
 def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int, **options: Any) -> ContractModule:
     """Train with only the data that the trainer collects."""
-    trainer = quiet_trainer(
-        *callbacks,
-        max_steps=steps,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(*callbacks, max_steps=steps, default_root_dir=tmp_path)
     module = ContractModule(plugin, TrainingJobSpec("actor", steps, metric_every=0))
     trainer.fit(module, **options)
     return module
@@ -133,8 +129,7 @@ class WithoutEnvironments(Actor):
 class SavesAlone(Actor):
     """Saves its environments and never loads them."""
 
-    def rollout_state(self, state: Any) -> dict[str, Any]:
-        return {"position": self.position}
+    rollout_state = Placed.rollout_state
 
 
 @pytest.mark.parametrize(("kind", "times"), [(Actor, 1), (SavesAlone, 1), (Placed, 0), (WithoutEnvironments, 0)])
@@ -168,19 +163,6 @@ def test_times_and_environment_steps_are_metrics(tmp_path: Path) -> None:
     assert metrics["trainer/rollout_seconds"] > 0
     assert metrics["trainer/update_seconds"] > 0
     assert "trainer/update_seconds" not in fit(tmp_path, Actor(), steps=2).metrics()
-
-
-def test_a_trainer_ends_an_update_early(tmp_path: Path) -> None:
-    """The update ends after two of six minibatches."""
-    actor, counters = Actor(), Counters()
-
-    def at_step(ctx: Any) -> None:
-        ctx.run_state.stop_update_epoch = ctx.run_state.minibatch_index == 1
-
-    actor.at_step = at_step
-    fit(tmp_path, actor, counters, steps=4)
-    assert [name for name, *_ in counters.seen] == ["rollout", "mb", "mb", "phase"] * 2
-    assert actor.rollouts == 2
 
 
 @pytest.mark.parametrize("cls", [Actor, Placed])
@@ -242,17 +224,20 @@ def test_a_rollout_may_return_two_batches_without_statistics(tmp_path: Path) -> 
     assert run_state_of(module.trainer).rollout_stats is None
 
 
-def test_an_update_that_was_ended_in_the_step_of_the_checkpoint_stays_ended(tmp_path: Path) -> None:
-    """The next minibatch is one of a new rollout."""
-    actor = Placed()
+def test_a_trainer_ends_an_update_early_and_it_stays_ended_over_a_resume(tmp_path: Path) -> None:
+    """The update ends after two of six minibatches; the next one is of a new rollout, also after a checkpoint there."""
 
-    def at_step(ctx: Any) -> None:
-        ctx.run_state.stop_update_epoch = ctx.run_state.minibatch_index == 1
+    def ending() -> Placed:
+        actor = Placed()
+        actor.at_step = lambda ctx: setattr(ctx.run_state, "stop_update_epoch", ctx.run_state.minibatch_index == 1)
+        return actor
 
-    actor.at_step = at_step
-    fit(tmp_path, actor, Checkpoint(tmp_path / "c"), steps=2)
-    resumed = Placed()
-    fit(tmp_path, resumed, Checkpoint(tmp_path / "d"), steps=3, ckpt_path=tmp_path / "c" / "final.json")
+    actor, counters = ending(), Counters()
+    fit(tmp_path, actor, counters, Checkpoint(tmp_path / "c", every_n_steps=2), steps=4)
+    assert [name for name, *_ in counters.seen] == ["rollout", "mb", "mb", "phase"] * 2
+    assert actor.rollouts == 2
+    resumed = ending()
+    fit(tmp_path, resumed, Checkpoint(tmp_path / "d"), steps=3, ckpt_path=tmp_path / "c" / "step-00000002.json")
     assert resumed.rollouts == 1
 
 
