@@ -156,6 +156,16 @@ def test_a_trainer_may_count_its_environment_steps_itself(tmp_path: Path) -> Non
     assert actor.update_epochs == 2
 
 
+def test_a_rollout_of_a_second_fit_gets_the_context_of_that_fit(tmp_path: Path) -> None:
+    actor, limits = Actor(), []
+    collect = actor.rollout
+    actor.rollout = lambda state, ctx: limits.append(ctx.job.max_steps) or collect(state, ctx)  # type: ignore[method-assign,func-returns-value]
+    module = ContractModule(actor)
+    for steps in (1, 8):
+        quiet_trainer(max_steps=steps, default_root_dir=tmp_path).fit(module)
+    assert limits == [1, 8, 8]
+
+
 def test_times_and_environment_steps_are_metrics(tmp_path: Path) -> None:
     """The metrics describe the last rollout and the last finished update."""
     metrics = fit(tmp_path, Actor(), steps=7).metrics()
@@ -235,6 +245,7 @@ def test_a_trainer_ends_an_update_early_and_it_stays_ended_over_a_resume(tmp_pat
     actor, counters = ending(), Counters()
     fit(tmp_path, actor, counters, Checkpoint(tmp_path / "c", every_n_steps=2), steps=4)
     assert [name for name, *_ in counters.seen] == ["rollout", "mb", "mb", "phase"] * 2
+    assert {update_epoch for *_, update_epoch, _ in counters.seen} == {0}
     assert actor.rollouts == 2
     resumed = ending()
     fit(tmp_path, resumed, Checkpoint(tmp_path / "d"), steps=3, ckpt_path=tmp_path / "c" / "step-00000002.json")

@@ -100,14 +100,17 @@ RATES = [
 
 
 @pytest.mark.parametrize(("first", "rate"), [*enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, None])])
-def test_the_learning_rate_comes_from_the_first_place_that_has_one(first, rate):
+@pytest.mark.parametrize("unrelated", [{}, {"temperature": 0.5}])
+def test_the_learning_rate_comes_from_the_first_place_that_has_one(first, rate, unrelated):
     """Each case has a rate in this place and in all later ones."""
     given, state = {}, {}
     for place in RATES[first:]:
         state.update(place.get("state", {}))
         given.update(place)
 
-    result = StepResult(metrics={"loss": 0.0, **given.get("metrics", {})}, debug=given.get("debug", {}))
+    result = StepResult(
+        metrics={"loss": 0.0, **given.get("metrics", {})}, debug={**unrelated, **given.get("debug", {})}
+    )
     named = named_scalars(result, state, context(optimizer=given.get("ctx")), given.get("found", ()))
 
     assert named.get("train/lr") == rate
