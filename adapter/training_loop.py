@@ -224,5 +224,5 @@ class _Caller(Hook):
 
     def _payload(self) -> dict[str, Any]:
         module = self.module
-        payload = module.state_payload()
+        payload = module.hosted_trainer.state.payload()
         return {"state_payload": payload, "trainer": module.plugin, "state": module.contract_state, "ctx": module.ctx}

@@ -14,7 +14,7 @@ from ..adapter.contract.exceptions import MonitorError
 from ..adapter.plumbing.text import nearest
 from .health.recover import Recover
 from .hook.cadence import Boundaries, crossed
-from .hook.events import callbacks_of, is_number, step_metrics
+from .hook.events import callbacks_of, hosted_by, is_number, step_metrics
 from .hook.hook import Hook, skippable
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class EarlyStopping(Hook):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking and not hasattr(pl_module, "step_result"):
+        if not trainer.sanity_checking and hosted_by(pl_module) is None:
             self.judge(trainer, step_metrics(trainer, pl_module), trainer.global_step)
 
     @skippable
@@ -146,7 +146,7 @@ class EarlyStopping(Hook):
     ) -> None:
         before, self._checked = self._checked, trainer.global_step
         is_due = trainer.is_global_zero and crossed(before, self._checked, self.check_every)
-        if is_due and not hasattr(pl_module, "step_result"):
+        if is_due and hosted_by(pl_module) is None:
             returned = outputs if isinstance(outputs, Mapping) else {}
             values = {name: float(value) for name, value in returned.items() if is_number(value)}
             self.judge(trainer, values | step_metrics(trainer, pl_module), self._checked)

@@ -19,7 +19,7 @@ from ..adapter.plumbing.text import printable
 from ..reporters.events.event_logger import last_step
 from .checkpoint.format.record import CheckpointRecord
 from .hook.cadence import Pace
-from .hook.events import callbacks_of
+from .hook.events import callbacks_of, hosted_by
 from .hook.hook import Hook, skippable
 from .upload_artifacts import UploadArtifacts
 
@@ -120,7 +120,7 @@ class JobProgress(Hook):
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if hasattr(pl_module, "published"):  # values of a LightningModule may wait for a device that has failed
+        if hosted_by(pl_module) is not None:  # values of a LightningModule may wait for a device that has failed
             self._read(trainer, pl_module)
         self._end(trainer)
 
@@ -149,12 +149,12 @@ class JobProgress(Hook):
 
     def _read(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the newest metrics: a trainer class's loss, rate and returns, or a module's progress-bar values."""
-        published: Mapping[str, float] | None = getattr(pl_module, "published", None)
-        if published is None:
+        hosted = hosted_by(pl_module)
+        if hosted is None:
             self._values = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
         else:
             self._values = {
-                name: value for name, value in published.items() if name in _ALWAYS or name.endswith(_RETURNS)
+                name: value for name, value in hosted.published.items() if name in _ALWAYS or name.endswith(_RETURNS)
             }
 
     def _parts(self, trainer: pl.Trainer) -> list[str]:

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from .hook.cadence import next_multiple, step_cadence, suppressed
-from .hook.events import FIGURES_FIELD, data_wait_s, publish_metrics, run_state_of
+from .hook.events import FIGURES_FIELD, data_wait_s, hosted_by, publish_metrics, run_state_of
 from .hook.hook import Hook, skippable
 from .lightning_internals import logger_connector, set_callback_metrics
 
@@ -63,7 +63,7 @@ class LogMetrics(Hook):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and not hasattr(pl_module, "step_result"):
+        if stage == "fit" and hosted_by(pl_module) is None:
             name = type(pl_module).__name__
             log.warning("LogMetrics has no effect: %s does not host a trainer and logs by itself", name)
 
@@ -85,8 +85,9 @@ class LogMetrics(Hook):
         metrics: dict[str, float] = {}
         # Steps come one by one, so a multiple of the cadence is a crossed boundary.
         is_due = every > 0 and step % every == 0 and not suppressed(pl_module)
-        if is_due and getattr(pl_module, "step_result", None) is not None:
-            metrics = pl_module.metrics()  # type: ignore[operator]
+        hosted = getattr(pl_module, "hosted_trainer", None) if is_due else None  # `hosted_by`, without a call
+        if hosted is not None and hosted.step_result is not None:
+            metrics = hosted.metrics()
             publish_metrics(trainer, metrics, step)
             rollout = run_state_of(trainer).rollout_stats
             if rollout is not self._sent_rollout:
@@ -103,7 +104,8 @@ class LogMetrics(Hook):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._unsent_scores:  # scores of an evaluation command since the last step
             _send(trainer, pl_module, self._unsent_scores, {}, trainer.global_step)
-            getattr(pl_module, "feed_callback_metrics", lambda: None)()
+            if (hosted := hosted_by(pl_module)) is not None:
+                hosted.feed_callback_metrics()
 
     @override
     def on_scores(
@@ -150,9 +152,9 @@ def _send(
     figures: Mapping[str, float],
     step: int,
 ) -> None:
-    published = getattr(pl_module, "published", None)
-    if published is not None:
-        published.update(metrics)  # read lazily by monitors and progress bars
+    hosted = getattr(pl_module, "hosted_trainer", None)
+    if hosted is not None:
+        hosted.published.update(metrics)  # read lazily by monitors and progress bars
     else:
         on_device = {name: torch.tensor(value) for name, value in metrics.items()}
         set_callback_metrics(trainer, on_device, dict(metrics))

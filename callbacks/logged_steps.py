@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from typing_extensions import override
 
 from ..adapter.plumbing.durable import write_bytes_durably
+from .hook.events import hosted_by
 from .lightning_internals import logged_step
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class _KeepLoggedSteps(Callback):
             return
         self._is_done = True
         # A hosted trainer logs the number of completed steps.
-        first = trainer.global_step + 1 if hasattr(pl_module, "step_result") else logged_step(trainer)
+        first = trainer.global_step + 1 if hosted_by(pl_module) is not None else logged_step(trainer)
         for logger in self._csv_loggers:
             _drop_rows(logger, first if trainer.global_step else 0)
         if trainer.global_step:

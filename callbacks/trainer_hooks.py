@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,8 +20,8 @@ from .checkpoint.format.record import read_record
 from .checkpoint.policy import savers_of
 from .hook.cadence import crossed, step_cadence
 from .hook.events import get_entry, is_own_loop, log_to_loggers, model_of, numbers_of, run_state_of, step_metrics
-from .hook.hook import Hook, forwarding_hook, judge
 from .log_metrics import rollout_means
+from .other_styles import OtherStyle, StyleAdapter, forwarding_hook, require_events
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class TrainerState:
             raise _unknown(name)
 
 
-class TrainerHook:
+class TrainerHook(OtherStyle):
     """Base of trainer hooks; a subclass overrides the events it wants. A `TrainerHookAdapter` runs it.
 
     Args:
@@ -93,6 +93,7 @@ class TrainerHook:
         critical: Overrides the attribute of the class.
     """
 
+    _style, _place = "a trainer hook", "TrainerHookAdapter({})"
     critical: bool = False
     """Whether an exception of this hook ends the run; otherwise it is logged once for each event and counted."""
     run_on_all_ranks: bool = False
@@ -139,23 +140,11 @@ class TrainerHook:
     def on_training_end(self, trainer_state: TrainerState) -> None:
         """Called when training ends as planned."""
 
-    @property
-    def setup(self) -> Any:
-        """Lightning's hook of this name. It raises, because a trainer hook is no Lightning callback.
-
-        Raises:
-            TypeError: Always.
-        """
-        name = type(self).__name__
-        raise TypeError(f"{name} is a trainer hook; give the trainer TrainerHookAdapter({name}(…))")
-
-    state_key = on_exception = setup
-
 
 TRAINER_HOOK_EVENTS = tuple(name for name in vars(TrainerHook) if name.startswith("on_"))
 
 
-class TrainerHookAdapter(Hook):
+class TrainerHookAdapter(StyleAdapter):
     """Runs a trainer hook as a callback: ``Trainer(callbacks=[TrainerHookAdapter(hook) for hook in hooks])``.
 
     The hook's `critical`, `run_on_all_ranks`, `reads` and `writes` become the policy of the callback. Under Lightning's
@@ -169,33 +158,18 @@ class TrainerHookAdapter(Hook):
     """
 
     def __init__(self, hook: Any) -> None:
-        if isinstance(hook, type) or not any(_has_event(hook, event) for event in TRAINER_HOOK_EVENTS):
-            events = ", ".join(TRAINER_HOOK_EVENTS)
-            raise TypeError(f"Invalid `hook` {hook!r}. Expected an object with one of the events {events}.")
-        if not isinstance(hook, TrainerHook):
-            getattr(hook, "state_key", None)  # for a six-hook callback this raises an error that names its place
-        self.callback = hook
-        self.critical = bool(getattr(hook, "critical", False))
-        self.ranks: Literal["zero", "all"] = "all" if getattr(hook, "run_on_all_ranks", False) else "zero"
+        require_events("hook", hook, TRAINER_HOOK_EVENTS, TrainerHook)
+        everywhere = getattr(hook, "run_on_all_ranks", False)
+        super().__init__(hook, critical=bool(getattr(hook, "critical", False)), ranks="all" if everywhere else "zero")
         reads = _fields_of(hook, "reads")
         # Live objects always exist; no hook has to write them.
         self.reads = [field for field in reads if field not in _LIVE]
         self.optional_reads = [*_fields_of(hook, "optional_reads"), *reads]
         self.writes = _fields_of(hook, "writes")
 
-    @property
     @override
-    def label(self) -> str:
-        return str(getattr(self.callback, "instance_name", type(self.callback).__name__))
-
-    def tell(self, event: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Call the method `event` of the trainer hook, if it has one; a failure does not affect other events."""
-        method = getattr(self.callback, event, None)
-        if method is not None:
-            try:
-                method(trainer_state_of(trainer, pl_module))
-            except Exception as error:  # noqa: BLE001  # the policy raises it again
-                judge(self, event, error)
+    def argument(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> TrainerState:
+        return trainer_state_of(trainer, pl_module)
 
     on_new_training_run = forwarding_hook("on_new_training_run")
     on_rollout_start = forwarding_hook("on_rollout_start")
@@ -242,11 +216,6 @@ def trainer_state_of(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Trai
         state = TrainerState(trainer, pl_module)
         setattr(trainer, _ATTRIBUTE, state)
     return state
-
-
-def _has_event(hook: Any, name: str) -> bool:
-    inherits = getattr(type(hook), name, None) is getattr(TrainerHook, name)
-    return callable(getattr(hook, name, None)) and not inherits
 
 
 def _fields_of(hook: Any, name: str) -> list[str]:

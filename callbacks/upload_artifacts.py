@@ -23,7 +23,7 @@ from .checkpoint.policy import savers_of
 from .checkpoint.selection import enqueue, find_checkpoint, never_queued
 from .checkpoint.store import wait_after_failure
 from .hook.cadence import Boundaries, step_cadence
-from .hook.events import callbacks_of
+from .hook.events import callbacks_of, hosted_by
 from .hook.hook import Hook, RunContext
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class UploadArtifacts(Hook):
             return
         if self._uploader.failure is not None:
             raise self._uploader.failure
-        if self._metrics_due.crosses(trainer.global_step) and not hasattr(pl_module, "step_result"):
+        if self._metrics_due.crosses(trainer.global_step) and hosted_by(pl_module) is None:
             self._uploader.enqueue_metrics(trainer.callback_metrics, trainer.global_step)
 
     @override

@@ -204,7 +204,7 @@ def test_a_copy_of_a_module_asks_itself_whether_to_stop(tmp_path: Path, copied: 
     trainer, module = trainer_with_all(tmp_path), new_module()
     trainer.fit(module, range(9))
     other = copied(module)
-    module.add_cancel_check(lambda: True)
+    module.hosted_trainer.add_cancel_check(lambda: True)
     assert module.ctx.is_canceled is not None
     assert module.ctx.is_canceled()
     other._trainer = trainer

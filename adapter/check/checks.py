@@ -367,7 +367,7 @@ def check_evaluate(case: _Case) -> Iterator[Finding]:
 def check_state(case: _Case) -> Iterator[Finding]:
     """Check that ``state_dict`` can be stored, and is equal after a checkpoint is loaded into a new trainer."""
     module, path = case.full_run.module, case.folder / "state"
-    payload = module.state_payload()
+    payload = module.hosted_trainer.state.payload()
     try:
         save(path, {CONTRACT_KEY: {"state": payload}})
     except UnstorableStateError as error:

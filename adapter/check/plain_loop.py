@@ -15,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import share_run_state
 from ...callbacks.trainer_hooks import TrainerState
 from ..contract.exceptions import ContractError, InputError
@@ -38,14 +37,13 @@ from .snapshot import KINDS, Snapshot, live_weights, snapshot
 class PlainLoop:
     """A trainer class in a plain loop: sets it up, configures it, and calls its own hooks.
 
-    To a `TrainerState` and to `RolloutBatches` it is the Lightning trainer and the module.
+    To a `TrainerState` and to `RolloutBatches` it is the Lightning trainer, the module and its `HostedTrainer`.
 
     Args:
         plugin: A trainer that has not been set up.
         ctx: Passed to the hooks of the class.
     """
 
-    rank_channel = ALONE
     global_step = 0
 
     def __init__(self, plugin: TrainerPlugin, ctx: StepContext) -> None:
@@ -55,10 +53,10 @@ class PlainLoop:
         self.discovered = discover(self.contract_state, plugin)
         self.optimizers = [found.value for found in self.discovered.optimizers]
         stand_in: Any = self
-        self.trainer = self.lightning_module = stand_in
+        self.trainer = self.lightning_module = self.hosted_trainer = stand_in
         self.callbacks = [self]
         self._hooks = own_hooks(plugin, self.contract_state, ctx)
-        self._result: Any = None
+        self.step_result: Any = None
         if isinstance(ctx.run_state, RunState):
             share_run_state(stand_in, ctx.run_state)
         self._trainer_state = TrainerState(stand_in, stand_in)
@@ -84,7 +82,8 @@ class PlainLoop:
         return self._rollouts() if batches is None else iter(batches)
 
     def _rollouts(self) -> Iterator[Any]:
-        run_state, batches = self._trainer_state.run_state, RolloutBatches(self.trainer)
+        run_state, batches = self._trainer_state.run_state, RolloutBatches(self.plugin, self.trainer)
+        batches.state, batches.ctx = self.contract_state, self.ctx
         while True:
             yield from batches
             self.call_hooks("on_train_phase_end")
@@ -94,19 +93,16 @@ class PlainLoop:
     def step(self, raw_batch: Any) -> dict[str, float]:
         """Train one step; return its metrics."""
         state, ctx = self.contract_state, self.ctx
-        self._result = validate_result(
+        self.step_result = validate_result(
             self.plugin.train_step(self.plugin.prepare_batch(raw_batch, state, ctx), state, ctx)
         )
         self.global_step += 1
         self.call_hooks("on_mb_end")
-        return self.callback_metrics
+        return self.metrics()
 
-    @property
-    def callback_metrics(self) -> dict[str, float]:
-        """The metrics of the last step, for hooks ``loss_stats``; empty before the first step."""
-        if self._result is None:
-            return {}
-        return named_scalars(self._result, self.contract_state, self.ctx, self.optimizers)
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last step by their reported names."""
+        return named_scalars(self.step_result, self.contract_state, self.ctx, self.optimizers)
 
 
 def plain_steps(

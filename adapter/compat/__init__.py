@@ -1,13 +1,148 @@
-"""Makes ``gen_worker.trainer`` and the modules of ``worldflux`` importable, unless the real packages are installed.
+"""The import paths that existing classes use: `gen_worker.trainer`, and the modules of `worldflux`.
 
-Importing anything of genlight imports this. May import contract and plumbing; other parts of genlight only when one of
-their names is used.
+Importing anything of genlight imports this and calls `install`. May import contract and plumbing; other parts of
+genlight only when one of their names is used.
+
+`install` adds a finder to the end of ``sys.meta_path``, so that a real package always wins: Python asks the finder only
+for modules that it finds nowhere else. Every name of ``gen_worker.trainer`` comes from `genlight.adapter`, or from
+`old_names` if only the old package had it. The old package spread its names over its modules differently from release
+to release, so each module here has all of them.
+
+``gen_worker/trainer.py`` (`gen_worker_trainer.py` here) does the same in a process that has not imported genlight.
 """
 
 from __future__ import annotations
 
-from .alias import MODULES, install, run_training_runtime_from_env
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
 
-__all__ = ["MODULES", "install", "run_training_runtime_from_env"]
+from typing_extensions import override
+
+__all__ = ["MODULES", "install", "run_training_runtime_from_env", "stand_in"]
+
+MODULES = (
+    *("api", "contracts", "loop", "runtime", "orchestrated", "job_lifecycle", "authz", "resolve", "inputs"),
+    *("arrow_feed", "model_runtime", "artifacts", "uploader", "reporting", "checkpointing", "helpers"),
+    *("helpers.optim", "helpers.repro", "helpers.scalar", "subprocess_contract"),
+)
+"""Modules of ``gen_worker.trainer``."""
+
+_ADAPTER = "genlight.adapter"
+_OLD_NAMES = f"{_ADAPTER}.compat.old_names"
+_TRAINER = "gen_worker.trainer"
+_SIX_HOOKS = (
+    "genlight.callbacks.compat",
+    (
+        *("Callback", "CallbackList", "CheckpointCallback", "DiagnosisCallback", "EarlyStoppingCallback"),
+        *("EvalCallback", "HeartbeatCallback", "LoggingCallback", "ProgressCallback", "TrainingReportCallback"),
+    ),
+)
+_WORLDFLUX: Final = {
+    "worldflux": ("", ()),
+    "worldflux.training": _SIX_HOOKS,
+    "worldflux.training.callbacks": _SIX_HOOKS,
+    "worldflux.telemetry": ("", ()),
+    "worldflux.telemetry.wasr": (
+        "genlight.reporters.telemetry",
+        (
+            *("OPTIONAL_EVENT_FIELDS", "REQUIRED_EVENT_FIELDS", "default_metrics_path", "make_run_id"),
+            *("read_events", "write_event"),
+        ),
+    ),
+}
+"""Modules of ``worldflux``: the module of ours that each stands for, and its names."""
+_GEN_WORKER: Final = {"gen_worker", _TRAINER, *(f"{_TRAINER}.{module}" for module in MODULES)}
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds and makes stand-ins for modules of packages that are not installed."""
+
+    @override
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        parent, _, last = name.rpartition(".")
+        # A real worldflux is not completed by ours; a real gen_worker without `trainer` is.
+        is_ours = name in _WORLDFLUX and (not parent or getattr(sys.modules[parent], "__loader__", None) is self)
+        return ModuleSpec(name, self, is_package=True) if is_ours or (last and name in _GEN_WORKER) else None
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        names, resolve = _names_of(name)
+
+        def attribute(requested: str) -> Any:
+            if (inner := f"{name}.{requested}") in _GEN_WORKER or inner in _WORLDFLUX:
+                return importlib.import_module(inner)
+            if requested not in names:
+                raise AttributeError(f"module {name!r} has no attribute {requested!r}")
+            return resolve(requested)
+
+        module.__doc__ = f"Stands in for {name}; every name comes from genlight."
+        module.__getattr__ = attribute  # type: ignore[method-assign]
+        module.__all__ = list(names)  # type: ignore[attr-defined]
+
+
+_FINDER: Final = _Finder()
+
+
+def install() -> None:
+    """Make ``gen_worker.trainer`` and the modules of ``worldflux`` importable, unless the real packages are there.
+
+    Importing anything of genlight does this; a second call does nothing.
+    """
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
+
+
+def stand_in(name: str) -> ModuleType:
+    """Return a module that stands in for `name`."""
+    module = importlib.util.module_from_spec(ModuleSpec(name, _FINDER, is_package=True))
+    _FINDER.exec_module(module)
+    return module
+
+
+def _names_of(module: str) -> tuple[Sequence[str], Callable[[str], Any]]:
+    """Return the names of a module that stands in for another, and the function that looks one up."""
+    if module in _WORLDFLUX:
+        home, names = _WORLDFLUX[module]
+        return names, lambda name: getattr(importlib.import_module(home), name)
+    if module == "gen_worker":
+        return (), _resolve
+    genlight, old_names = importlib.import_module(_ADAPTER), importlib.import_module(_OLD_NAMES)
+    own = ("run_training_runtime_from_env",)
+    return sorted({*genlight.__all__, *genlight.__contract__, *old_names.__all__, *own}), _resolve
+
+
+def _resolve(name: str) -> Any:
+    """Look up a name of ``gen_worker.trainer``; import genlight by name, because it imports this module itself."""
+    if name == "run_training_runtime_from_env":  # genlight's function of this name ends differently
+        return run_training_runtime_from_env
+    old_names = importlib.import_module(_OLD_NAMES)
+    return getattr(old_names if name in old_names.__all__ else importlib.import_module(_ADAPTER), name)
+
+
+def run_training_runtime_from_env() -> int:
+    """Run the job that the environment describes; returns 0.
+
+    `genlight.adapter.run_training_runtime_from_env` returns the exit code instead.
+
+    Raises:
+        StartupContractError: The run could not start.
+        TrainingCanceled: It was stopped.
+        BaseException: Whatever else ended it: the root cause, after everything was reported.
+    """
+    run = importlib.import_module(f"{_ADAPTER}.run.run")
+    code, error = run.attempt_job(run.RunOptions())
+    if error is not None:
+        raise error
+    return int(code)
+
 
 install()

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from genlight.adapter.compat.alias import stand_in
+from genlight.adapter.compat import stand_in
 
 sys.modules[__name__] = stand_in(__name__)

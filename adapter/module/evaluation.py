@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,10 +22,8 @@ from ...callbacks.evaluation.evaluate import Evaluate, scores_of
 from ...callbacks.hook.events import callbacks_of, publish_scores
 from ...callbacks.lightning_internals import attach_loaders, set_validation_source
 from ..contract.exceptions import StartupContractError
-
-if TYPE_CHECKING:
-    from .module import ContractModule
-
+from .epoch_loop import own_epoch_loop
+from .hosted_trainer import HostedTrainer
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +40,8 @@ class _OneBatch:
         return iter([torch.zeros(1)])
 
 
-def host_evaluation(module: ContractModule) -> None:
-    """Have `module` evaluate its trainer when its Lightning trainer validates or tests, and at no other time.
+def host_evaluation(hosted: HostedTrainer) -> None:
+    """Have the module of `hosted` evaluate it when its Lightning trainer validates or tests, and at no other time.
 
     Lightning validates a training after each epoch, or as ``val_check_interval``, ``check_val_every_n_epoch`` and
     ``limit_val_batches`` say. An `Evaluate` callback has its own cadence and replaces Lightning's default.
@@ -51,15 +49,15 @@ def host_evaluation(module: ContractModule) -> None:
     Raises:
         StartupContractError: An evaluation was requested, and the trainer class has no ``evaluate``.
     """
+    module, trainer = hosted.module, hosted.module.trainer
     for kind in _KINDS.values():
         for name in _hooks(kind):
             module.__dict__.pop(name, None)
-    trainer = module.trainer
     called = _KINDS.get(trainer.state.fn) if trainer.state.fn is not None else None
     if called is None:
         return
-    class_name = type(module.plugin).__name__
-    can_evaluate = callable(getattr(module.plugin, "evaluate", None))
+    class_name = type(hosted.plugin).__name__
+    can_evaluate = callable(getattr(hosted.plugin, "evaluate", None))
     if trainer.state.fn == TrainerFn.FITTING:
         has_schedule = _has_validation_schedule(trainer)
         has_own_cadence = any(isinstance(callback, Evaluate) for callback in callbacks_of(trainer))
@@ -80,7 +78,7 @@ def host_evaluation(module: ContractModule) -> None:
             "scores.",
         )
     # Only now: Lightning checks whether a module has them, and would look for validation data in every training.
-    for name, hook in zip(_hooks(called), (_nothing, _nothing, partial(_report, module)), strict=True):
+    for name, hook in zip(_hooks(called), (_nothing, _nothing, partial(_report, hosted)), strict=True):
         setattr(module, name, hook)
     if trainer.state.fn == TrainerFn.FITTING:
         set_validation_source(trainer, _OneBatch())
@@ -103,21 +101,21 @@ def _hooks(kind: str) -> tuple[str, str, str]:
 def _nothing(*_: Any) -> None: ...
 
 
-def _report(module: ContractModule, *_: Any) -> None:
+def _report(hosted: HostedTrainer, *_: Any) -> None:
     """Restore the trainer if a checkpoint was named, and log the scores of rank 0."""
-    trainer = module.trainer
+    module, trainer = hosted.module, hosted.module.trainer
     if trainer.sanity_checking:
         return  # the sanity check would run the trainer's whole evaluation, which may be costly, before the first step
     with torch.inference_mode(False), torch.enable_grad():
-        module.restore_trainer()
-        scores = scores_of(trainer.lightning_module)
+        hosted.restore()
+        scores = scores_of(module)
     scores = trainer.strategy.broadcast(scores)
+    loop = own_epoch_loop(module)
+    step = (loop.completed_steps if loop is not None else 0) or hosted.restored_step
     within_training = trainer.state.fn == TrainerFn.FITTING
     if within_training:
-        publish_scores(trainer, scores, module.restored_step)
-    if within_training or module.restored_step != trainer.global_step:
-        scores = {"step": float(module.restored_step), **scores}  # Lightning passes this entry to loggers as the step
+        publish_scores(trainer, scores, step)
+    if within_training or step != trainer.global_step:
+        scores = {"step": float(step), **scores}  # Lightning passes this entry to loggers as the step
     # They are equal on all ranks now; a mean could round them.
-    trainer.lightning_module.log_dict(
-        scores, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max", batch_size=1
-    )
+    module.log_dict(scores, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max", batch_size=1)

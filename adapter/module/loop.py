@@ -41,48 +41,35 @@ Where this differs from Lightning's own loop:
 
 from __future__ import annotations
 
-import math
+import logging
 import sys
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from ...callbacks.checkpoint.loader_position import begin_and_leave, set_up_data, with_position
+from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.hook.events import fire, run_state_of
 from ...callbacks.lightning_internals import (
     DataFetcher,
     FitLoop,
     PrefetchDataFetcher,
-    TrainingEpochLoop,
-    attached_trainer,
     load_loader_states,
-    received_sigterm,
     share_data_source,
-    signal_connector,
 )
-from ..contract.exceptions import InputError, TrainingCanceled
-from .step import LoggedInSteps, Step, counts_of
+from ..contract.exceptions import InputError
+from .epoch_loop import ContractEpochLoop, LoggedInSteps, counts_of, start_after
+from .hosted_trainer import HostedTrainer
 
-if TYPE_CHECKING:
-    from .module import ContractModule
-
-
-STOP_POLL_S = 0.05
-"""Seconds between two checks for a stop request during a pause."""
-CHECK_EVERY_N_STEPS = 1000
-"""Fewest steps between two searches for modules that steps have built; a search follows the first step of an epoch.
-
-It takes as long as several small steps, and with rollouts an epoch has only a few. Each checkpoint searches, too."""
+log = logging.getLogger(__name__)
 
 
-def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int = 0) -> ContractFitLoop:
+def install_loop(trainer: pl.Trainer, hosted: HostedTrainer, *, start_step: int = 0) -> ContractFitLoop:
     """Replace the fit loop of `trainer` by ours, with the limits and data sources of the old one.
 
     Called from the module's ``setup("fit")``: Lightning has parsed its limits and attached the data by then, and has
@@ -90,34 +77,21 @@ def install_loop(trainer: pl.Trainer, module: ContractModule, *, start_step: int
     """
     old = trainer.fit_loop
     if isinstance(old, ContractFitLoop):
-        old.module = old.epoch_loop.module = module
+        old.hosted = old.epoch_loop.hosted = hosted
         old.epoch_loop.step_in_progress = None
-        old.data_exhausted = False
+        old.data_exhausted = old.has_ended = False
         run_state_of(trainer).stop_reason = None  # it belongs to the last fit
-        old.epoch_loop._results = LoggedInSteps(module)
+        old.epoch_loop._results = LoggedInSteps(hosted)
         return old
     if old._combined_loader is not None:  # a caller has read its length; workers of these loaders would stay alive
         old._combined_loader.reset()
-    loop = ContractFitLoop(trainer, module, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
+    loop = ContractFitLoop(trainer, hosted, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
     loop.epoch_loop.val_loop = old.epoch_loop.val_loop
     share_data_source(loop, old)
     trainer.fit_loop = loop
     start_after(trainer, start_step)
     return loop
-
-
-def start_after(trainer: pl.Trainer, step: int) -> None:
-    """Count `step` steps as completed by the loop of `trainer`, if it is ours."""
-    if isinstance(trainer.fit_loop, ContractFitLoop):
-        trainer.fit_loop.epoch_loop.global_step = trainer.fit_loop.epoch_loop._batches_that_stepped = step
-
-
-def own_epoch_loop(module: pl.LightningModule) -> ContractEpochLoop | None:
-    """Return the loop that steps `module`; None before `install_loop`."""
-    trainer = attached_trainer(module)
-    loop = None if trainer is None else trainer.fit_loop
-    return loop.epoch_loop if isinstance(loop, ContractFitLoop) else None
 
 
 class ContractFitLoop(FitLoop):
@@ -128,14 +102,16 @@ class ContractFitLoop(FitLoop):
     """This loop raises `TrainingCanceled` itself, once every callback has seen the step after which the run stops."""
 
     def __init__(
-        self, trainer: pl.Trainer, module: ContractModule, *, min_epochs: int | None, max_epochs: int | None
+        self, trainer: pl.Trainer, hosted: HostedTrainer, *, min_epochs: int | None, max_epochs: int | None
     ) -> None:
         self._fetcher: DataFetcher | None = None
         super().__init__(trainer, min_epochs, max_epochs)
-        self.module = module
-        self.epoch_loop = ContractEpochLoop(trainer, module)
+        self.hosted = hosted
+        self.epoch_loop = ContractEpochLoop(trainer, hosted)
         self.restarts_within_epoch = False
         self.data_exhausted = False
+        self.has_ended = False
+        """Whether the run has ended as planned."""
 
     @property
     def _data_fetcher(self) -> DataFetcher | None:
@@ -210,14 +186,22 @@ class ContractFitLoop(FitLoop):
     def reset_restart_stage(self) -> None:
         self.restarts_within_epoch = False
 
+    @property
+    def stopped(self) -> str | None:
+        """Why training ended before its step limit: ``should_stop``, ``data_exhausted``, or None."""
+        if not self.has_ended or self.epoch_loop.completed_steps >= self.hosted.ctx.job.max_steps:
+            return None
+        return "should_stop" if self.trainer.should_stop else "data_exhausted"
+
     @override
     def on_run_start(self) -> None:
         if self.max_batches == 0 and self.epoch_loop.completed_steps == 0:
             raise _empty_source()
-        self.module.restore_trainer()
+        self.hosted.restore()
         super().on_run_start()
         fire(self.trainer, "on_new_training_run")
-        self.module.check_storable()
+        if any(saver.saves_anything for saver in savers_of(self.trainer)):
+            self.hosted.state.check_storable()
         self.epoch_loop.raise_if_stopped()
 
     @override
@@ -266,196 +250,20 @@ class ContractFitLoop(FitLoop):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self.module.close_router()
+        self.hosted.close_router()
 
     @override
     def on_run_end(self) -> None:
-        self.module.training_ended()
-        self.module.feed_callback_metrics()
+        self.has_ended = True
+        if self.stopped == "data_exhausted" and self.trainer.max_epochs != 0:
+            log.warning(
+                "the source of batches ended at step %d of %d; the run completes there",
+                self.epoch_loop.completed_steps,
+                self.hosted.ctx.job.max_steps,
+            )
+        self.hosted.feed_callback_metrics()
         super().on_run_end()
         fire(self.trainer, "on_training_end")
-
-
-class ContractEpochLoop(TrainingEpochLoop):
-    """Takes batches from the loader and steps the trainer, until the data or the steps of the run are used up."""
-
-    # In Lightning this is a property behind a property of the Trainer, and hooks read it in each step.
-    global_step: int = 0
-
-    def __init__(self, trainer: pl.Trainer, module: ContractModule) -> None:
-        super().__init__(trainer)
-        self.module = module
-        self._results = LoggedInSteps(module)
-        self.exhausted = False
-        """Whether the loader ended, rather than the step limit."""
-        self.step_in_progress: int | None = None
-        """The step (from 1) that is being executed; stays until the next one begins."""
-        self.validates = False
-        self.validates_within = False
-        """Whether validations run within epochs, not only at their ends."""
-        self.owes_validation = False
-        """Whether the validation that may be due after the checkpoint's step has not run yet."""
-        self.fires_module_batch_end = False
-        """Whether ``on_module_batch_end`` is fired in this epoch: the module has an ``on_train_batch_end``."""
-        self.loader_ended = False
-        """Whether the loader ran out of batches in this epoch, as opposed to reaching a limit."""
-        self._next_check = 0
-        """Number of completed steps from which the first step of an epoch calls `check_unchanged`."""
-
-    @property
-    def completed_steps(self) -> int:
-        """Steps of the contract that were completed."""
-        return self.global_step
-
-    @property
-    def _is_validation_done(self) -> bool:
-        # Lightning assumes that a restored loop without a validation run was interrupted in it, and would train one
-        # batch more than the epoch has. Here an overdue validation runs before the first batch.
-        return True
-
-    def roll_back_to(self, step: int) -> None:
-        """Continue counting from `step`. Batch and epoch counters stay, because the data continues from its place."""
-        self.global_step = step
-        self._batches_that_stepped = step - 1  # the end of the step adds one
-        self.step_in_progress = None
-
-    @override
-    def on_save_checkpoint(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().on_save_checkpoint()
-        own = {"exhausted": self.exhausted, "loader_ended": self.loader_ended}
-        return {**state, "completed_steps": self.completed_steps, **own}
-
-    @override
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        super().on_load_checkpoint(state_dict)
-        self.global_step = state_dict["completed_steps"]
-        self.exhausted = state_dict["exhausted"]
-        self.loader_ended = state_dict.get("loader_ended", False)
-        self._batches_that_stepped = self.global_step
-
-    @override
-    def update_restart_stage(self) -> None:
-        self.val_loop.update_restart_stage()
-
-    @override
-    def reset(self) -> None:
-        progress = self.batch_progress
-        if not self.restarting:
-            progress.reset_on_run()
-            self.val_loop.batch_progress.total.reset()
-            self.exhausted = self.loader_ended = False
-            return
-        self.val_loop.restarting = False  # otherwise its first run would begin where the last one ended
-        # A checkpoint is written while the hooks of its step run; that step counts as processed, not yet completed.
-        self.owes_validation = progress.current.completed < counts_of(progress)[0].processed
-        for counters in counts_of(progress):
-            counters.ready = counters.started = counters.completed = counters.processed
-
-    @override
-    def run(self, data_fetcher: DataFetcher) -> None:
-        self.reset()
-        self.on_run_start(data_fetcher)
-        self.module.restore_rng()
-        self.validates = self.trainer.enable_validation
-        self.validates_within = self.validates and not _validates_at_ends(self.trainer)
-        trainer, module, progress = self.trainer, self.module, self.batch_progress
-        run_state = run_state_of(trainer)
-        if self.restarting:
-            self._run_overdue_validation(data_fetcher)
-        step = Step(self, data_fetcher)
-        current, batches = step.current, step.batches
-        signals = signal_connector(trainer)
-        is_first = True
-        while not (
-            # `done` reads many properties; skip it while these numbers already show that there is more to do.
-            (
-                (self.max_steps != -1 and self.global_step >= self.max_steps)
-                or current.ready == batches
-                or progress.is_last_batch
-                or trainer.should_stop
-            )
-            and self.done
-        ):
-            if not step.run():
-                self.exhausted = progress.is_last_batch = True
-                self.loader_ended = current.ready == current.completed  # otherwise the module refused a batch
-                self._validate_after_unknown_length(data_fetcher)
-                break
-            if is_first:
-                is_first = False
-                if self.global_step >= self._next_check:
-                    self._next_check = self.global_step + CHECK_EVERY_N_STEPS
-                    module.check_unchanged()
-            if (
-                self.validates_within
-                or (self.validates and progress.is_last_batch)
-                or trainer.should_stop
-                or signals.received_sigterm
-            ) and run_state.stop_reason is None:
-                self.on_advance_end(data_fetcher)
-            else:
-                self._batches_that_stepped += 1
-            if self._restarting or self._resuming_from_checkpoint:
-                self.on_iteration_done()
-            if run_state.stop_reason is not None:
-                raise TrainingCanceled(run_state.stop_reason)
-            control = getattr(module.step_result, "control", None)
-            if control is not None and not self.done:
-                self._pause(getattr(control, "backoff_seconds", None))
-        else:
-            self.exhausted = self.exhausted or current.ready >= batches
-        self.on_iteration_done()
-
-    @override
-    def on_advance_end(self, data_fetcher: DataFetcher) -> None:
-        if self.validates:
-            # During a validation, Lightning reads the validation loop's results instead of this loop's.
-            self.module.feed_callback_metrics()
-            super().on_advance_end(data_fetcher)
-            return
-        self._batches_that_stepped += 1
-        if self.trainer.should_stop:
-            self._save_loggers_on_train_batch_end()
-        # The flag behind `trainer.received_sigterm`.
-        if received_sigterm(self.trainer) and not self._is_training_done:
-            raise SIGTERMException
-
-    def _run_overdue_validation(self, data_fetcher: DataFetcher) -> None:
-        """Validate after the last step of the previous attempt, if a validation was due and had not begun."""
-        self.module.feed_callback_metrics()
-        if self.owes_validation and self.validates:
-            self._validate_if_due(data_fetcher)
-        self.owes_validation = False
-
-    def _validate_after_unknown_length(self, data_fetcher: DataFetcher) -> None:
-        """Validate at the end of an epoch whose loader has no length."""
-        has_trained = self.batch_progress.current.ready > 0
-        if self.validates and self.loader_ended and has_trained and self.trainer.val_check_batch == math.inf:
-            self._validate_if_due(data_fetcher)
-
-    def _validate_if_due(self, data_fetcher: DataFetcher) -> None:
-        """Run the end of a step again for a step that was already counted."""
-        self._batches_that_stepped -= 1
-        self.on_advance_end(data_fetcher)
-
-    def raise_if_stopped(self) -> None:
-        """End the run if the ranks have agreed on a stop.
-
-        Raises:
-            TrainingCanceled: With the reason in the run state.
-        """
-        reason = run_state_of(self.trainer).stop_reason
-        if reason is not None:
-            raise TrainingCanceled(reason)
-
-    def _pause(self, seconds: float | None) -> None:
-        if not seconds:
-            return
-        fire(self.trainer, "on_hold_up", "pause")
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and not self.module.is_canceled():
-            time.sleep(min(left, STOP_POLL_S))
-        fire(self.trainer, "on_hold_up", None)
 
 
 def _empty_source() -> InputError:
@@ -478,13 +286,3 @@ def _refuse_batches(source: Any, loaders: Sequence[Any]) -> None:
             "each of them as a loader and iterates over all of them in parallel. Pass "
             "`torch.utils.data.DataLoader(batches, batch_size=None)` instead."
         )
-
-
-def _validates_at_ends(trainer: pl.Trainer) -> bool:
-    """Whether `trainer` validates only at the ends of epochs."""
-    interval = trainer.val_check_batch  # None for an interval in seconds
-    return (
-        trainer.check_val_every_n_epoch is not None
-        and interval is not None
-        and (interval >= trainer.num_training_batches)
-    )

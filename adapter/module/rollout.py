@@ -7,23 +7,22 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from ...callbacks.checkpoint.codec.state_tree import encode
 from ...callbacks.checkpoint.codec.tensors import TensorTable
+from ...callbacks.checkpoint.sharded.rank_channel import ALONE, Channel
 from ...callbacks.hook.events import fire, run_state_of
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.run_state import RunState
+from ..contract.types import StepContext, TrainerPlugin
 from ..feed.experience import Minibatches
 from .plugin_loading import optional_hook
 from .state import PHASE
-
-if TYPE_CHECKING:
-    from .module import ContractModule
-
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +53,24 @@ class RolloutBatches:
 
     On several ranks each rank collects its own rollout. All ranks end a pass at the end of the shortest one, since a
     step averages the gradients of all.
+
+    Args:
+        plugin: The trainer.
+        module: The LightningModule that is trained.
+
+    Attributes:
+        state: The result of ``configure``.
+        ctx: The context that ``rollout`` gets.
+        channel: How the ranks of the training agree.
     """
 
     begins_anew = True
+    state: Any
+    ctx: StepContext
 
-    def __init__(self, module: ContractModule) -> None:
-        self._module = module
+    def __init__(self, plugin: TrainerPlugin, module: pl.LightningModule) -> None:
+        self.channel: Channel = ALONE
+        self._plugin, self._module = plugin, module
         self._phase: Phase | None = None
         self._lost: str | None = None
         """Why the phase of the checkpoint cannot be continued."""
@@ -90,14 +101,14 @@ class RolloutBatches:
         Raises:
             ContractError: ``rollout_state`` did not return a dict.
         """
-        saved: dict[str, Any] = {"world_size": self._module.ctx.world_size}
+        saved: dict[str, Any] = {"world_size": self.ctx.world_size}
         if self._phase is not None:
             # The ranks agree on it when they fetch the next minibatch.
             saved["stop_update_epoch"] = run_state_of(self._module.trainer).stop_update_epoch
             saved |= self._phase.state_dict(self._number("rollout_checkpoint_bytes", ROLLOUT_CHECKPOINT_BYTES, least=0))
-        save_state = optional_hook(self._module.plugin, "rollout_state")
+        save_state = optional_hook(self._plugin, "rollout_state")
         if save_state is not None:
-            saved["rollout_state"] = save_state(self._module.contract_state)
+            saved["rollout_state"] = save_state(self.state)
             if not isinstance(saved["rollout_state"], dict):
                 kind = type(saved["rollout_state"]).__qualname__
                 raise ContractError(f"rollout_state returned a {kind}; it must be a dict")
@@ -107,35 +118,34 @@ class RolloutBatches:
 
     def _warn_of_environments(self, saved: dict[str, Any] | None) -> None:
         """Warn once if a resume will not restore the environments; an empty dict means that there are none."""
-        plugin = self._module.plugin
-        lacking = [name for name in ("rollout_state", "load_rollout_state") if optional_hook(plugin, name) is None]
-        if lacking and saved != {} and not self._has_warned_of_environments and self._module.ctx.rank == 0:
+        hooks = ("rollout_state", "load_rollout_state")
+        lacking = [name for name in hooks if optional_hook(self._plugin, name) is None]
+        if lacking and saved != {} and not self._has_warned_of_environments and self.ctx.rank == 0:
             self._has_warned_of_environments = True
             log.warning(
                 "%s has a `rollout` and no `%s`: the first rollout after a resume begins with new environments, unless "
                 "`load_state_dict` restores them, and the run will not be bit-equal to one that was never interrupted. "
                 "Return their state from `rollout_state(state)` and restore it in `load_rollout_state`; return an "
                 "empty dict if there is none.",
-                type(plugin).__qualname__,
+                type(self._plugin).__qualname__,
                 lacking[0],
             )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue the phase that `save` put into a checkpoint. Collective."""
-        module = self._module
-        load_state = optional_hook(module.plugin, "load_rollout_state")
+        load_state = optional_hook(self._plugin, "load_rollout_state")
         if load_state is not None and "rollout_state" in saved:
             on_device = saved.get("rollout_state_on_device", [])
-            payload = _to_device(saved["rollout_state"], on_device, module.ctx.device)
-            load_state(module.contract_state, payload, module.ctx)
+            payload = _to_device(saved["rollout_state"], on_device, self.ctx.device)
+            load_state(self.state, payload, self.ctx)
         lost, has_phase = saved.get(LOST), "update_epochs" in saved
-        if has_phase and saved["world_size"] != module.ctx.world_size:
-            lost = f"it was saved by {saved['world_size']} ranks and is resumed by {module.ctx.world_size}"
-        reasons = module.rank_channel.gather_everywhere(lost)
+        if has_phase and saved["world_size"] != self.ctx.world_size:
+            lost = f"it was saved by {saved['world_size']} ranks and is resumed by {self.ctx.world_size}"
+        reasons = self.channel.gather_everywhere(lost)
         self._lost = next((reason for reason in reasons if reason is not None), None)
         if has_phase and self._lost is None:
-            self._phase = Phase.from_state_dict(saved, module.ctx.device)
-            run_state = run_state_of(module.trainer)
+            self._phase = Phase.from_state_dict(saved, self.ctx.device)
+            run_state = run_state_of(self._module.trainer)
             run_state.stop_update_epoch, self._counted = saved["stop_update_epoch"], run_state.agent_step
 
     def __iter__(self) -> Iterator[Any]:
@@ -180,27 +190,27 @@ class RolloutBatches:
             log.warning(
                 "Rank %d has more than the %d minibatches that another rank has for an update epoch; the rest is not "
                 "trained. Collect the same number on each rank.",
-                self._module.ctx.rank,
+                self.ctx.rank,
                 phase.minibatch_index,
             )
 
     def _collect(self) -> Phase:
-        module, run_state = self._module, run_state_of(self._module.trainer)
+        trainer, run_state = self._module.trainer, run_state_of(self._module.trainer)
         update_epochs = self._number("update_epochs", default=1)
         run_state.update_epoch = run_state.minibatch_index = 0
         run_state.stop_rollout = run_state.stop_update_epoch = False
         self._counted = run_state.agent_step
-        fire(module.trainer, "on_rollout_start")
+        fire(trainer, "on_rollout_start")
         began_s = time.monotonic()
-        returned = module.plugin.rollout(module.contract_state, module.ctx)  # type: ignore[attr-defined]
+        returned = self._plugin.rollout(self.state, self.ctx)  # type: ignore[attr-defined]
         batches, run_state.rollout_stats = batches_and_stats(returned)
-        if isinstance(batches, Iterator) and optional_hook(module.plugin, "rollout_state") is not None:
+        if isinstance(batches, Iterator) and optional_hook(self._plugin, "rollout_state") is not None:
             batches = collect(batches, run_state)
         if isinstance(batches, list | tuple) and not batches:
             raise self._empty()
         self._count_agent_steps(run_state.rollout_stats)
         self.metrics["trainer/rollout_seconds"] = time.monotonic() - began_s
-        fire(module.trainer, "on_rollout_end")
+        fire(trainer, "on_rollout_end")
         return Phase(batches, update_epochs)
 
     def _count_agent_steps(self, stats: Mapping[str, Any] | None) -> None:
@@ -209,24 +219,23 @@ class RolloutBatches:
         steps = (stats or {}).get("agent_steps", run_state.agent_step - self._counted)
         if isinstance(steps, bool) or not hasattr(steps, "__index__") or (stats and steps < 0):
             raise ContractError(f"`agent_steps` in the statistics of a rollout is {steps!r}; it must be a number >= 0")
-        of_ranks = self._module.rank_channel.gather_everywhere(int(steps))
+        of_ranks = self.channel.gather_everywhere(int(steps))
         run_state.agent_step = self._counted = self._counted + sum(of_ranks)
         if run_state.agent_step:
             self.metrics["trainer/agent_step"] = float(run_state.agent_step)
 
     def _agree(self, decision: int) -> int:
         """Return the largest decision of any rank."""
-        channel = self._module.rank_channel
-        if channel.size == 1:
+        if self.channel.size == 1:
             return decision
-        largest, work = channel.start_largest(decision)
+        largest, work = self.channel.start_largest(decision)
         work.wait()
         return int(largest)
 
     def _number(self, name: str, default: int, least: int = 1) -> int:
-        number = getattr(self._module.plugin, name, default)
+        number = getattr(self._plugin, name, default)
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            owner = type(self._module.plugin).__qualname__
+            owner = type(self._plugin).__qualname__
             raise ContractError(f"`{name}` of {owner} is {number!r}; it must be an integer >= {least}")
         return number
 

@@ -44,9 +44,8 @@ from ..discovery.wrapped_optimizers import kept_by_wrappers
 from ..gradients.fsdp.state import whole_payload
 from ..gradients.fsdp.tensors import whole_numbers
 from ..plumbing.generators import set_state, state_of
-from .built_settings import SET_BY_SCHEDULERS, BuiltSettings
+from .as_built import SET_BY_SCHEDULERS, BuiltSettings, Replaced, without_functions
 from .plugin_loading import optional_hook
-from .replaced import Replaced, without_functions
 from .trainer_files import trainer_directory
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class ToRestore:
     """The state dicts that Lightning loads into the optimizers."""
 
 
-class TrainerState:
+class ConfiguredState:
     """The state that ``configure`` of a trainer built, as it changes while training.
 
     Args:

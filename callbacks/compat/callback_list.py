@@ -12,8 +12,9 @@ import torch
 from typing_extensions import override
 
 from ..hook.events import callbacks_of, fire, is_number, run_state_of
-from ..hook.hook import Hook, forwarding_hook, order_callbacks
+from ..hook.hook import Hook, order_callbacks
 from ..job_progress import JobProgress
+from ..other_styles import StyleAdapter, forwarding_hook, require_events
 from .named import HOOKS, Callback, CheckpointCallback, LoggingCallback, TakesView
 from .trainer_view import TrainerView, view_of
 
@@ -52,11 +53,8 @@ class CallbackList(Hook):
         Raises:
             TypeError: It has none of the six hooks, or is a trainer hook.
         """
-        has_hooks = any(callable(getattr(callback, hook, None)) for hook in HOOKS)
-        if isinstance(callback, type) or not (has_hooks or isinstance(callback, pl.Callback)):
-            raise TypeError(f"Invalid callback {callback!r}. Expected an object with some of {', '.join(HOOKS)}.")
-        if not isinstance(callback, Callback | pl.Callback):
-            getattr(callback, "state_key", None)  # a trainer hook raises here, and says where it belongs
+        if not isinstance(callback, pl.Callback):
+            require_events("callback", callback, HOOKS, Callback)
         self.callbacks.append(callback)
 
     @override
@@ -157,19 +155,13 @@ class CallbackList(Hook):
         return self._own_loop
 
 
-class _Adapter(Hook):
+class _Adapter(StyleAdapter):
     """Calls the six hooks of a callback, under its policy; in your own loop, its exceptions reach that loop."""
 
     def __init__(self, callback: Any, place: int, view: TrainerView) -> None:
-        self.callback = callback
-        self.critical = view.own is not None or bool(getattr(callback, "critical", False))
-        self.ranks = getattr(callback, "ranks", "zero")
+        critical = view.own is not None or bool(getattr(callback, "critical", False))
+        super().__init__(callback, critical=critical, ranks=getattr(callback, "ranks", "zero"))
         self._place = place
-
-    @property
-    @override
-    def label(self) -> str:
-        return type(self.callback).__name__
 
     @property
     @override
@@ -186,12 +178,10 @@ class _Adapter(Hook):
         if hasattr(self.callback, "load_state_dict"):
             self.callback.load_state_dict(state_dict)
 
-    def tell(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Call `hook` of the callback, if it has it."""
-        method = getattr(self.callback, hook, None)
-        if method is not None:
-            view = view_of(trainer, pl_module)
-            method(view if view.own is None or isinstance(self.callback, TakesView) else view.own)
+    @override
+    def argument(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
+        view = view_of(trainer, pl_module)
+        return view if view.own is None or isinstance(self.callback, TakesView) else view.own
 
     on_train_start = forwarding_hook("on_train_begin")
     on_train_end = forwarding_hook("on_train_end")

@@ -24,9 +24,10 @@ from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
 from ..hook.cadence import crossed, step_cadence
-from ..hook.events import log_to_loggers, run_state_of
+from ..hook.events import hosted_by, log_to_loggers, run_state_of
 from ..hook.hook import Hook
 from ..job_progress import JobProgress
+from ..other_styles import OtherStyle
 from ..telemetry import Heartbeat
 from .trainer_view import TrainerView, view_of
 
@@ -34,12 +35,13 @@ HOOKS: Final = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_en
 """The six hooks."""
 
 
-class Callback:
+class Callback(OtherStyle):
     """Base of callbacks whose hooks take the trainer, a `TrainerView`; a subclass overrides the hooks it needs.
 
     Put them into a `CallbackList`. It is a Lightning callback: ``Trainer(callbacks=[CallbackList([Mine()])])``.
     """
 
+    _style, _place = "a callback of the six-hook style", "CallbackList([{}])"
     critical: bool = False
     """Whether an exception of this callback ends the run; otherwise it is logged once for each hook and counted."""
     ranks: Literal["zero", "all"] = "zero"
@@ -62,18 +64,6 @@ class Callback:
 
     def on_step_end(self, trainer: Any) -> None:
         """A step has ended; ``trainer.metrics`` are its own."""
-
-    @property
-    def setup(self) -> Any:
-        """The hook that Lightning would call; this is not one of its callbacks.
-
-        Raises:
-            TypeError: Always.
-        """
-        name = type(self).__name__
-        raise TypeError(f"{name} is a callback of the six-hook style; give the trainer CallbackList([{name}(…)])")
-
-    state_key = on_exception = setup
 
 
 class TakesView(Callback):
@@ -147,7 +137,7 @@ class LoggingCallback(_Periodic):
         metrics = trainer.metrics
         shown = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
         sys.stderr.write(f"step {self._step}  {shown}\n")
-        if not hasattr(trainer.module, "step_result"):  # for a trainer class, `LogMetrics` sends them
+        if hosted_by(trainer.module) is None:  # for a trainer class, `LogMetrics` sends them
             log_to_loggers(trainer.lightning, metrics, self._step)
 
 
@@ -199,7 +189,7 @@ class CheckpointCallback(_Periodic):
     def in_a_fit(self, trainer: TrainerView) -> Checkpoint:
         """The Lightning callback that does the work in a fit; made at the first call."""
         if self._checkpoint is None:
-            hosts_trainer = hasattr(trainer.module, "step_result")
+            hosts_trainer = hosted_by(trainer.module) is not None
             monitor = "train/loss" if hosts_trainer else "loss"
             self._checkpoint = (Checkpoint if hosts_trainer else _ByReturnedLoss)(
                 self.output_dir,

@@ -189,8 +189,9 @@ class Recover(Hook):
         run_state_of(trainer).rolls_back = False
         run_id_of(trainer)  # distinguishes checkpoints from those of other runs
         self._saver = _saver_of(trainer)
-        if "roll_back" in self.ladder and self._saver is not None and pl_module.rank_channel.size > 1:
-            require_shared_directory(pl_module.rank_channel, self._saver.directory)  # every rank reads from it
+        channel = pl_module.hosted_trainer.rank_channel
+        if "roll_back" in self.ladder and self._saver is not None and channel.size > 1:
+            require_shared_directory(channel, self._saver.directory)  # every rank reads from it
 
     def may_update(self, *, is_finite: bool, loss: float | None) -> bool:
         """Whether an update is made; the update guard calls this within a step, with the same figures on all ranks.
@@ -390,12 +391,12 @@ def _restore(trainer: pl.Trainer, pl_module: Any, target: CheckpointRecord, *, k
         connector.restore_precision_plugin_state()
         connector.restore_optimizers_and_schedulers()
         _restore_callbacks(trainer, pl_module, checkpoint, keeps)
-        pl_module.restore_trainer()
+        pl_module.hosted_trainer.restore()
     finally:
         connector._loaded_checkpoint, connector._ckpt_path = {}, given
     for name, fact in data.items():
         setattr(run_state_of(trainer), name, fact)
-    pl_module.step_result = None
+    pl_module.hosted_trainer.step_result = None
     loop: Any = trainer.fit_loop.epoch_loop
     loop.roll_back_to(target.step)
     trainer.should_stop = False  # the request was based on steps that are undone
@@ -404,7 +405,7 @@ def _restore(trainer: pl.Trainer, pl_module: Any, target: CheckpointRecord, *, k
     gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
     restore_gradients(pl_module, gradients, clears_others=True)
     restore_rng_of_rank(parts["rng"], trainer.global_rank)
-    pl_module.feed_callback_metrics()
+    pl_module.hosted_trainer.feed_callback_metrics()
 
 
 def _restore_callbacks(
@@ -422,7 +423,7 @@ def _restore_callbacks(
 
 def _require_equal(pl_module: Any, expected: Any, name: str) -> None:
     """Refuse a state that differs from the checkpoint: a class may not expect ``load_state_dict`` within a run."""
-    payload = pl_module.state_payload()
+    payload = pl_module.hosted_trainer.state.payload()
     on_host = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, payload)
     saved, now = digests_of(expected), digests_of(on_host)
     where = next((path for path in {**saved, **now} if saved.get(path) != now.get(path)), None)

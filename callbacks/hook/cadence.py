@@ -112,5 +112,6 @@ def rewind(hook: Any, step: int) -> None:
 
 def suppressed(pl_module: object) -> bool:
     """Whether the last step of a hosted trainer asked that no metrics, checkpoint or samples be emitted for it."""
-    control = getattr(getattr(pl_module, "step_result", None), "control", None)
+    hosted = getattr(pl_module, "hosted_trainer", None)
+    control = getattr(getattr(hosted, "step_result", None), "control", None)
     return bool(getattr(control, "skip_cadence_emit", False))

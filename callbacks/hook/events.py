@@ -68,6 +68,11 @@ def is_own_loop(trainer: pl.Trainer) -> bool:
     return bool(getattr(trainer.fit_loop, "raises_stops", False))
 
 
+def hosted_by(pl_module: Any) -> Any:
+    """Return the `HostedTrainer` of a module that hosts a trainer class; None for any other module."""
+    return getattr(pl_module, "hosted_trainer", None)
+
+
 def model_of(pl_module: Any) -> Any:
     """Return the ``model`` of a hosted trainer, or its only module, or `pl_module`."""
     model = get_entry(getattr(pl_module, "contract_state", None), "model")
@@ -133,8 +138,9 @@ def _is_plain(value: Any) -> bool:
 
 def step_metrics(trainer: pl.Trainer, pl_module: Any) -> dict[str, float]:
     """Return the metrics of the last step, read from the device: a hosted trainer's, or the module's logged ones."""
-    if hasattr(pl_module, "step_result"):
-        return dict(pl_module.metrics()) if pl_module.step_result is not None else {}
+    hosted = hosted_by(pl_module)
+    if hosted is not None:
+        return dict(hosted.metrics()) if hosted.step_result is not None else {}
     return {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
 
 

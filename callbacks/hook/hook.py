@@ -260,15 +260,6 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return event
 
 
-def forwarding_hook(event: str) -> Any:
-    """Make a hook that forwards `event` to ``self.tell(event, trainer, pl_module)``, for adapters of other styles."""
-
-    def tell(self: Any, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.tell(event, trainer, pl_module)
-
-    return tell
-
-
 def ending_the_run(error: Exception) -> Exception:
     """Mark `error` to end the run even if the hook that raises it is not critical; return it."""
     setattr(error, _ENDS_RUN_ATTRIBUTE, True)

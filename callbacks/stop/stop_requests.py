@@ -21,7 +21,7 @@ from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ...adapter.plumbing.devices import host_group
 from ..checkpoint.policy import savers_of
 from ..hook.cadence import Pace, steps_within
-from ..hook.events import is_own_loop, run_state_of
+from ..hook.events import hosted_by, is_own_loop, run_state_of
 from ..hook.hook import Hook, RunContext, skippable
 from ..lightning_internals import PrefetchDataFetcher, TrainingEpochLoop, signal_connector
 from .data_workers import protected_workers
@@ -231,9 +231,9 @@ class StopRequests(Hook):
             self._take_signals(trainer)
             end_wait = partial(self._end_wait, trainer, pl_module, threading.get_ident())
             self._undo.enter_context(protected_workers(end_wait))
-        add_cancel_check = getattr(pl_module, "add_cancel_check", None)
-        if add_cancel_check is not None:
-            self._undo.callback(add_cancel_check(self._stops))
+        hosted = hosted_by(pl_module)
+        if hosted is not None:
+            self._undo.callback(hosted.add_cancel_check(self._stops))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -16,23 +16,17 @@ from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="old names")
 
-MODULES_OF_THE_CONTRACT = [
-    *("api", "contracts", "loop", "runtime", "orchestrated", "job_lifecycle", "authz", "resolve", "inputs"),
-    *("arrow_feed", "model_runtime", "artifacts", "uploader", "reporting", "checkpointing", "helpers"),
-    *("helpers.optim", "helpers.repro", "helpers.scalar", "subprocess_contract"),
-]
-
 
 @pytest.fixture
 def clean():
-    """No ``gen_worker`` in this process, before and after."""
+    """No stand-in in this process, before and after."""
     forget()
     yield
     forget()
 
 
 def forget():
-    for name in [name for name in sys.modules if name.partition(".")[0] == "gen_worker"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("gen_worker", "worldflux")]:
         del sys.modules[name]
 
 
@@ -84,7 +78,7 @@ def test_a_real_package_on_a_path_that_is_added_later_wins(clean, tmp_path, monk
 def test_every_public_name_of_the_adapter_is_offered_by_every_module(clean):
     compat.install()
 
-    for part in ("", *(f".{name}" for name in MODULES_OF_THE_CONTRACT)):
+    for part in ("", *(f".{name}" for name in compat.MODULES)):
         assert set(genlight.adapter.__all__) <= set(importlib.import_module(f"gen_worker.trainer{part}").__all__)
 
 
@@ -149,20 +143,7 @@ def test_types_come_without_torch_and_lightning():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.fixture
-def without_worldflux():
-    """No ``worldflux`` in this process, before and after."""
-
-    def forget_worldflux():
-        for name in [name for name in sys.modules if name.partition(".")[0] == "worldflux"]:
-            del sys.modules[name]
-
-    forget_worldflux()
-    yield
-    forget_worldflux()
-
-
-def test_telemetry_is_importable_under_the_path_that_existing_code_uses(without_worldflux):
+def test_telemetry_is_importable_under_the_path_that_existing_code_uses(clean):
     compat.install()
     namespace = {}
 
@@ -176,7 +157,7 @@ def test_telemetry_is_importable_under_the_path_that_existing_code_uses(without_
         exec("from worldflux.telemetry.wasr import absent")
 
 
-def test_callbacks_are_importable_under_the_path_that_existing_code_uses(without_worldflux):
+def test_callbacks_are_importable_under_the_path_that_existing_code_uses(clean):
     compat.install()
     namespace = {}
 
@@ -190,7 +171,7 @@ def test_callbacks_are_importable_under_the_path_that_existing_code_uses(without
     )
 
 
-def test_the_real_worldflux_is_unchanged(without_worldflux, tmp_path, monkeypatch):
+def test_the_real_worldflux_is_unchanged(clean, tmp_path, monkeypatch):
     (tmp_path / "worldflux").mkdir()
     (tmp_path / "worldflux" / "__init__.py").write_text("real = True")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -334,7 +334,7 @@ def test_the_context_names_the_device_that_is_there(journal):
     run_training_loop(job, ctx, Looks(journal), [1], Reporter(journal), Writer(journal))
     (given,) = seen
     assert (given.job, given.device, given.dtype, given.model_handles) == (job, "cpu", "fp32", {"a": 1})
-    assert (given.rank, given.world_size) == (0, 1)
+    assert (given.rank, given.world_size, given.dataset) == (0, 1, [1])
     assert given.run_state is not None
     assert given.is_canceled is not None
     assert not given.is_canceled()

@@ -148,7 +148,7 @@ def test_a_line_has_scores_returns_and_checkpoints_after_the_loss(fit, counting_
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             publish_scores(trainer, {"acc\x1b[31m": 0.75}, trainer.global_step)
             fire(trainer, "on_checkpoint_durable", SimpleNamespace(step=trainer.global_step))
-            pl_module.published["rollout/episode_return"] = 12.5
+            pl_module.hosted_trainer.published["rollout/episode_return"] = 12.5
 
     fit(counting_trainer(), [LogMetrics(1), JobProgress(line_every_s=1e-9), Scores()], steps=3)
     assert "acc\\x1b[31m 0.75  rollout/episode_return 12.5  lr 0.5  saved 3" in lines()[-1]

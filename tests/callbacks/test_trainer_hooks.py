@@ -6,7 +6,6 @@ from collections import namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -25,19 +24,18 @@ from genlight.callbacks import (
 )
 from genlight.callbacks.compat import Callback, CallbackList
 from genlight.callbacks.hook.events import numbers_of, run_state_of
-from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS, setup_wandb_metrics, should_run, trainer_state_of
+from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS, should_run, trainer_state_of
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events
 from support.messages import refusal
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="old names")
 
 
-class Collects:
+class Collects(Stateless):
     """A trainer class with a rollout of two minibatches, a policy and an experience."""
-
-    def setup(self, ctx): ...
 
     def configure(self, ctx):
         policy = torch.nn.Linear(1, 1)
@@ -47,19 +45,8 @@ class Collects:
     def rollout(self, state, ctx):
         return [torch.ones(1, 1), torch.ones(1, 1)], {"reward": [1.0, 2.0]}
 
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
-    def train_step(self, batch, state, ctx):
-        return StepResult(metrics={"loss": 0.5})
-
     def evaluate(self, state, ctx):
         return {"score": 3.0}
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx): ...
 
 
 class Notes(TrainerHook):
@@ -77,11 +64,7 @@ for _event in TRAINER_HOOK_EVENTS:
 def run(plugin, hooks, *, steps=4, callbacks=(), logger=False, resume=None):
     from genlight.adapter import ContractModule
 
-    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=steps, logger=logger, enable_checkpointing=saves, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[*callbacks, *map(TrainerHookAdapter, hooks)],
-    )  # fmt: skip
+    trainer = quiet_trainer(*callbacks, *map(TrainerHookAdapter, hooks), max_steps=steps, logger=logger)
     module = ContractModule(plugin, TrainingJobSpec("r", steps, metric_every=1))
     trainer.fit(module, ckpt_path=resume)
     return trainer, module
@@ -125,21 +108,20 @@ class Epochs(TrainerHook):
 EPOCHS = [("phase", 0), ("epoch", 1), ("phase", 1), ("epoch", 2)]
 
 
-def test_an_epoch_is_counted_after_its_training_phase() -> None:
+def test_both_loops_count_an_epoch_after_its_training_phase() -> None:
     first, second = Epochs(), Epochs()
     run(Collects(), [first, second])
     assert first.seen == second.seen == EPOCHS
 
-
-def test_lightnings_own_loop_counts_an_epoch_after_its_training_phase() -> None:
     first, second = Epochs(), Epochs()
     trainer = quiet_trainer(*map(TrainerHookAdapter, (first, second)), max_epochs=2, limit_train_batches=1)
     trainer.fit(BoringModel())
     assert first.seen == second.seen == EPOCHS
 
 
-def test_a_plain_loop_counts_an_epoch_after_its_training_phase() -> None:
-    hook = Epochs()
+def test_a_plain_loop_counts_an_epoch_after_its_training_phase_and_has_the_losses_of_each_step() -> None:
+    hook, losses = Epochs(), []
+    hook.on_mb_end = lambda state: losses.append(state.loss_stats["train/loss"])
 
     class WithHook(Collects):
         def trainer_hooks(self, state, ctx):
@@ -148,6 +130,7 @@ def test_a_plain_loop_counts_an_epoch_after_its_training_phase() -> None:
     ctx = StepContext(TrainingJobSpec("r", 5), run_state=RunState(), device="cpu", dtype="fp32")
     list(plain_steps(WithHook(), ctx, None, steps=5))
     assert hook.seen == EPOCHS
+    assert losses == [0.5] * 5
 
 
 def test_trainer_state_shows_the_run_state_and_live_objects() -> None:
@@ -211,23 +194,15 @@ class Evaluates(TrainerHook):
         state.eval_scores = {"score": state.epoch}
 
 
-def test_an_evaluation_runs_before_its_report_in_any_order_of_registration() -> None:
-    reports = Reports()
+def test_writers_run_before_readers_in_any_order_of_registration_and_a_field_needs_a_writer() -> None:
+    reports, of_callback = Reports(), Reports()
     run(Collects(), [reports, Evaluates()])
-
-    assert reports.seen == [{"score": 1}, {"score": 2}]
-
-
-def test_a_hook_reads_a_field_that_a_callback_of_genlight_writes() -> None:
-    reports = Reports()
-    run(Collects(), [reports], callbacks=[Evaluate(1)])
-
-    assert reports.seen == [{"score": 3.0}, {"score": 3.0}]
-
-
-def test_a_field_that_no_hook_writes_is_an_error() -> None:
+    run(Collects(), [of_callback], callbacks=[Evaluate(1)])
     with refusal(HookOrderError):
         run(Collects(), [Reports()])
+
+    assert reports.seen == [{"score": 1}, {"score": 2}]
+    assert of_callback.seen == [{"score": 3.0}, {"score": 3.0}]
 
 
 class Fails(TrainerHook):
@@ -235,14 +210,23 @@ class Fails(TrainerHook):
         raise ValueError("no such file")
 
 
-def test_failures_are_counted_and_a_critical_hook_ends_the_run(caplog) -> None:
-    run(Collects(), [Fails()])
+def test_failures_are_counted_under_the_name_of_the_instance_and_a_critical_hook_ends_the_run(caplog) -> None:
+    run(Collects(), [Fails(), Fails(instance_name="the second one")])
     assert "Fails failed: on_mb_end 4 times" in caplog.text
+    assert "the second one failed: on_mb_end 4 times" in caplog.text
 
-    critical = Fails()
-    critical.critical = True
     with refusal(ValueError):
-        run(Collects(), [critical])
+        run(Collects(), [Fails(critical=True)])
+
+
+def test_the_policy_of_an_adapter_is_that_of_its_hook() -> None:
+    class Everywhere(Fails):
+        run_on_all_ranks = critical = True
+        reads = "mb_idx"  # a single field needs no tuple
+
+    plain, everywhere = TrainerHookAdapter(Fails()), TrainerHookAdapter(Everywhere())
+    assert (plain.ranks, plain.critical, plain.reads) == ("zero", False, [])
+    assert (everywhere.ranks, everywhere.critical, everywhere.reads) == ("all", True, ["minibatch_index"])
 
 
 def test_a_failure_does_not_prevent_other_events_in_lightnings_own_loop(fit_plain, caplog) -> None:
@@ -259,14 +243,6 @@ def test_a_failure_does_not_prevent_other_events_in_lightnings_own_loop(fit_plai
     fit_plain([TrainerHookAdapter(hook)], steps=3)
     assert hook.ended == 1
     assert "FailsAtPhases failed: on_train_phase_end 1 times" in caplog.text
-
-
-def test_only_hooks_that_request_it_run_on_all_ranks() -> None:
-    everywhere = Fails()
-    everywhere.run_on_all_ranks = True
-
-    assert TrainerHookAdapter(Fails()).ranks == "zero"
-    assert TrainerHookAdapter(everywhere).ranks == "all"
 
 
 def test_a_class_without_the_base_class_works() -> None:
@@ -296,19 +272,14 @@ def test_a_hook_in_the_list_of_another_style_is_refused_with_the_remedy(place, t
         place()
 
 
-@pytest.mark.parametrize("hook", [Notes, object()])
+class OfLightning:
+    def on_exception(self, trainer, pl_module, exception): ...
+
+
+@pytest.mark.parametrize("hook", [Notes, OfLightning()], ids=["a class", "an event of Lightning's"])
 def test_an_object_without_events_is_refused(hook) -> None:
     with refusal(TypeError):
         TrainerHookAdapter(hook)
-
-
-def test_a_single_field_needs_no_tuple() -> None:
-    class One(TrainerHook):
-        reads = "mb_idx"
-
-        def on_mb_end(self, state): ...
-
-    assert TrainerHookAdapter(One()).reads == ["minibatch_index"]
 
 
 def test_a_users_own_loop_can_make_the_state():
@@ -322,10 +293,10 @@ def test_a_users_own_loop_can_make_the_state():
         TrainerState(agent_steps=1)
 
 
-class Learns:
+class Learns(Collects):
     """Trains its policy on the random data of a rollout."""
 
-    setup, configure, prepare_batch = Collects.setup, Collects.configure, Collects.prepare_batch
+    evaluate = None
 
     def rollout(self, state, ctx):
         return [torch.randn(4, 1), torch.randn(4, 1)], {"reward": [1.0, 2.0], "agent_steps": 8}
@@ -361,7 +332,7 @@ def test_every_event_has_the_losses_of_its_step_without_another_callback(fit_pla
     _, module = run(Learns(), [reads])  # the job has metrics in every step, but no logger
     assert len({each["train/loss"] for each in reads.seen}) == 4
     assert reads.at_end == reads.seen[-1]
-    assert reads.seen[-1]["train/loss"] == float(module.step_result.metrics["loss"])
+    assert reads.seen[-1]["train/loss"] == float(module.hosted_trainer.step_result.metrics["loss"])
 
 
 def test_each_epoch_has_a_checkpoint_then_an_evaluation_then_metrics(tmp_path, caplog) -> None:
@@ -405,17 +376,6 @@ def test_a_run_resumes_exactly_from_a_checkpoint_of_the_hook(tmp_path) -> None:
 def test_a_checkpoint_hook_without_a_checkpoint_callback_is_refused() -> None:
     with refusal(Exception):
         run(Learns(), [CheckpointHook()])
-
-
-def test_an_instance_may_have_its_own_name_and_policy(caplog) -> None:
-    class Fails(TrainerHook):
-        def on_epoch_end(self, state):
-            raise ValueError("broken")
-
-    run(Learns(), [Fails(instance_name="the second one")])
-    assert "the second one" in caplog.text
-    with refusal(ValueError):
-        run(Learns(), [Fails(critical=True)])
 
 
 def test_an_interval_of_0_is_never_due() -> None:
@@ -492,7 +452,7 @@ def test_hooks_read_arguments_and_intervals_from_a_configuration(tmp_path, cfg) 
     assert stats.logged == wandb_run.logged
     assert [(each["epoch"], each["timer/elapsed_s"]) for each in stats.logged] == [(n, 1.5) for n in range(1, 9)]
     assert stats.logged[-1]["eval/score"] == 8
-    assert ("*", "epoch") in wandb_run.defined
+    assert wandb_run.defined == [("epoch", None), ("agent_step", None), ("*", "epoch")]
     assert wandb_run.summary["model/parameters"] == 2
 
 
@@ -585,9 +545,3 @@ def test_any_scores_are_logged_and_stored_as_far_as_possible(tmp_path, caplog, s
 
     run(Learns(), [Looks()], steps=6, callbacks=[Checkpoint(tmp_path)], resume=str(tmp_path / "step-00000004.json"))
     assert seen == [stored]
-
-
-def test_wandb_uses_the_epoch_as_axis() -> None:
-    wandb_run = Run()
-    setup_wandb_metrics(wandb_run)
-    assert wandb_run.defined == [("epoch", None), ("agent_step", None), ("*", "epoch")]

@@ -70,7 +70,7 @@ def test_fp32_on_cuda_gives_the_weights_of_plain_torch_on_the_cpu(name):
     actual, module = run(name)
 
     assert_near(actual, runs.plain_run(name), 1e-4 if not name.startswith("Own") else 0.02)
-    assert module._router is None
+    assert module.hosted_trainer.router is None
 
 
 @pytest.mark.parametrize("name", [*zoo.ZOO, *FROM_THE_TABLE])
@@ -111,7 +111,7 @@ def test_bf16_true_on_cuda_stays_near_fp32(name):
 def test_an_fp16_overflow_on_cuda_skips_the_update_and_is_counted():
     _, module = run("OverflowOnOneRank", **runs.precision_of("16-mixed", "cuda"))
 
-    assert module._router.overflow_steps == 1
+    assert module.hosted_trainer.router.overflow_steps == 1
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
 

@@ -15,11 +15,12 @@ from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 from genlight.callbacks.hook.events import run_state_of
 from support.rank import Rank
+from support.trainer_class import Stateless
 
 STEPS, INTERRUPTED_AT = 11, 5
 
 
-class Collector:
+class Collector(Stateless):
     """Ranks collect 6 and 8 rows: three minibatches on rank zero and four on rank one, twice.
 
     Only rank one ends the update of the second rollout, after its first minibatch.
@@ -70,11 +71,6 @@ class Collector:
 
     def load_rollout_state(self, state, payload, ctx):
         self.position, self.rollouts, self.minibatches = (payload[n] for n in ("position", "rollouts", "minibatches"))
-
-    def state_dict(self, state):
-        return {}
-
-    def load_state_dict(self, state, payload, ctx): ...
 
 
 class Stream(Collector):

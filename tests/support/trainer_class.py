@@ -1,7 +1,7 @@
 """Trainer classes of the contract with all six hooks; a test overrides only the hooks that it is about.
 
 The code of a test's trainer can also be a text that a process imports: it then begins with
-``from support.trainer_class import Counts`` or ``Trains``, if ``tests`` is on the path of that process.
+``from support.trainer_class import Counts``, ``Stateless`` or ``Trains``, if ``tests`` is on the path of that process.
 """
 
 from __future__ import annotations
@@ -36,6 +36,22 @@ class Counts:
 
     def load_state_dict(self, state: Any, payload: dict[str, Any], ctx: StepContext) -> None:
         state.update(payload)
+
+
+class Stateless(Counts):
+    """Saves nothing: the state is an empty dict, and so is the payload, also of a subclass that builds a state."""
+
+    def configure(self, ctx: StepContext) -> Any:
+        return {}
+
+    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
+        return StepResult(metrics={"loss": 0.5})
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any, payload: dict[str, Any], ctx: StepContext) -> None:
+        pass
 
 
 class Trains(Counts):

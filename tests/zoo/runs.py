@@ -267,8 +267,8 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
     module, trainer = run(resume=resume, resume_after=steps)
     assert trainer.global_step == STEPS
     result = whole(weights(module.contract_state, module.plugin))
-    if module._router is not None and module._router.overflow_steps is not None:
-        result["overflow_steps"] = torch.tensor(module._router.overflow_steps)
+    if module.hosted_trainer.router is not None and module.hosted_trainer.router.overflow_steps is not None:
+        result["overflow_steps"] = torch.tensor(module.hosted_trainer.router.overflow_steps)
     return result
 
 

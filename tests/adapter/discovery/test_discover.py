@@ -18,6 +18,7 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepContext, TrainingJobSpec
 from genlight.adapter.discovery.children import SEARCHED_ITEMS
 from genlight.adapter.discovery.discover import check_devices, check_unchanged, discover
+from genlight.adapter.discovery.wrapped_optimizers import kept_by_wrappers
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="equal")
@@ -405,3 +406,50 @@ def test_a_container_that_counts_in_its_own_way_is_searched():
     found = discover({"irreps": Irreps((nn.Linear(1, 1),))})
 
     assert [each.path for each in found.modules] == ['state["irreps"][0]']
+
+
+def test_a_tensor_that_replaced_another_is_found_wherever_it_is():
+    trainer = SimpleNamespace(scale=torch.ones(1))
+    state = {"params": {"w.a": torch.zeros(2), "b": torch.zeros(3)}, "list": [torch.zeros(4)], "gone": torch.zeros(5)}
+    discovered = discover(state, trainer)
+    state["params"] = {key: value + 1 for key, value in state["params"].items()}  # the dict is replaced, too
+    state["list"][0] = torch.ones(6)
+    trainer.scale = trainer.scale * 2
+    state["gone"] = None
+    now = discovered.current(discovered.tensors)
+
+    assert [(each.path, each.value.sum().item()) for each in now] == [
+        ('state["params"]["w.a"]', 2),
+        ('state["params"]["b"]', 3),
+        ('state["list"][0]', 6),
+        ('state["gone"]', 0),
+        ("trainer.scale", 2),
+    ]
+    assert [each.name for each in now] == [each.name for each in discovered.tensors]
+
+
+class Scaled(torch.optim.Optimizer):
+    """Keeps its own entry in the state of the wrapped optimizer, and saves and loads it (as TRAC does)."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        super().__init__([p for group in wrapped.param_groups for p in group["params"]], {})
+        self.wrapped = wrapped
+        self.param_groups, self.state = wrapped.param_groups, wrapped.state
+        self.state["scale"] = torch.ones(1)
+
+
+def test_an_entry_of_no_parameter_keeps_the_value_of_the_wrappers_load_state_dict():
+    def build() -> Scaled:
+        return Scaled(torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1, momentum=0.9))
+
+    ran, fresh = build(), build()
+    parameter = ran.param_groups[0]["params"][0]
+    parameter.grad = torch.ones(2)
+    ran.wrapped.step()
+    saved = [kept.state_dict() for kept in kept_by_wrappers(discover(ran).optimizers)]
+    fresh.state["scale"].fill_(3)  # as load_state_dict of the wrapper does, which is called first
+    for kept, state in zip(kept_by_wrappers(discover(fresh).optimizers), saved, strict=True):
+        kept.load_state_dict(state)
+
+    assert fresh.state["scale"].item() == 3
+    assert fresh.state[fresh.param_groups[0]["params"][0]]["momentum_buffer"].tolist() == [1, 1]

@@ -93,7 +93,7 @@ def test_bf16_mixed_is_bit_equal_to_an_autocast_loop_with_backward_outside():
     actual, module, _ = run("Recording", MixedPrecision("bf16-mixed", "cpu"))
 
     assert_equal(actual, expected)
-    assert module._router.overflow_steps is None
+    assert module.hosted_trainer.router.overflow_steps is None
 
 
 def test_fp16_mixed_is_bit_equal_to_unscale_then_clip_also_under_accumulation():
@@ -124,7 +124,7 @@ def test_fp16_overflow_skips_the_update_lowers_the_scale_and_is_counted():
     actual, module, trainer = run("Recording", fp16(init_scale=2.0**20))
 
     assert_equal(actual, expected)
-    assert module._router.overflow_steps == skipped
+    assert module.hosted_trainer.router.overflow_steps == skipped
     assert trainer.precision_plugin.scaler.get_scale() == scaler.get_scale()
     assert trainer.global_step == runs.STEPS
 
@@ -144,7 +144,7 @@ def test_fp16_overflow_that_clipping_by_value_hides_is_still_an_overflow():
 
     actual, module, _ = run("ClippingByValue", fp16(init_scale=2.0**100), steps=1)
 
-    assert module._router.overflow_steps == 1
+    assert module.hosted_trainer.router.overflow_steps == 1
     assert_equal(actual, initial)
 
 
@@ -157,7 +157,7 @@ def test_every_class_runs_close_to_fp32_in_fp16_mixed(name):
 
     actual, module, _ = run(name, fp16(init_scale=256.0))
 
-    assert not module._router.overflow_steps
+    assert not module.hosted_trainer.router.overflow_steps
     for key, tensor in expected.items():
         if tensor.is_floating_point():
             torch.testing.assert_close(actual[key], tensor, rtol=0.05, atol=0.05) if key.startswith("state") else None
@@ -171,7 +171,7 @@ def test_scaler_state_and_overflow_count_travel_in_the_precision_plugins_state()
     fresh.scaler = TrueUnitScaler.like(fresh.scaler)
     fresh.load_state_dict(saved)
 
-    assert fresh.scaler.overflow_steps == module._router.overflow_steps > 0
+    assert fresh.scaler.overflow_steps == module.hosted_trainer.router.overflow_steps > 0
     assert fresh.scaler.get_scale() == trainer.precision_plugin.scaler.get_scale()
 
 
@@ -181,7 +181,7 @@ def test_a_scaler_of_the_trainer_is_the_only_one_and_logged_once(caplog):
     actual, module, _ = run("OwnScaler", fp16())
 
     assert_equal(actual, runs.plain_run("OwnScaler"))
-    assert module._router.overflow_steps is None
+    assert module.hosted_trainer.router.overflow_steps is None
     assert sum('state["scaler"]' in message for message in caplog.messages) == 1
 
 

@@ -29,7 +29,7 @@ def test_one_process_in_fp32_is_bit_equal_to_plain_torch(name):
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
     assert trainer.global_step == runs.STEPS
-    assert module._router is None, "one device in fp32 needs no routing"
+    assert module.hosted_trainer.router is None, "one device in fp32 needs no routing"
 
 
 BY_HAND = "UpdatesByHandFromAutograd"

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import UnstorableStateError
 from genlight.callbacks import Checkpoint
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -44,7 +45,7 @@ class Rows:
         self.at = state["at"]
 
 
-class Plain:
+class Plain(Stateless):
     """One layer and Adam."""
 
     def setup(self, ctx: Any) -> None:
@@ -57,9 +58,6 @@ class Plain:
     def optimizer(self, parameters: Any) -> Optimizer:
         return Adam(parameters, lr=0.01)
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         return (state["model"](batch) - batch.sum(1, keepdim=True)).square().mean()
 
@@ -69,13 +67,15 @@ class Plain:
         state["optimizer"].step()
         return StepResult({})
 
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
 
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+class Wraps(Optimizer):
+    base: Optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
 
 
-class Wrapper(Optimizer):
+class Wrapper(Wraps):
     """Its state dict lacks the state of the wrapped optimizer, as in published versions of SAM."""
 
     def __init__(self, params: Any) -> None:
@@ -83,16 +83,13 @@ class Wrapper(Optimizer):
         self.base = SGD(self.param_groups, lr=0.05, momentum=0.9)
         self.param_groups = self.base.param_groups
 
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
-
 
 class Wrapped(Plain):
     def optimizer(self, parameters: Any) -> Optimizer:
         return Wrapper(parameters)
 
 
-class WrapperOfAll(Optimizer):
+class WrapperOfAll(Wraps):
     """Shares groups and state with the wrapped optimizer, which replaces them when it loads, as LARC does."""
 
     def __init__(self, params: Any) -> None:
@@ -108,22 +105,16 @@ class WrapperOfAll(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
 
-
-class WrapperOfGroups(Optimizer):
+class WrapperOfGroups(Wraps):
     """Has a separate list with the groups of the wrapped optimizer."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
         self.base = SGD(self.param_groups, lr=0.05, momentum=0.9)
 
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
 
-
-class WrapperOfOther(Optimizer):
+class WrapperOfOther(Wraps):
     """Does not save the rate of the wrapped optimizer, which has separate groups."""
 
     def __init__(self, params: Any) -> None:
@@ -133,7 +124,7 @@ class WrapperOfOther(Optimizer):
 
     def step(self, closure: Any = None) -> None:
         self.base.param_groups[0]["lr"] *= 0.9
-        self.base.step()
+        super().step(closure)
 
 
 class WrapsAll(Plain):

@@ -23,37 +23,27 @@ from genlight.adapter import (
 )
 from genlight.callbacks import Checkpoint
 from support.messages import refusal
+from support.trainer_class import Counts
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="equal")
 
 
-class Counting:
+class Counting(Counts):
     """A trainer without torch whose state is a number."""
 
     def __init__(self, control: StepControlHints | None = None) -> None:
         self.control = control
         self.seen: list[Any] = []
 
-    def setup(self, ctx: Any) -> None: ...
-
     def configure(self, ctx: Any) -> dict[str, Any]:
         return {"total": 0}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         self.seen.append(batch["x"][0].as_py() if isinstance(batch, pa.RecordBatch) else batch)
         batch = self.seen[-1]
         state["total"] += int(batch)
         return StepResult(metrics={"loss": 1.0}, control=self.control)
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return dict(state)
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        state.update(payload)
 
 
 def numbers(count: int = 5) -> DataLoader[Any]:
@@ -83,7 +73,7 @@ def test_a_second_fit_has_a_new_context(tmp_path: Path) -> None:
     assert (first.job.max_steps, module.ctx.job.max_steps) == (3, 6)
     assert module.ctx.run_state is not first.run_state
     assert len(module.plugin.seen) == 9  # type: ignore[attr-defined]
-    assert not module.is_canceled()
+    assert not module.hosted_trainer.is_canceled()
 
 
 class Counted:
@@ -143,7 +133,7 @@ def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
         asked.append(1)
         return len(asked) > 2
 
-    module.add_cancel_check(canceled)
+    module.hosted_trainer.add_cancel_check(canceled)
     trainer = trainer_of(tmp_path, max_steps=2)
     trainer.fit(module, numbers())
     assert trainer.global_step == 2
@@ -216,14 +206,14 @@ class SizedResumable(Resumable):
 )
 def test_a_list_of_batches_that_lightning_would_take_for_loaders_is_refused(batches):
     """Lightning would pass a list of columns, or of rows of all batches, and a class could train on it unnoticed."""
-    trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer(max_steps=1)
     with refusal(InputError):
         trainer.fit(ContractModule(Counting(), TrainingJobSpec("r", 1)), batches)
 
 
 def test_the_suggested_loader_for_a_list_of_batches_works():
     batches = pa.table({"x": [1.0, 2.0, 3.0]}).to_batches(max_chunksize=1)
-    trainer = pl.Trainer(max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer(max_steps=3)
     counting = Counting()
     trainer.fit(ContractModule(counting, TrainingJobSpec("r", 3)), DataLoader(batches, batch_size=None))
     assert counting.seen == [1.0, 2.0, 3.0]

@@ -25,17 +25,16 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 
-class Regression:
+class Regression(Stateless):
     """A linear regression with its own AdamW and scheduler, as a user would write it."""
 
     def __init__(self, loss: Any = None) -> None:
         self.loss = loss
         self.seen: list[int] = []
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         torch.manual_seed(0)

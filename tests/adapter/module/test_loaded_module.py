@@ -13,22 +13,18 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint.export import export_lightning
 from support.messages import refusal
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 JOB = TrainingJobSpec(run_id="r", max_steps=3, hyperparams={"width": 2})
 
 
-class Remembers:
+class Remembers(Stateless):
     """A model, a number that is only in the trainer's own payload, and files of the trainer."""
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         model = torch.nn.Linear(ctx.job.hyperparams["width"], 1).to(ctx.device)
         return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "seen": 0, "files": ""}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         state["optimizer"].zero_grad()
@@ -72,7 +68,7 @@ def test_weights_payload_and_files_are_those_of_the_checkpoint(
 
     assert torch.equal(loaded.contract_state["model"].weight, trained.contract_state["model"].weight)
     assert (loaded.contract_state["seen"], loaded.contract_state["files"]) == (6, "of step 3")
-    assert loaded.restored_step == 3
+    assert loaded.hosted_trainer.restored_step == 3
     assert (loaded.ctx.device, loaded.ctx.dtype) == ("cpu", "fp32")
 
 

@@ -17,29 +17,18 @@ from genlight.adapter import ContractModule, MockDataModule, StepResult, Trainin
 from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
 from support.messages import refusal
+from support.trainer_class import Stateless
+from support.trainers import quiet_trainer
 
 BATCHES = 2
 """Number of batches in an epoch."""
 
 
-class Drawing:
+class Drawing(Stateless):
     """A trainer without torch whose loss is a random number."""
-
-    def setup(self, ctx: Any) -> None: ...
-
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        return {}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         return StepResult(metrics={"loss": float(torch.rand(()))})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Validated(ContractModule):
@@ -156,11 +145,8 @@ def fit(
 ) -> pl.Trainer:
     """Train three epochs with a validation after each, or as `settings` say."""
     torch.manual_seed(5)
-    defaults: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 0}
-    trainer = pl.Trainer(
-        **{**defaults, **settings}, accelerator="cpu", logger=False, callbacks=list(callbacks),
-        enable_checkpointing=True, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+    defaults: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 0, "default_root_dir": folder}
+    trainer = quiet_trainer(*callbacks, **{**defaults, **settings})
     module = module or Validated(Drawing())
     validation = validation or (numbers() if isinstance(module, Validated) else None)
     trainer.fit(module, loader, val_dataloaders=validation, ckpt_path=None if ckpt is None else str(ckpt))

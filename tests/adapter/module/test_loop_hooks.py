@@ -15,6 +15,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult
+from support.trainer_class import Stateless
+from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="equal")
 
@@ -26,28 +28,18 @@ OF_MODULES = [name for name, _ in inspect.getmembers(ModelHooks, inspect.isfunct
 """A module also has hooks that transfer batches; in genlight's loop the trainer class does that."""
 
 
-class Updating:
+class Updating(Stateless):
     """A trainer whose step is one update, in the order of Lightning's automatic optimization."""
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         layer = torch.nn.Linear(1, 1)
         return {"model": layer, "optimizer": torch.optim.SGD(layer.parameters(), lr=0.1)}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         state["optimizer"].zero_grad()
         state["model"](torch.ones(1)).sum().backward()
         state["optimizer"].step()
         return StepResult(metrics={"loss": 1.0})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Stock(pl.LightningModule):
@@ -131,10 +123,7 @@ def calls_of(
 ) -> list[Any]:
     """The calls of a fit."""
     calls: list[Any] = vars(module).setdefault(CALLS, [])
-    trainer = pl.Trainer(
-        **settings, accelerator="cpu", logger=False, callbacks=[Recorder(calls), *callbacks], default_root_dir=folder,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(Recorder(calls), *callbacks, default_root_dir=folder, **settings)
     trainer.fit(module, loader(), val_dataloaders=numbers(2) if validates else None)
     return calls
 

@@ -10,15 +10,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractError, ContractModule, StepResult, TrainingJobSpec
+from genlight.adapter.module.hosted_trainer import BareParameters
+from genlight.adapter.module.state import ConfiguredState
 from genlight.callbacks import Checkpoint
 from support.messages import refusal
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 
-class TwoSchedulers:
+class TwoSchedulers(Stateless):
     """One optimizer with two schedulers, the trainer's own scaler, a loose parameter and a frozen teacher."""
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -35,9 +36,6 @@ class TwoSchedulers:
             "scaler": torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
         }
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         loss = (self.net(batch) - state["teacher"](batch) + state["alpha"]).pow(2).mean()
         state["optimizer"].zero_grad()
@@ -47,11 +45,6 @@ class TwoSchedulers:
         state["warmup"].step()
         state["decay"].step()
         return StepResult(metrics={"loss": loss})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 def fit(tmp_path: Path, plugin: Any, steps: int, *, precision: Any = None, **options: Any) -> ContractModule:
@@ -129,19 +122,21 @@ def test_a_trainer_may_keep_its_context(fit, counting_trainer):
     _, module = fit(Keeps(), steps=2)
 
     assert [name for name, _ in module.named_children()] == ["model"]
-    assert module.state_payload() == {"stopped": False}
+    assert module.hosted_trainer.state.payload() == {"stopped": False}
 
 
 def test_the_search_for_new_modules_runs_once_in_many_steps_and_not_in_each_epoch(tmp_path: Path, monkeypatch) -> None:
     """A rollout is an epoch of a few steps, and a search takes as long as some of them."""
-    from genlight.adapter.module import loop as epoch_loop
+    from genlight.adapter.module import epoch_loop
 
     from .test_phases import Actor, fit as fit_actor
 
     searches: list[int] = []
-    find = ContractModule.check_unchanged
+    find = ConfiguredState.check_unchanged
     monkeypatch.setattr(
-        ContractModule, "check_unchanged", lambda self: (searches.append(self.completed_steps), find(self))
+        ConfiguredState,
+        "check_unchanged",
+        lambda self: (searches.append(self.module.trainer.global_step), find(self))[1],
     )
     fit_actor(tmp_path, Actor(), steps=40)  # in seven phases
     assert searches == [1]
@@ -152,3 +147,32 @@ def test_the_search_for_new_modules_runs_once_in_many_steps_and_not_in_each_epoc
     with refusal(ContractError):
         fit_actor(tmp_path, late, steps=40)
     assert searches == [1, 1, 13, 25]
+
+
+def test_a_move_or_cast_keeps_the_object_and_its_place_in_the_optimizer():
+    alpha = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([alpha], lr=0.5)
+    module = BareParameters({"alpha": alpha})
+    alpha.sum().backward()
+
+    module.to(torch.float64)
+    optimizer.step()
+
+    assert alpha.dtype is alpha.grad.dtype is torch.float64
+    assert alpha.item() == 0.5
+    assert alpha.requires_grad
+    assert alpha.is_leaf
+
+
+def test_state_dicts_of_the_module_and_of_its_parent_hold_the_tensors():
+    alpha = torch.full((2,), 3.0, requires_grad=True)
+    parent = torch.nn.Module()
+    parent.loose = BareParameters({"alpha": alpha})
+    saved = {k: v.clone() for k, v in parent.state_dict().items()}
+    with torch.no_grad():
+        alpha.zero_()
+
+    parent.load_state_dict(saved)
+
+    assert list(saved) == ["loose.alpha"]
+    assert alpha.tolist() == [3.0, 3.0]

@@ -16,6 +16,7 @@ from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.hook.events import run_state_of
 from support.messages import refusal
 from support.rank_processes import run_ranks
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.promise(name="resume")
 ROWS = 12
 
 
-class Actor:
+class Actor(Stateless):
     """A linear policy on a toy environment; the position is part of the environment's state."""
 
     update_epochs = 2
@@ -33,8 +34,6 @@ class Actor:
         self.position = 0.0
         self.rollouts = 0
         self.at_step: Callable[[Any], None] | None = None
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -55,9 +54,6 @@ class Actor:
             return minibatches, stats
         return (list(minibatches) if self.form == "list" else (batch for batch in minibatches)), stats
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         loss = (self.model(batch["x"]) - batch["noise"]).square().mean() + 0.01 * torch.randn(()) ** 2
         self.optimizer.zero_grad()
@@ -67,11 +63,6 @@ class Actor:
         if self.at_step is not None:
             self.at_step(ctx)
         return StepResult(metrics={"loss": loss})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Placed(Actor):
@@ -106,11 +97,7 @@ class Counters(Hook):
 
 def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int, **options: Any) -> ContractModule:
     """Train with only the data that the trainer collects."""
-    trainer = quiet_trainer(
-        *callbacks,
-        max_steps=steps,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(*callbacks, max_steps=steps, default_root_dir=tmp_path)
     module = ContractModule(plugin, TrainingJobSpec("actor", steps, metric_every=0))
     trainer.fit(module, **options)
     return module
@@ -142,8 +129,7 @@ class WithoutEnvironments(Actor):
 class SavesAlone(Actor):
     """Saves its environments and never loads them."""
 
-    def rollout_state(self, state: Any) -> dict[str, Any]:
-        return {"position": self.position}
+    rollout_state = Placed.rollout_state
 
 
 @pytest.mark.parametrize(("kind", "times"), [(Actor, 1), (SavesAlone, 1), (Placed, 0), (WithoutEnvironments, 0)])
@@ -170,6 +156,16 @@ def test_a_trainer_may_count_its_environment_steps_itself(tmp_path: Path) -> Non
     assert actor.update_epochs == 2
 
 
+def test_a_rollout_of_a_second_fit_gets_the_context_of_that_fit(tmp_path: Path) -> None:
+    actor, limits = Actor(), []
+    collect = actor.rollout
+    actor.rollout = lambda state, ctx: limits.append(ctx.job.max_steps) or collect(state, ctx)  # type: ignore[method-assign,func-returns-value]
+    module = ContractModule(actor)
+    for steps in (1, 8):
+        quiet_trainer(max_steps=steps, default_root_dir=tmp_path).fit(module)
+    assert limits == [1, 8, 8]
+
+
 def test_times_and_environment_steps_are_metrics(tmp_path: Path) -> None:
     """The metrics describe the last rollout and the last finished update."""
     metrics = fit(tmp_path, Actor(), steps=7).metrics()
@@ -177,19 +173,6 @@ def test_times_and_environment_steps_are_metrics(tmp_path: Path) -> None:
     assert metrics["trainer/rollout_seconds"] > 0
     assert metrics["trainer/update_seconds"] > 0
     assert "trainer/update_seconds" not in fit(tmp_path, Actor(), steps=2).metrics()
-
-
-def test_a_trainer_ends_an_update_early(tmp_path: Path) -> None:
-    """The update ends after two of six minibatches."""
-    actor, counters = Actor(), Counters()
-
-    def at_step(ctx: Any) -> None:
-        ctx.run_state.stop_update_epoch = ctx.run_state.minibatch_index == 1
-
-    actor.at_step = at_step
-    fit(tmp_path, actor, counters, steps=4)
-    assert [name for name, *_ in counters.seen] == ["rollout", "mb", "mb", "phase"] * 2
-    assert actor.rollouts == 2
 
 
 @pytest.mark.parametrize("cls", [Actor, Placed])
@@ -251,17 +234,21 @@ def test_a_rollout_may_return_two_batches_without_statistics(tmp_path: Path) -> 
     assert run_state_of(module.trainer).rollout_stats is None
 
 
-def test_an_update_that_was_ended_in_the_step_of_the_checkpoint_stays_ended(tmp_path: Path) -> None:
-    """The next minibatch is one of a new rollout."""
-    actor = Placed()
+def test_a_trainer_ends_an_update_early_and_it_stays_ended_over_a_resume(tmp_path: Path) -> None:
+    """The update ends after two of six minibatches; the next one is of a new rollout, also after a checkpoint there."""
 
-    def at_step(ctx: Any) -> None:
-        ctx.run_state.stop_update_epoch = ctx.run_state.minibatch_index == 1
+    def ending() -> Placed:
+        actor = Placed()
+        actor.at_step = lambda ctx: setattr(ctx.run_state, "stop_update_epoch", ctx.run_state.minibatch_index == 1)
+        return actor
 
-    actor.at_step = at_step
-    fit(tmp_path, actor, Checkpoint(tmp_path / "c"), steps=2)
-    resumed = Placed()
-    fit(tmp_path, resumed, Checkpoint(tmp_path / "d"), steps=3, ckpt_path=tmp_path / "c" / "final.json")
+    actor, counters = ending(), Counters()
+    fit(tmp_path, actor, counters, Checkpoint(tmp_path / "c", every_n_steps=2), steps=4)
+    assert [name for name, *_ in counters.seen] == ["rollout", "mb", "mb", "phase"] * 2
+    assert {update_epoch for *_, update_epoch, _ in counters.seen} == {0}
+    assert actor.rollouts == 2
+    resumed = ending()
+    fit(tmp_path, resumed, Checkpoint(tmp_path / "d"), steps=3, ckpt_path=tmp_path / "c" / "step-00000002.json")
     assert resumed.rollouts == 1
 
 

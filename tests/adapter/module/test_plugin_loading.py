@@ -199,6 +199,9 @@ def test_the_folders_of_the_search_are_named_once_each(tmp_path, monkeypatch):
         (".user_trainer:Trainer", "names no module"),
         ("user_trainer:Absent", "has no 'Absent'; trainers in it: Mine"),
         ("user_package:Absent", "has no 'Absent'; trainers in it: none"),
+        ("user_trainer.py:Mine", "names a file; write it as 'module:Class', such as 'user_trainer:Class'"),
+        ("folder/user_trainer.py:Mine", "names a file"),
+        ("folder/user_trainer:Mine", "names a file"),
     ],
 )
 def test_a_path_that_names_nothing_is_an_error_with_the_candidates(module, path, message):
@@ -272,9 +275,3 @@ def test_an_object_that_is_no_trainer_is_refused(given, said):
     assert check_instance(whole := Whole()) is whole
     with pytest.raises(ContractError, match=said):
         check_instance(given)
-
-
-@pytest.mark.parametrize("path", ["user_trainer.py:Mine", "folder/user_trainer.py:Mine", "folder/user_trainer:Mine"])
-def test_a_file_in_place_of_a_module_is_refused_with_the_form_that_is_meant(path):
-    with refusal(ContractError):
-        load_trainer_plugin(path)

@@ -10,7 +10,7 @@ from torch import nn
 
 from genlight.adapter.contract.exceptions import UnstorableStateError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.module.state import TrainerState, take_own_part
+from genlight.adapter.module.state import ConfiguredState, take_own_part
 from genlight.callbacks.checkpoint import load, newest_valid
 from genlight.callbacks.checkpoint.capture import CONTRACT_KEY
 from genlight.callbacks.checkpoint.rank_state import differences_of_ranks
@@ -100,7 +100,7 @@ class Declares:
     ],
 )
 def test_numbers_that_training_may_depend_on_are_named_once_with_a_remedy(caplog, path, value, names):
-    state = TrainerState(nn.Module(), Declares(), {}, discover({}))
+    state = ConfiguredState(nn.Module(), Declares(), {}, discover({}))
     checkpoint = {CONTRACT_KEY: {"of_ranks": [[], [{"path": list(path), "value": value}]]}}
 
     state.warn_of_ranks({CONTRACT_KEY: {}})

@@ -20,6 +20,7 @@ import torch
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, LogMetrics, StopRequests, WriteSamples
 from genlight.reporters import EventLogger
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="speed")
@@ -29,7 +30,7 @@ BARE = 3
 """Calls that hosting does not add: the two hooks of the trainer, and the counting itself."""
 
 
-class Idle:
+class Idle(Stateless):
     """A trainer whose steps do nothing, except for an action that a test chooses for one of them."""
 
     def __init__(self, at_step: Callable[[int], None] | None = None) -> None:
@@ -37,25 +38,15 @@ class Idle:
         self.step = 0
         self.result = StepResult(metrics={"loss": 1.0})
 
-    def setup(self, ctx: Any) -> None: ...
-
     def configure(self, ctx: Any) -> dict[str, Any]:
         layer = torch.nn.Linear(1, 1)
         return {"model": layer, "optimizer": torch.optim.SGD(layer.parameters(), lr=0.1)}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         self.step += 1
         if self.at_step is not None:
             self.at_step(self.step)
         return self.result
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Numbers:
@@ -269,10 +260,7 @@ def test_metrics_read_in_a_step_are_those_of_that_step(tmp_path: Path) -> None:
 
     plugin.at_step = change
     looks = Looks()
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=4, callbacks=[looks, LogMetrics(0)], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(looks, LogMetrics(0), max_steps=4, default_root_dir=tmp_path)
     trainer.fit(ContractModule(plugin, TrainingJobSpec("cost", 4)), Numbers(4))
     assert seen == [1.0, 2.0, 3.0, 4.0]
     assert float(trainer.callback_metrics["train/loss"]) == 4.0

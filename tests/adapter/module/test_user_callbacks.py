@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult
 from genlight.callbacks import Checkpoint, Evaluate
+from support.trainer_class import Stateless
+from support.trainers import quiet_trainer
 
 IN_A_STEP = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
@@ -20,18 +22,13 @@ IN_A_STEP = (
 )  # fmt: skip
 
 
-class Updating:
+class Updating(Stateless):
     """A trainer whose step is one update."""
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         torch.manual_seed(0)
         layer = torch.nn.Linear(1, 1)
         return {"model": layer, "optimizer": torch.optim.SGD(layer.parameters(), lr=0.1)}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         state["optimizer"].zero_grad()
@@ -41,11 +38,6 @@ class Updating:
 
     def evaluate(self, state: Any, ctx: Any) -> dict[str, float]:
         return {"score": 0.5}
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Stock(pl.LightningModule):
@@ -83,11 +75,8 @@ class Lines(Logger):
 def fit(folder: Path, module: pl.LightningModule, *callbacks: pl.Callback, **settings: Any) -> Lines:
     """Train two epochs of three batches."""
     lines, ckpt = Lines(), settings.pop("ckpt", None)
-    trainer = pl.Trainer(
-        **{"max_epochs": 2, **settings}, accelerator="cpu", logger=lines, callbacks=list(callbacks),
-        log_every_n_steps=1, enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+    settings = {"max_epochs": 2, "log_every_n_steps": 1, "default_root_dir": folder, **settings}
+    trainer = quiet_trainer(*callbacks, logger=lines, **settings)
     trainer.fit(module, DataLoader([torch.ones(1) for _ in range(3)], batch_size=None), ckpt_path=ckpt)  # type: ignore[arg-type]
     return lines
 
@@ -102,25 +91,18 @@ def logging_in(base: type, hook: str) -> type:
     return type(f"Logging{base.__name__}", (base,), {hook: log})
 
 
+@pytest.mark.parametrize("by", ["callback", "module"])
 @pytest.mark.parametrize("hook", IN_A_STEP)
-def test_values_logged_by_a_callback_in_any_hook_of_a_step_reach_loggers_as_in_lightning(
-    tmp_path: Path, hook: str
-) -> None:
+def test_values_logged_in_any_hook_of_a_step_reach_loggers_as_in_lightning(tmp_path: Path, hook: str, by: str) -> None:
     """For example, the norm of gradients in ``on_before_optimizer_step``; no other hook is needed."""
-    stock = fit(tmp_path, Stock(), logging_in(pl.Callback, hook)())
-    ours = fit(tmp_path, ContractModule(Updating()), logging_in(pl.Callback, hook)(), limit_val_batches=0)
-    assert ours.lines == stock.lines
-    assert len(stock.lines) == 8
 
+    def lines(base: type, *arguments: Any) -> list[Any]:
+        module = (logging_in(base, hook) if by == "module" else base)(*arguments)
+        callbacks = [logging_in(pl.Callback, hook)()] if by == "callback" else []
+        return fit(tmp_path, module, *callbacks, limit_val_batches=0).lines
 
-@pytest.mark.parametrize("hook", IN_A_STEP)
-def test_values_logged_by_a_module_in_any_hook_of_a_step_reach_loggers_as_in_lightning(
-    tmp_path: Path, hook: str
-) -> None:
-    stock = fit(tmp_path, logging_in(Stock, hook)())
-    ours = fit(tmp_path, logging_in(ContractModule, hook)(Updating()), limit_val_batches=0)
-    assert ours.lines == stock.lines
-    assert len(stock.lines) == 8
+    assert lines(ContractModule, Updating()) == (stock := lines(Stock))
+    assert len(stock) == 8
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])

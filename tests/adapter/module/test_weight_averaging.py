@@ -13,29 +13,25 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, DurableCheckpointIO
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 stock: Any = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="since Lightning 2.6")
 EMAWeightAveraging, WeightAveraging = stock.EMAWeightAveraging, stock.WeightAveraging
 
 
-class TwoParts:
+class TwoParts(Stateless):
     """A backbone and a head under one optimizer; records the weights after each step."""
 
     def __init__(self) -> None:
         self.history: list[torch.Tensor] = []
         self.loaded: dict[str, Any] = {}
 
-    def setup(self, ctx: Any) -> None: ...
-
     def configure(self, ctx: Any) -> dict[str, Any]:
         torch.manual_seed(0)
         backbone, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
         optimizer = torch.optim.Adam([*head.parameters(), *backbone.parameters()], lr=0.05)
         return {"backbone": backbone, "head": head, "optimizer": optimizer}
-
-    def prepare_batch(self, raw: torch.Tensor, state: Any, ctx: Any) -> torch.Tensor:
-        return raw
 
     def train_step(self, batch: torch.Tensor, state: Any, ctx: Any) -> StepResult:
         loss = (state["head"](state["backbone"](batch).tanh()) - 1).pow(2).mean()

@@ -20,6 +20,7 @@ from genlight.callbacks.compat import (
     ProgressCallback,
     TrainingReportCallback,
 )
+from genlight.callbacks.compat.named import HOOKS
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
 
@@ -62,8 +63,10 @@ def test_all_callbacks_act(tmp_path, capsys):
     heard, evaluated = [], []
 
     class Own(Callback):
-        def on_step_end(self, trainer):
-            heard.append(trainer)
+        pass
+
+    for hook in HOOKS:
+        setattr(Own, hook, lambda self, trainer, hook=hook: heard.append((hook, trainer)))
 
     loop.train(
         CallbackList(
@@ -87,7 +90,9 @@ def test_all_callbacks_act(tmp_path, capsys):
         "checkpoint_6.pt",
         "checkpoint_best.pt",
     ]
-    assert heard == [loop] * 6
+    steps = ["on_step_begin", "on_step_end"] * 6
+    assert [hook for hook, _ in heard] == ["on_train_begin", "on_epoch_begin", *steps, "on_epoch_end", "on_train_end"]
+    assert all(trainer is loop for _, trainer in heard)
     assert evaluated == [(4, False)]
     assert json.loads((tmp_path / "training_report.json").read_text())["global_step"] == 6
     errors = capsys.readouterr().err

@@ -29,32 +29,29 @@ from genlight.callbacks.compat import (
     TrainingReportCallback,
     load_checkpoint,
 )
+from genlight.callbacks.compat.named import HOOKS
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
+from support.trainer_class import Stateless
 
 pytestmark = pytest.mark.promise(name="old names")
 
 EPOCH = ["on_epoch_begin", *["on_step_begin", "on_step_end"] * 3, "on_epoch_end"]
 
 
-class Trains:
+class Trains(Stateless):
     """Trains a layer; the reported loss falls with each step down to `floor`."""
 
     def __init__(self, floor: float = 0.0) -> None:
         self.floor = floor
-
-    def setup(self, ctx): ...
 
     def configure(self, ctx):
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
         return {"model": model, "optimizer": optimizer, "step": 0, "lr_sched": scheduler}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
 
     def train_step(self, batch, state, ctx):
         state["step"] += 1
@@ -77,24 +74,24 @@ class Notes(Callback):
     def __init__(self):
         self.calls, self.steps = [], []
 
-    def on_train_begin(self, trainer):
-        self.calls.append("on_train_begin")
+    def note(self, hook, trainer):
+        self.calls.append(hook)
+        if hook == "on_step_end":
+            self.steps.append((trainer.global_step, trainer.metrics["loss"]))
+
+
+for _hook in HOOKS:
+    setattr(Notes, _hook, lambda self, trainer, hook=_hook: self.note(hook, trainer))
+
+
+class Writes(Callback):
+    """Writes a ``.pt`` file at the end of training."""
+
+    def __init__(self, path) -> None:
+        self.path = path
 
     def on_train_end(self, trainer):
-        self.calls.append("on_train_end")
-
-    def on_epoch_begin(self, trainer):
-        self.calls.append("on_epoch_begin")
-
-    def on_epoch_end(self, trainer):
-        self.calls.append("on_epoch_end")
-
-    def on_step_begin(self, trainer):
-        self.calls.append("on_step_begin")
-
-    def on_step_end(self, trainer):
-        self.calls.append("on_step_end")
-        self.steps.append((trainer.global_step, trainer.metrics["loss"]))
+        trainer.save_checkpoint(self.path)
 
 
 @pytest.fixture
@@ -178,7 +175,7 @@ def test_failures_are_counted_other_callbacks_continue_and_a_critical_one_ends_t
     notes = Notes()
     run([Fails(), notes])
     assert len(notes.steps) == 3
-    assert "Fails failed: on_train_batch_end 3 times" in caplog.text
+    assert "Fails failed: on_step_end 3 times" in caplog.text
 
     critical = Fails()
     critical.critical = True
@@ -198,19 +195,6 @@ def test_a_class_without_the_base_class_works(run) -> None:
     run([elsewhere])
 
     assert elsewhere.ended == 1
-
-
-def test_a_users_own_loop_can_call_the_list() -> None:
-    class Own:
-        global_step, metrics = 4, {"loss": 0.5}
-
-    notes = Notes()
-    callbacks, own = CallbackList([notes], defaults=False), Own()
-    for hook in ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_epoch_end", "on_train_end"):
-        getattr(callbacks, hook)(own)
-
-    assert len(notes.calls) == 6
-    assert notes.steps == [(4, 0.5)]
 
 
 @pytest.mark.parametrize("callback", [Notes, 3])
@@ -236,25 +220,15 @@ def test_a_six_hook_callback_passed_to_the_trainer_is_refused_with_the_remedy(qu
         train()
 
 
-def test_a_second_fit_calls_each_hook_once(run, quiet) -> None:
+def test_a_second_fit_calls_each_hook_once_and_has_the_default_callbacks_too(run, tmp_path: Path) -> None:
     notes = Notes()
-    callbacks = CallbackList([notes], defaults=False)
-    trainer, _ = run(callbacks)
+    trainer, module = run(CallbackList([notes]))
     notes.calls.clear()
-    trainer.fit_loop.epoch_loop.max_steps = 6
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(trainer.lightning_module, BatchStream(range(3)))
-
-    assert notes.calls.count("on_train_begin") == 1
-    assert notes.calls.count("on_step_end") <= 3
-
-
-def test_a_second_fit_has_the_default_callbacks_too(run, tmp_path: Path) -> None:
-    callbacks = CallbackList([Notes()])
-    trainer, module = run(callbacks)
     trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = 6, 2
     trainer.fit(module, BatchStream(range(3)))
 
+    assert notes.calls.count("on_train_begin") == 1
+    assert notes.calls.count("on_step_end") <= 3
     assert sum(isinstance(callback, Checkpoint) for callback in trainer.callbacks) == 1
     assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")][-1] == 6
 
@@ -282,32 +256,13 @@ def test_logging_writes_lines_at_its_cadence(run, capfd) -> None:
     assert "loss 8" in lines[0]
 
 
-def test_checkpoints_are_saved_by_genlight_and_the_newest_are_kept(run, tmp_path: Path) -> None:
-    run([CheckpointCallback(2, save_best=False, max_checkpoints=2)], steps=8)
-
-    steps = [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")]
-    assert sorted(set(steps)) == [6, 8]
-
-
-def test_a_callback_can_save_a_pt_file(run, tmp_path: Path) -> None:
-    class Saves(Callback):
-        def on_step_end(self, trainer):
-            if trainer.metrics and trainer.global_step == 8:
-                trainer.save_checkpoint(tmp_path / "x.pt")
-
-    _, module = run([Saves()], steps=8)
-    checkpoint = load_checkpoint(tmp_path / "x.pt")
-    assert (checkpoint["global_step"], checkpoint["best_loss"], checkpoint["config"]["width"]) == (8, 2.0, 7)
-    assert torch.equal(checkpoint["model_state_dict"]["weight"], module.contract_state["model"].weight)
-    assert checkpoint["optimizer_state_dict"]["state"][0]["step"] == 8
-    assert checkpoint["scheduler_state_dict"]["last_epoch"] == 8
+@pytest.mark.parametrize(("every", "most", "kept"), [(2, 2, {6, 8}), (1, None, set(range(1, 9)))])
+def test_checkpoints_are_saved_by_genlight_and_the_newest_are_kept(run, tmp_path: Path, every, most, kept) -> None:
+    run([CheckpointCallback(every, save_best=False, max_checkpoints=most, output_dir=tmp_path / "c")], steps=8)
+    assert {listed.record.step for listed in list_checkpoints(tmp_path / "c")} == kept
 
 
-def test_another_run_can_load_a_pt_file(run, tmp_path: Path) -> None:
-    class Saves(Callback):
-        def on_train_end(self, trainer):
-            trainer.save_checkpoint(tmp_path / "x.pt")
-
+def test_a_callback_can_save_a_pt_file_that_another_run_loads(run, tmp_path: Path) -> None:
     class Loads(Callback):
         critical = True
 
@@ -316,12 +271,19 @@ def test_another_run_can_load_a_pt_file(run, tmp_path: Path) -> None:
             self.weight = trainer.model.weight.clone()
             self.step = int(trainer.optimizer.state_dict()["state"][0]["step"])
 
-    _, module = run([Saves()])
-    loads = Loads()
+    _, module = run([Writes(tmp_path / "x.pt")], steps=8)
+    weight, checkpoint, loads = (
+        module.contract_state["model"].weight.clone(),
+        load_checkpoint(tmp_path / "x.pt"),
+        Loads(),
+    )
     run([loads])
 
-    assert torch.equal(loads.weight, module.contract_state["model"].weight)
-    assert loads.step == 3
+    assert (checkpoint["global_step"], checkpoint["best_loss"], checkpoint["config"]["width"]) == (8, 2.0, 7)
+    assert torch.equal(checkpoint["model_state_dict"]["weight"], weight)
+    assert checkpoint["scheduler_state_dict"]["last_epoch"] == 8
+    assert torch.equal(loads.weight, weight)
+    assert loads.step == checkpoint["optimizer_state_dict"]["state"][0]["step"] == 8
 
 
 def test_early_stopping_heartbeats_diagnosis_and_progress_work(run, tmp_path: Path, monkeypatch, capfd) -> None:
@@ -357,15 +319,10 @@ def test_a_second_argument_needs_its_name() -> None:
             kind(10, True)
 
 
-def test_all_checkpoints_are_kept_without_a_maximum(run, tmp_path: Path) -> None:
-    run([CheckpointCallback(1, save_best=False, max_checkpoints=None, output_dir=tmp_path / "c")], steps=7)
-    assert {listed.record.step for listed in list_checkpoints(tmp_path / "c")} == set(range(1, 8))
-
-
 def test_the_state_has_times_and_the_sum_of_the_losses(run) -> None:
     class Looks(Callback):
         def on_train_begin(self, trainer):
-            self.before = (trainer.state.ttfi_sec, trainer.state.total_loss)
+            self.before = (trainer.state.ttfi_sec, trainer.state.total_loss, trainer.best_loss)
 
         def on_step_end(self, trainer):
             self.view = trainer.state
@@ -373,7 +330,7 @@ def test_the_state_has_times_and_the_sum_of_the_losses(run) -> None:
     looks = Looks()
     run([looks, LoggingCallback(2)], steps=4)
 
-    assert looks.before == (None, 0.0)
+    assert looks.before == (None, 0.0, math.inf)
     assert looks.view.total_loss == 9.0 + 8.0 + 7.0 + 6.0
     profile = looks.view.runtime_profile()
     assert 0 < looks.view.ttfi_sec <= profile["elapsed_sec"]
@@ -446,17 +403,6 @@ def test_state_of_a_callback_is_resumed(run, tmp_path: Path, quiet) -> None:
     trainer.fit(ContractModule(Trains(), None), BatchStream(range(9)), ckpt_path=str(tmp_path / "c" / "final.json"))
 
     assert (first.steps, second.steps) == (5, 5)
-
-
-def test_best_loss_is_infinite_before_the_first_loss(run) -> None:
-    seen = []
-
-    class Looks(Callback):
-        def on_train_begin(self, trainer):
-            seen.append(trainer.best_loss)
-
-    run([Looks()])
-    assert seen == [math.inf]
 
 
 def test_a_missing_wandb_is_an_error_that_names_the_package(monkeypatch) -> None:
@@ -533,14 +479,6 @@ def test_early_stopping_counts_steps_and_not_checks(kind, is_listed, quiet, tmp_
     callbacks = [CallbackList([stops], defaults=False)] if is_listed else [stops]
     trainer = fit_losses(kind, [*callbacks, LogMetrics(1)], tmp_path, quiet)
     assert (trainer.global_step, stops.best_step) == (9, 4)
-
-
-class Writes(Callback):
-    def __init__(self, path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer):
-        trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,7 +37,7 @@ def test_an_action_is_due_exactly_if_a_multiple_lies_between_two_steps(previous,
     ],
 )
 def test_only_a_step_with_the_hint_is_suppressed(result, is_suppressed):
-    assert suppressed(SimpleNamespace(step_result=result)) is is_suppressed
+    assert suppressed(SimpleNamespace(hosted_trainer=SimpleNamespace(step_result=result))) is is_suppressed
     assert not suppressed(object()), "a module that hosts no trainer class"
 
 

@@ -1,0 +1,353 @@
+"""A trainer class within a LightningModule: its context, its state, its steps, and what a checkpoint holds of it.
+
+The loop, the evaluation and genlight's callbacks work with this object; Lightning sees only the module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ...callbacks.checkpoint.capture import CONTRACT_KEY
+from ...callbacks.checkpoint.sharded.rank_channel import ALONE
+from ...callbacks.hook.events import run_state_of
+from ...callbacks.lightning_internals import set_callback_metrics, training_source
+from ..cluster.job_context import current_job_context
+from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
+from ..discovery.discover import check_devices, discover
+from ..discovery.rank_local import rank_local_of
+from ..gradients.fsdp.state import whole_metrics
+from ..gradients.fsdp.strategy import shard_for
+from ..gradients.precision import contract_dtype
+from ..gradients.step import StepRouter, step_router
+from ..plumbing.counted_dict import CountedDict
+from .first_updates import FirstUpdates
+from .own_hooks import attach_own_hooks
+from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
+from .rollout import RolloutBatches
+from .state import PHASE, STATE, ConfiguredState, ToRestore, collect_from_ranks, rank_channel_of
+from .step_metrics import named_scalars, validate_result, values_on_device
+
+log = logging.getLogger(__name__)
+
+
+class HostedTrainer:
+    """A trainer, hosted by a LightningModule in which its modules are registered.
+
+    Args:
+        module: The LightningModule.
+        plugin: A trainer, or the import path of one (``module:Class``).
+        job: Identity, cadences and hyperparameters; None takes the contract's defaults.
+        context: The context before device, rank and run state are filled in.
+        keeps_dtype: Whether the ``dtype`` of `context` stays, whatever the precision of the Lightning trainer is.
+        keep_on_resume: Settings that stay as they were built; see `BuiltSettings`.
+
+    Raises:
+        ContractError: The import path does not name a conforming trainer, or the object is not one.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        plugin: str | TrainerPlugin,
+        job: TrainingJobSpec | None,
+        context: StepContext,
+        *,
+        keeps_dtype: bool,
+        keep_on_resume: Sequence[str],
+    ) -> None:
+        self.module = module
+        self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else check_instance(plugin)
+        self.job = job
+        self.ctx = context
+        """The context that the trainer's hooks get."""
+        self.step_result: Any = None
+        """The result of the last ``train_step``."""
+        self.published: dict[str, float] = {}
+        """The metrics last sent to loggers, by name."""
+        self.restored_step = 0
+        """The completed steps of the checkpoint that was loaded last."""
+        self.rank_channel = ALONE
+        """How the ranks of this training compare what they save."""
+        has_rollout = optional_hook(self.plugin, "rollout") is not None
+        self.rollouts = RolloutBatches(self.plugin, module) if has_rollout else None
+        self.to_restore: ToRestore | None = None
+        self.router: StepRouter | None = None
+        self._state: ConfiguredState | None = None
+        self._first_updates: FirstUpdates | None = None
+        self._keeps_dtype = keeps_dtype
+        self._keep_on_resume = keep_on_resume
+        self._callers_dataset = context.dataset
+        self._names_unread = True
+        self._cancel_checks: list[Callable[[], bool]] = [] if context.is_canceled is None else [context.is_canceled]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Both have hooks in torch while this process trains, so a copy starts without them.
+        return {**vars(self), "router": None, "_first_updates": None}
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether ``configure`` was called."""
+        return self._state is not None
+
+    @property
+    def state(self) -> ConfiguredState:
+        """What ``configure`` built."""
+        assert self._state is not None
+        return self._state
+
+    @property
+    def original_job(self) -> TrainingJobSpec:
+        """The job before the Lightning trainer adds its limits."""
+        return self.job or self.ctx.job
+
+    def set_up(self, trainer: pl.Trainer) -> None:
+        """Fill in the context, configure the trainer if that was not done yet, and attach the hooks that it defines."""
+        self.ctx = self._context_in(trainer)
+        self._configure(trainer.strategy.root_device, trainer.world_size)
+        attach_own_hooks(trainer, self.plugin, self.state.value, self.ctx)
+
+    def set_up_without_trainer(self, device: str | torch.device) -> pl.LightningModule:
+        """Configure the trainer on `device` if that was not done yet; return the module."""
+        if self._state is None:
+            dtype = self.ctx.dtype if self._keeps_dtype else "fp32"
+            self.ctx = dataclasses.replace(self.ctx, job=self.original_job, device=str(device), dtype=dtype)
+            self._configure(torch.device(device), world_size=1)
+        return self.module
+
+    def _configure(self, device: torch.device, world_size: int) -> None:
+        if self._state is None:
+            self.plugin.setup(self.ctx)
+            value = self.plugin.configure(self.ctx)
+            discovered = discover(value, self.plugin, reserved=dir(self.module), host=self.module)
+            check_devices(discovered, device, world_size=world_size)
+            for found in discovered.modules:
+                self.module.add_module(found.name, found.value)
+            if discovered.parameters:
+                # Checkpoints contain the name of this attribute.
+                self.module.loose = BareParameters({found.name: found.value for found in discovered.parameters})
+            self._state = ConfiguredState(self.module, self.plugin, value, discovered, self._keep_on_resume)
+        if self.rollouts is not None:
+            self.rollouts.state, self.rollouts.ctx = self._state.value, self.ctx
+
+    def _context_in(self, trainer: pl.Trainer) -> StepContext:
+        """Return the context with facts of `trainer`: device, type, rank, steps, run state, Slurm job and dataset."""
+        ctx = self.ctx
+        job = self.job or dataclasses.replace(ctx.job, max_steps=0)
+        if trainer.max_steps != -1 and trainer.max_steps != job.max_steps:
+            job = dataclasses.replace(job, max_steps=trainer.max_steps)
+        if isinstance(ctx.job.hyperparams, CountedDict):
+            job = dataclasses.replace(job, hyperparams=ctx.job.hyperparams)
+        elif "omegaconf" not in sys.modules:  # OmegaConf accepts only plain dictionaries
+            job = dataclasses.replace(job, hyperparams=CountedDict(job.hyperparams))
+        slurm_job = current_job_context()
+        context = dataclasses.replace(
+            ctx,
+            job=job,
+            dataset=self._callers_dataset,
+            device=str(trainer.strategy.root_device),
+            dtype=ctx.dtype if self._keeps_dtype else contract_dtype(trainer.precision_plugin),
+            is_canceled=_CancelCheck(self),
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            run_state=run_state_of(trainer),
+            job_context=ctx.job_context or (None if slurm_job.job_id is None else slurm_job),
+        )
+        feed = None if self._callers_dataset is not None else _feed_of(trainer, self.module, context)
+        return context if feed is None else dataclasses.replace(context, dataset=feed)
+
+    def shard(self) -> None:
+        """Shard the trainer's modules, if the strategy does that."""
+        if self._state is not None:
+            self._state.is_sharded = shard_for(self.module.trainer.strategy, self._state.discovered)
+
+    def open_router(self) -> None:
+        """Route the following steps through strategy and precision, if these change anything. Collective."""
+        trainer, discovered = self.module.trainer, self.state.discovered
+        self.router = step_router(trainer, self.module, discovered, rank_local_of(self.plugin), self.router)
+        if self.router is not None:
+            self.router.open()
+        # Not under FSDP 2, which refuses hooks on shards; not twice for a module that is fitted again.
+        if not self.state.is_sharded and self._first_updates is None:
+            self._first_updates = FirstUpdates(discovered, logs=trainer.is_global_zero)
+        self.rank_channel = rank_channel_of(trainer)
+        if self.rollouts is not None:
+            self.rollouts.channel = self.rank_channel
+
+    def close_router(self) -> None:
+        """Restore torch to its state before the training, which has ended or failed."""
+        self._end_first_updates()
+        if self.router is not None:
+            self.router.close()
+
+    def _end_first_updates(self) -> None:
+        if self._first_updates is not None:
+            self._first_updates.close()
+            self._first_updates = None
+
+    def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
+        """Run one step of the trainer on a raw batch; return its metrics unchanged.
+
+        Raises:
+            ContractError: ``train_step`` returned no metrics, or in the first step an invalid one.
+        """
+        assert self._state is not None
+        state, ctx = self._state.value, self.ctx
+        batch = self.plugin.prepare_batch(raw, state, ctx)
+        if self.router is None:
+            result = self.plugin.train_step(batch, state, ctx)
+        else:
+            with self.router:
+                result = self.plugin.train_step(batch, state, ctx)
+        if self._first_updates is not None and self._first_updates.is_over:
+            self._end_first_updates()
+            self._warn_of_unread_hyperparams()
+        is_first = self.step_result is None  # find an invalid metric here, and not at a cadence much later
+        if (
+            is_first
+            or type(result) is not StepResult
+            or type(result.metrics) is not dict
+            or type(result.debug) is not dict
+        ):
+            validate_result(result, reads_values=is_first)
+        if self._state.is_sharded:
+            debug, control = getattr(result, "debug", None) or {}, getattr(result, "control", None)
+            result = StepResult(whole_metrics(result.metrics), whole_metrics(debug), control)
+        self.step_result = result
+        metrics: Mapping[str, Any] = result.metrics
+        return metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last step's metrics by their reported names, with the learning rate; waits for the device."""
+        assert self._state is not None
+        metrics = named_scalars(self.step_result, self._state.value, self.ctx, self._state.optimizers)
+        overflow_steps = None if self.router is None else self.router.overflow_steps
+        if overflow_steps is not None:
+            metrics["trainer/overflow_steps"] = float(overflow_steps)
+        return metrics if self.rollouts is None else metrics | self.rollouts.metrics
+
+    def metrics_on_device(self) -> dict[str, Tensor]:
+        """Return the metrics last sent to loggers, updated with the last step's; does not wait for the device.
+
+        Metrics that are neither tensors nor plain numbers are updated only at a cadence, when `metrics` reads them.
+        """
+        return values_on_device(self.step_result, self.published)
+
+    def feed_callback_metrics(self) -> None:
+        """Give the last metrics to Lightning's monitors and progress bars, which read them also between steps."""
+        set_callback_metrics(self.module.trainer, self.metrics_on_device(), self.published)
+
+    def is_canceled(self) -> bool:
+        """Whether a stop was requested; the result of ``ctx.is_canceled``."""
+        return run_state_of(self.module.trainer).stop_reason is not None or any(
+            check() for check in self._cancel_checks
+        )
+
+    def add_cancel_check(self, check: Callable[[], bool]) -> Callable[[], None]:
+        """Have `is_canceled` call `check` too, until the returned function is called. Stop callbacks use it."""
+        self._cancel_checks.append(check)
+        return functools.partial(self._cancel_checks.remove, check)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Add the contract's part to a checkpoint of Lightning's. Collective."""
+        if self.router is not None:
+            self.router.before_save()
+        self._warn_of_unread_hyperparams()
+        self.state.put_into(checkpoint, self.metrics_on_device(), self.router)
+        if self.rollouts is not None:
+            self.rollouts.save(checkpoint[CONTRACT_KEY])
+        collect_from_ranks(checkpoint, self.module.trainer, self.rank_channel)
+        self.state.warn_of_ranks(checkpoint)
+
+    def _warn_of_unread_hyperparams(self) -> None:
+        hyperparams, is_first, self._names_unread = self.ctx.job.hyperparams, self._names_unread, False
+        if is_first and isinstance(hyperparams, CountedDict) and hyperparams.unread and self.ctx.rank == 0:
+            unread = ", ".join(f"`hyperparams.{name}`" for name in hyperparams.unread)
+            log.warning("%s has not been used so far: correct the name, or remove it from the job", unread)
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Take the contract's part of a checkpoint that Lightning loads; `restore` uses it."""
+        self.to_restore = self.state.take_from(checkpoint)
+        self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
+
+    def restore(self) -> None:
+        """Restore the trainer from what was loaded; once, before the first step of a resumed run. Collective."""
+        pending, self.to_restore = self.to_restore, None
+        if pending is not None:
+            self.state.restore(pending, self.ctx, self.router)
+            if self.rollouts is not None and PHASE in pending.parts:
+                self.rollouts.restore(pending.parts[PHASE])
+
+    def resume_from(self, payload: dict[str, object] | None, checkpoint_dir: Path | None) -> None:
+        """Have `restore` pass these to ``load_state_dict`` and ``load_checkpoint``; None does not call them."""
+        self.to_restore = ToRestore({} if payload is None else {STATE: payload}, checkpoint_dir)
+
+
+class BareParameters(nn.Module):
+    """Holds trained tensors that belong to no module, such as SAC's ``log_alpha``: moves, casts and saves them.
+
+    They are buffers, but stay the same objects: torch would replace a moved buffer by a new tensor, while the trainer
+    and its optimizer would keep the old one.
+
+    Args:
+        tensors: The tensors, by their names in the state dict.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def named_bare_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors. A checkpoint holds their gradients within an accumulation window, as for parameters."""
+        yield from self.named_buffers()
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        with torch.no_grad():
+            for tensor in self.buffers():
+                tensor.data = fn(tensor.data)
+                if tensor.grad is not None:
+                    tensor.grad.data = fn(tensor.grad.data)
+        return self
+
+
+def _feed_of(trainer: pl.Trainer, module: pl.LightningModule, ctx: StepContext) -> Any:
+    """Return the source of batches; None if the trainer class has its own, or if nothing is trained."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return None
+    source = training_source(trainer)
+    if hasattr(source, "use_context"):
+        source.use_context(ctx)
+    return None if source is module else getattr(source, "feed", source)
+
+
+class _CancelCheck:
+    """``is_canceled`` of `hosted`, without a strong reference: discovery would follow one from a trainer's context."""
+
+    def __init__(self, hosted: HostedTrainer) -> None:
+        self._hosted: weakref.ref[HostedTrainer] | None = weakref.ref(hosted)
+
+    def __call__(self) -> bool:
+        """Whether a stop was requested; False if the hosted trainer no longer exists."""
+        hosted = None if self._hosted is None else self._hosted()
+        return hosted is not None and hosted.is_canceled()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"hosted": None if self._hosted is None else self._hosted()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy refers to the trainer that was copied along with it.
+        self._hosted = None if state["hosted"] is None else weakref.ref(state["hosted"])
