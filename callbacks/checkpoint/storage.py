@@ -65,7 +65,6 @@ from .format.record import (
     record_path,
     record_paths,
     serialise_record,
-    step_name,
 )
 
 log = logging.getLogger(__name__)
@@ -492,8 +491,7 @@ def stage(path: str | os.PathLike[str]) -> Staging:
 def commit(staging: Staging, record: CheckpointRecord) -> None:
     """Give the staged folder its name, the first free one, and write the record; durable when this returns.
 
-    Afterwards the data folder of the record that it replaces, if any, is removed. A final checkpoint leaves an earlier
-    final one of its run under the name of its step.
+    Afterwards the data folder of the record that it replaces, if any, is removed.
 
     Args:
         staging: The folder to commit; whoever made it discards it if this fails.
@@ -506,8 +504,6 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
             checkpoint; if only the last sync failed, either it or the old one exists after a power cut.
     """
     require_replaceable(staging.record)
-    if record.final:
-        _move_older_final(staging.record, record)
     directory = staging.record.parent
     first = Path(name_of(staging.record))
     # Insert the number before a suffix: if the extension is ``.pth``, Lightning searches for ``last….pth``.
@@ -539,47 +535,6 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
             _remove_data(replaced)
         except OSError as error:  # the new checkpoint exists, and the next sweep tries again
             log.warning("Could not remove %s: %s", replaced.data_path, error)
-
-
-def _move_older_final(final: Path, new: CheckpointRecord) -> None:
-    """Rename the final checkpoint at `final` to the name of its step if its run continued from it to the `new` end.
-
-    It is complete under one of its names at every moment: first its files get second names and its step a record.
-    If an intact checkpoint of that step exists already, it stays. If the rename fails, for example on a file system
-    without links, the old one is replaced with a warning: the new end of the run is worth more. A final checkpoint of
-    another run is replaced, too.
-    """
-    try:
-        old = read_record(final)
-    except (BrokenCheckpointError, OSError):
-        return
-    is_earlier_end = old.final and not old.is_old and old.run_id == new.run_id and old.step < new.step
-    if final.is_symlink() or not is_earlier_end or old.data_path is None:
-        return
-    target = final.with_name(f"{step_name(old.step)}.json")
-    try:
-        try:
-            verify(target)
-        except (BrokenCheckpointError, OSError):
-            _save_as(old, old.data_path, target)
-        delete_checkpoint(final)
-    except (CheckpointError, OSError) as error:
-        log.warning("Replacing %s, because it could not be renamed to %s: %s", final, target, error)
-
-
-def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
-    """Commit the files of `old` again, as the checkpoint of its step at `target`."""
-    staging = stage(target)
-    try:
-        for name in [*map(old.file_name, old.files), SCORES_FILE]:
-            if name != SCORES_FILE or (data / name).is_file():
-                make_directory((staging.path / name).parent, shared=None)
-                os.link(data / name, staging.path / name, follow_symlinks=False)
-        files = tuple(replace(file, path=old.file_name(file)) for file in old.files)
-        commit(staging, replace(old, final=False, files=files))
-    except BaseException:
-        staging.discard()
-        raise
 
 
 def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None = None) -> None:

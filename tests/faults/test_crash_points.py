@@ -145,18 +145,6 @@ def prepare_link(directory):
     os.symlink("best.ckpt", directory / "last.ckpt")
 
 
-def prepare_final(directory):
-    save_final(directory, 1)
-
-
-def resume_from_final(directory):
-    save_final(directory, 2)
-
-
-def save_final(directory, step):
-    return save(Path(directory) / "final", state(step), meta=RecordMeta(run_id="r", final=True))
-
-
 def prepare_debris(directory):
     save_step(directory, 1)
     save_step(directory, 5)
@@ -175,7 +163,6 @@ SCENARIOS = {
     "replace-in-place": (prepare_last, replace_in_place, {1, 2}),
     "replace-twice": (prepare_last, replace_twice, {1, 2, 3}),
     "replace-a-link": (prepare_link, replace_a_link, {1, 2}),
-    "resume-from-final": (prepare_final, resume_from_final, {1, 2}),
     "share": (prepare_shared, share_and_retain, {1, 2, 3}),
     "sweep-and-save": (prepare_debris, sweep_and_save, {1, 2}),
 }
