@@ -27,8 +27,8 @@ import msgspec
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file, make_directory
-from .capture import Captured, tensor_files
-from .codec.tensors import Entry, bytes_of
+from .capture import Captured
+from .codec.tensors import Entry, bytes_of, tensor_files
 from .format.record import (
     FROZEN_FILE,
     STATE_FILE,
@@ -86,7 +86,7 @@ def write_checkpoint(channel: Channel, captured: Captured) -> CheckpointRecord |
             raise
         log.warning("A rank ended before it learned that %s is durable: %s", record.name, error)
     if written and captured.frozen is not None:
-        captured.frozen.learn(written[0], captured)
+        captured.frozen.learn(written[0], captured.entries, captured.linked)
     return written[0] if written else None
 
 

@@ -24,7 +24,7 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.capture import Frozen
+from genlight.callbacks.checkpoint.frozen import Frozen
 from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
 from genlight.callbacks.checkpoint.storage import stage
 from genlight.reporters.events.event_log import EventLog

@@ -25,9 +25,9 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.capture import Frozen
+from genlight.callbacks.checkpoint.contents import check_contents
 from genlight.callbacks.checkpoint.format.record import serialise_record
-from genlight.callbacks.checkpoint.restorable import check_contents
+from genlight.callbacks.checkpoint.frozen import Frozen
 from genlight.reporters.uploads.queue import Entry, pack
 from support.adapted_model import FROZEN_BYTES, Adapted
 from support.messages import refusal

@@ -11,7 +11,7 @@ from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.adapter.contract.types import TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import list_checkpoints, load, load_weights, read_record, verify
-from genlight.callbacks.checkpoint.restorable import check_contents
+from genlight.callbacks.checkpoint.contents import check_contents
 from support.adapted_model import FROZEN_BYTES, Adapted
 from support.messages import refusal
 
