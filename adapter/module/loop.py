@@ -54,7 +54,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from ...callbacks.checkpoint.loader_position import begin_and_leave, set_up_data, with_position
+from ...callbacks.checkpoint.loader_position import begin_and_leave, set_up_data
+from ...callbacks.checkpoint.positioned_loader import with_position
 from ...callbacks.hook.events import fire, run_state_of
 from ...callbacks.lightning_internals import (
     DataFetcher,

@@ -28,7 +28,8 @@ from .codec.tensors import WEIGHTS, Entry, TensorTable
 from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, LeftOut, RecordMeta
 from .format.slice_index import SlicedTensor
 from .frozen import Frozen, FrozenFile
-from .storage import STATE_MARKER, Staging
+from .listing import STATE_MARKER
+from .storage import Staging
 
 log = logging.getLogger(__name__)
 

@@ -33,12 +33,13 @@ from .capture import CONTRACT_KEY
 from .export import keep_configurations
 from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
 from .frozen import Frozen, frozen_in
+from .listing import Listed, files_in_the_way
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
 from .sharded.rank_channel import ALONE, Channel
-from .storage import Listed, Staging, files_in_the_way, move_out_of_the_way, require_space, stage, sweep
+from .storage import Staging, move_out_of_the_way, require_space, stage, sweep
 from .store import CheckpointStore, wait_after_failure
 from .writing import require_shared_directory
 

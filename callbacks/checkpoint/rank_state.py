@@ -31,7 +31,8 @@ from ..optimizer_state import has_separate_state, restore_as_stored, unusual_dev
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, content_digests, restore_flags
 from .format.record import digest_of
-from .loader_position import generators_of, warn_of_lost_positions
+from .loader_position import warn_of_lost_positions
+from .positioned_loader import generators_of
 from .sharded.rank_channel import Channel
 from .sharded.slices import sharded_like, unsharded
 

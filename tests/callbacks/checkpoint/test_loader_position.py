@@ -21,7 +21,7 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.arrow_feed import ArrowFeed
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import newest_valid
-from genlight.callbacks.checkpoint.loader_position import PositionedLoader, with_position
+from genlight.callbacks.checkpoint.positioned_loader import PositionedLoader, with_position
 from support.messages import refusal
 from support.resumed_fit import Sees, seed, trainer_with_checkpoints
 from support.trainers import quiet_trainer
