@@ -11,8 +11,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import share_run_state
+from ...callbacks.rank_channel import ALONE
 from ...callbacks.trainer_hooks import TrainerState
 from ..contract.exceptions import ContractError, InputError
 from ..contract.run_state import RunState

@@ -23,10 +23,10 @@ from typing_extensions import override
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.plugins import DurableCheckpointIO
 from ...callbacks.checkpoint.policy import savers_of
-from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics, training_source
 from ...callbacks.module_modes import keep_modes
+from ...callbacks.rank_channel import ALONE
 from ..cluster.job_context import JobContext, current_job_context
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.bare_parameters import BareParameters

@@ -193,8 +193,6 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """Return the start of `memory` as a tensor with the type and shape of `tensor`."""
-    if not tensor.nbytes:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

@@ -23,6 +23,7 @@ from ..lightning_internals import (
     batches_of_loaders,
     load_loader_states,
 )
+from ..rank_channel import Channel
 from .codec.state_tree import encode
 from .codec.tensors import TensorTable
 from .positioned_loader import (
@@ -34,7 +35,6 @@ from .positioned_loader import (
     is_stateful,
     with_position,
 )
-from .sharded.rank_channel import Channel
 
 log = logging.getLogger(__name__)
 

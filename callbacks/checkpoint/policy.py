@@ -29,6 +29,7 @@ from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
+from ..rank_channel import ALONE, Channel
 from .capture import CONTRACT_KEY
 from .export import keep_configurations
 from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
@@ -38,7 +39,6 @@ from .loader_position import forget_positions, keep_positions, put_positions_bac
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
-from .sharded.rank_channel import ALONE, Channel
 from .storage import Staging, move_out_of_the_way, require_space, stage, sweep
 from .store import CheckpointStore, wait_after_failure
 from .writing import require_shared_directory

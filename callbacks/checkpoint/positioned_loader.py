@@ -17,7 +17,6 @@ import functools
 import logging
 import pickle
 import random
-import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -41,7 +40,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import InputError
 from ...adapter.plumbing.devices import isolated_random_numbers
-from ...adapter.plumbing.generators import GENERATORS, set_state, state_of
+from ...adapter.plumbing.generators import held_generators, set_state, state_as_arrays
 from ..lightning_internals import require_names
 
 log = logging.getLogger(__name__)
@@ -223,7 +222,7 @@ class PositionedLoader(DataLoader[Any]):
         if self.num_workers:
             return []
         known = {id(generator) for generator in generators_of([self])}
-        return [each for each in own_generators(self.dataset, self.collate_fn) if id(each) not in known]
+        return [each for each in held_generators(self.dataset, self.collate_fn) if id(each) not in known]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position for a checkpoint; its entry `WORKERS` may differ between ranks."""
@@ -314,7 +313,7 @@ class KeepsWorkers(DataLoader[Any]):
         every = getattr(self, "snapshot_every_n_steps", 1) or 1
         self._history = deque([restored.get("states") or list(self._states.states)], maxlen=every + 1)
         if not self.num_workers:
-            own = own_generators(self.dataset, self.collate_fn)
+            own = held_generators(self.dataset, self.collate_fn)
             for generator, state in zip(own, restored.get("own", ()), strict=False):
                 set_state(generator, state)
         return iterator
@@ -338,7 +337,7 @@ class KeepsWorkers(DataLoader[Any]):
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         snapshot = state.get("_snapshot", {}).get("_worker_snapshots", {})
         since = state.get("_steps_since_snapshot", 0)
-        own = [] if self.num_workers else own_generators(self.dataset, self.collate_fn)
+        own = [] if self.num_workers else held_generators(self.dataset, self.collate_fn)
         workers = {
             "states": self._history[max(-1 - since, -len(self._history))],
             "begun": self._begun_with,
@@ -397,12 +396,6 @@ def derived(loader: Any, mixin: type, **attributes: Any) -> Any:
     object.__setattr__(derived, "__dict__", vars(loader))
     vars(derived).update(attributes)
     return derived
-
-
-_SEARCHED_ITEMS = 1_000
-"""Maximum size of a list or dictionary that is searched for generators; longer ones hold data."""
-_SEARCHED_OBJECTS = 10_000
-_ATOMS = (str, bytes, int, float, complex, type, types.ModuleType, torch.Tensor, np.ndarray, type(None))
 
 
 class _Delivery(NamedTuple):
@@ -490,7 +483,7 @@ class _Sender:
 
     def _find_generators(self) -> None:
         info = get_worker_info()
-        self._generators = own_generators(info.dataset if info is not None else None, self._collate)
+        self._generators = held_generators(info.dataset if info is not None else None, self._collate)
 
 
 def _begin(sender: _Sender, init: Callable[[int], None] | None, states: Sequence[Any], worker: int) -> None:
@@ -517,53 +510,3 @@ def _restore_random_states(states: dict[str, Any], generators: Sequence[Any] = (
     torch.set_rng_state(torch.from_numpy(states["torch"]))
     for generator, state in zip(generators, states["own"], strict=False):
         set_state(generator, state)
-
-
-def state_as_arrays(generator: Any) -> Any:
-    """Return the state of a generator without tensors, which workers would send in shared memory, one file each."""
-    state = state_of(generator)
-    if isinstance(state, torch.Tensor):
-        return state.numpy()
-    if isinstance(generator, random.Random) or generator is random:
-        return {**state, "words": state["words"].numpy().astype(np.uint32)}
-    return state
-
-
-def own_generators(*roots: Any) -> list[Any]:
-    """Return the generators of random numbers that `roots` hold, each once, in a stable order.
-
-    Attributes, closures and small containers are searched, not the data in them.
-    """
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    waiting = list(reversed(roots))
-    while waiting and len(seen) < _SEARCHED_OBJECTS:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, _ATOMS):
-            continue
-        seen.add(id(value))
-        if isinstance(value, GENERATORS):
-            if not isinstance(value, random.SystemRandom):  # it has no state
-                found[id(value)] = value
-            continue
-        waiting += reversed(_held_by(value))
-    return list(found.values())
-
-
-def _held_by(value: Any) -> list[Any]:
-    if isinstance(value, dict | list | tuple) and len(value) > _SEARCHED_ITEMS:
-        return []
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return list(value)
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, types.FunctionType):
-        cells = value.__closure__ or ()
-        with contextlib.suppress(ValueError):  # an empty cell
-            return [cell.cell_contents for cell in cells]
-        return []
-    return list(getattr(value, "__dict__", {}).values())

@@ -27,13 +27,13 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import CheckpointError, GenlightError, ThreadLimitError
 from ...adapter.plumbing.threads import carry_out, started
+from ..rank_channel import ALONE, Channel, RankGroups
 from .capture import Captured, HostBuffer, capture
 from .format.record import CheckpointRecord, RecordMeta, is_torch_file, name_of, read_record, record_path
 from .frozen import Frozen
 from .listing import Listed, count_folder_names
 from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint, list_checkpoints
-from .sharded.rank_channel import ALONE, Channel, RankGroups
 from .storage import Staging, delete_checkpoint, require_space, stage
 from .writing import write_checkpoint
 

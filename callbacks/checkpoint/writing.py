@@ -27,6 +27,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file, make_directory
+from ..rank_channel import Channel
 from .capture import Captured
 from .codec.tensors import Entry, bytes_of, tensor_files
 from .format.record import (
@@ -40,7 +41,6 @@ from .format.record import (
     read_record,
 )
 from .format.slice_index import SLICES_FILE, SlicedTensor, StoredSlice, part_folder, rank_of, tile_exactly
-from .sharded.rank_channel import Channel
 from .storage import commit, hash_file, name_checkpoint_in_errors, stage, write_file
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from genlight.callbacks.checkpoint import (
     verify,
 )
 from genlight.callbacks.checkpoint.frozen import Frozen
-from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
 from genlight.callbacks.checkpoint.storage import stage
+from genlight.callbacks.rank_channel import RankGroups
 from genlight.reporters.events.event_log import EventLog
 from support.messages import refusal
 

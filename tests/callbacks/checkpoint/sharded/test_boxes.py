@@ -17,10 +17,10 @@ from genlight.callbacks.checkpoint.capture import capture
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta, digest_of
 from genlight.callbacks.checkpoint.format.slice_index import Box, SlicedTensor, StoredSlice, tile_exactly
 from genlight.callbacks.checkpoint.loading import StoredSlices, load_record
-from genlight.callbacks.checkpoint.sharded.rank_channel import Channel, RankGroups
 from genlight.callbacks.checkpoint.sharded.slices import WholeTensor, keep_sharded, view_of_part, whole
 from genlight.callbacks.checkpoint.storage import Staging, stage
 from genlight.callbacks.checkpoint.writing import require_shared_directory, write_checkpoint
+from genlight.callbacks.rank_channel import Channel, RankGroups
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="checkpoint")
