@@ -53,9 +53,9 @@ def test_ckpt_path_finds_best_and_last(tmp_path, plugin, make_trainer, make_net,
     assert trainer.global_step == 6
 
 
-def test_last_may_be_a_link(tmp_path, plugin, make_trainer, make_net, make_loader):
+def test_last_may_be_a_link(tmp_path, plugin, train_net):
     keeper = ModelCheckpoint(tmp_path / "c", save_last="link", save_top_k=1, every_n_epochs=1)
-    make_trainer(keeper, plugins=[plugin], max_epochs=2).fit(make_net(), make_loader(2))
+    train_net(keeper, plugins=[plugin], max_epochs=2, loader=2)
     link = tmp_path / "c" / "last.ckpt"
     assert link.is_symlink()
     assert verify(link).step == 4
@@ -317,8 +317,8 @@ def test_files_of_other_callbacks_stay_in_lightnings_format(tmp_path, make_train
     assert verify(tmp_path / "own" / "step-00000006.json").step == 6
 
 
-def test_a_plugin_that_the_user_installs_writes_every_file(tmp_path, make_trainer, make_net, make_loader):
+def test_a_plugin_that_the_user_installs_writes_every_file(tmp_path, train_net):
     keeper = ModelCheckpoint(tmp_path / "all", every_n_train_steps=2)
     callbacks = [keeper, Checkpoint(tmp_path / "own", every_n_steps=2)]
-    make_trainer(*callbacks, plugins=[DurableCheckpointIO()], max_steps=4).fit(make_net(), make_loader(20))
+    train_net(*callbacks, plugins=[DurableCheckpointIO()], max_steps=4, loader=20)
     assert verify(keeper.best_model_path).step == 4
