@@ -1,9 +1,9 @@
 """Messages between ranks, separate from the collectives of training.
 
 Channels are separate gloo groups: their messages stay in host memory, wait for no device, and cannot be matched with a
-collective of training that another rank issued in another order. One is for the training threads and one for the
-writing threads, so that the two never share one either. A rank that dies closes its connections, and a rank that
-waits for it gets an error at once.
+collective of training that another rank issued in another order. For saves there are two, one for the training threads
+and one for the writing threads, because threads must not share one. A rank that dies closes its connections, and a rank
+that waits for it gets an error at once.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from .positioned_loader import (
     WORKERS,
     KeepsWorkers,
     PositionedLoader,
-    derived,
+    extend_loader,
     is_own_position,
     is_stateful,
     with_position,
@@ -95,7 +95,7 @@ def keep_positions(
         elif fetched:
             parts = [batches_of_loaders(combined, batch) for batch in fetched]
             combined.flattened = [
-                derived(loader, _GivesBack, given_back=list(batches))
+                extend_loader(loader, _GivesBack, given_back=list(batches))
                 for loader, batches in zip(found, zip(*parts, strict=True), strict=True)
             ]
         _restore_epoch(loop)

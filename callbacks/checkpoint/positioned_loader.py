@@ -64,7 +64,7 @@ def with_position(loader: Any, world_size: int) -> Any:
     of their workers.
     """
     if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__):
-        return loader if isinstance(loader, KeepsWorkers) else derived(loader, KeepsWorkers)
+        return loader if isinstance(loader, KeepsWorkers) else extend_loader(loader, KeepsWorkers)
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return loader
     kinds = _SAME_ON_ALL_RANKS if world_size > 1 else (*_SAME_ON_ALL_RANKS, *_DRAW_FROM_TORCH)
@@ -389,13 +389,13 @@ def hand_out(iterator: Any, indices: Iterable[Any], *, first_worker: int) -> Non
         iterator._try_put_index()
 
 
-def derived(loader: Any, mixin: type, **attributes: Any) -> Any:
+def extend_loader(loader: Any, mixin: type, **attributes: Any) -> Any:
     """Return `loader` as an object of a class derived from `mixin` and its own class; both share all attributes."""
     kind = type(loader)
-    derived: Any = object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
-    object.__setattr__(derived, "__dict__", vars(loader))
-    vars(derived).update(attributes)
-    return derived
+    extended: Any = object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
+    object.__setattr__(extended, "__dict__", vars(loader))
+    vars(extended).update(attributes)
+    return extended
 
 
 class _Delivery(NamedTuple):

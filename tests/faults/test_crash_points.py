@@ -58,17 +58,14 @@ def save_step(directory, step, name=None, with_files=False):
     return save(path, state(step), meta=RecordMeta(run_id="r"), staging=staging)
 
 
-def first(directory):
-    save_step(directory, 2)
+def save_steps(*steps, name=None, with_files=False):
+    """Return an action that saves these steps in its directory."""
+    return lambda directory: [save_step(directory, step, name, with_files) for step in steps]
 
 
 def next_with_retention(directory):
     save_step(directory, 2)
     delete_checkpoint(directory / "step-00000001.json")
-
-
-def next_with_files(directory):
-    save_step(directory, 2, with_files=True)
 
 
 def next_in_parts(directory):
@@ -77,15 +74,6 @@ def next_in_parts(directory):
     mesh = init_device_mesh("cpu", (1,))
     parts["state_dict"] = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in parts["state_dict"].items()}
     CheckpointStore().save(directory / "step-00000002", parts, RecordMeta(run_id="r"), groups=RankGroups())
-
-
-def replace_in_place(directory):
-    save_step(directory, 2, name="last")
-
-
-def replace_twice(directory):
-    save_step(directory, 2, name="last")
-    save_step(directory, 3, name="last")
 
 
 def sweep_and_save(directory):
@@ -116,30 +104,6 @@ def share_and_retain(directory):
     delete_checkpoint(directory / "step-00000002.json")
 
 
-def prepare_shared(directory):
-    share(directory, 1)
-
-
-def prepare_nothing(directory):
-    directory.mkdir(parents=True)
-
-
-def prepare_no_folder(directory):
-    """The save makes the folder, and its name has to be durable too."""
-
-
-def prepare_previous(directory):
-    save_step(directory, 1)
-
-
-def prepare_last(directory):
-    save_step(directory, 1, name="last")
-
-
-def replace_a_link(directory):
-    save_step(directory, 2, name="last.ckpt")
-
-
 def prepare_link(directory):
     save_step(directory, 1, name="best.ckpt")
     os.symlink("best.ckpt", directory / "last.ckpt")
@@ -154,16 +118,17 @@ def prepare_debris(directory):
     (directory / ".tmp-step-00000007.json-1-00").write_bytes(b"{")
 
 
+PREVIOUS, LAST = save_steps(1), save_steps(1, name="last")
 SCENARIOS = {
-    "first": (prepare_nothing, first, {None, 2}),
-    "first-in-a-new-folder": (prepare_no_folder, first, {None, 2}),
-    "next-with-retention": (prepare_previous, next_with_retention, {1, 2}),
-    "next-with-files": (prepare_previous, next_with_files, {1, 2}),
-    "next-in-parts": (prepare_previous, next_in_parts, {1, 2}),
-    "replace-in-place": (prepare_last, replace_in_place, {1, 2}),
-    "replace-twice": (prepare_last, replace_twice, {1, 2, 3}),
-    "replace-a-link": (prepare_link, replace_a_link, {1, 2}),
-    "share": (prepare_shared, share_and_retain, {1, 2, 3}),
+    "first": (Path.mkdir, save_steps(2), {None, 2}),
+    "first-in-a-new-folder": (lambda _: None, save_steps(2), {None, 2}),  # the folder's name has to be durable too
+    "next-with-retention": (PREVIOUS, next_with_retention, {1, 2}),
+    "next-with-files": (PREVIOUS, save_steps(2, with_files=True), {1, 2}),
+    "next-in-parts": (PREVIOUS, next_in_parts, {1, 2}),
+    "replace-in-place": (LAST, save_steps(2, name="last"), {1, 2}),
+    "replace-twice": (LAST, save_steps(2, 3, name="last"), {1, 2, 3}),
+    "replace-a-link": (prepare_link, save_steps(2, name="last.ckpt"), {1, 2}),
+    "share": (lambda directory: share(directory, 1), share_and_retain, {1, 2, 3}),
     "sweep-and-save": (prepare_debris, sweep_and_save, {1, 2}),
 }
 
@@ -323,7 +288,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(memory, inject
     directory = memory / "c"
     for point in itertools.count(1):
         shutil.rmtree(directory, ignore_errors=True)
-        prepare_previous(directory)
+        PREVIOUS(directory)
         with inject(failing_growth(error_code), point) as injector:
             try:
                 save_step(directory, 2, with_files=True)
@@ -340,7 +305,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(memory, inject
 
 
 def test_a_file_that_reads_back_differently_is_never_committed(tmp_path, monkeypatch):
-    prepare_previous(tmp_path / "c")
+    PREVIOUS(tmp_path / "c")
     real = os.write
 
     def flip(descriptor, part):

@@ -139,6 +139,13 @@ def test_a_renamed_record_keeps_its_data(tmp_path):
     assert verify(tmp_path / "best").step == 1
 
 
+def test_a_copied_record_keeps_its_data(tmp_path):
+    save(tmp_path / "a", checkpoint_of(1))
+    shutil.copy(tmp_path / "a.json", tmp_path / "b.json")
+    delete_checkpoint(tmp_path / "a")
+    assert verify(tmp_path / "b").step == 1
+
+
 def test_retention_leaves_checkpoints_of_model_checkpoint_in_the_same_directory(
     tmp_path, make_trainer, make_net, make_loader
 ):
