@@ -103,6 +103,16 @@ def test_a_users_file_within_a_data_folder_outlives_the_checkpoint(tmp_path):
     }
 
 
+def test_data_behind_a_link_outlives_the_checkpoint(tmp_path):
+    save(tmp_path / "c" / "a", checkpoint_of(1))
+    moved = (tmp_path / "c" / "a").rename(tmp_path / "moved")
+    os.symlink(moved, tmp_path / "c" / "a")
+    before = tree(moved)
+    delete_checkpoint(tmp_path / "c" / "a")
+    assert tree(moved) == before
+    assert tree(tmp_path / "c") == {"a": ("link", str(moved))}
+
+
 def test_a_sweep_leaves_copies_of_data_and_temporary_names_of_others(tmp_path):
     save(tmp_path / "step-00000001", checkpoint_of(1))
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "backup")
