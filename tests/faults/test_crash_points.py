@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from genlight.callbacks.checkpoint.frozen import Frozen
 from genlight.callbacks.checkpoint.storage import stage
 from genlight.callbacks.rank_channel import RankGroups
 from genlight.reporters.events.event_log import EventLog
+from support.faulty_disk import Crash, RecordingDisk, fail_growth_from_here, fail_once, inject, recorded
 from support.messages import refusal
 
 
@@ -200,7 +202,7 @@ def assert_recovers(directory):
         verify(path)
 
 
-def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash, crash_type, inject):
+def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash):
     """The process dies before or after every call, or in the middle of a write."""
     prepare, act, allowed = scenario
     for point in itertools.count(1):
@@ -210,7 +212,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash, crash
         with inject(crash, point) as injector:
             try:
                 act(base)
-            except crash_type:
+            except Crash:
                 pass
             else:
                 break
@@ -220,7 +222,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash, crash
     assert injector.calls >= 20
 
 
-def test_a_power_cut_leaves_a_complete_checkpoint(memory, scenario, recording_disk, seeded, is_long):
+def test_a_power_cut_leaves_a_complete_checkpoint(memory, scenario, is_long):
     """Unsynced writes and names are lost, torn, zeroed or kept after every call, in any combination."""
     prepare, act, allowed = scenario
     prepare(memory / "c")
@@ -232,48 +234,44 @@ def test_a_power_cut_leaves_a_complete_checkpoint(memory, scenario, recording_di
         cuts += 1
         for seed in range(40 if is_long else 3):
             undo.undo()
-            disk.materialise(after, None if seed == 0 else seeded(cuts * 1000 + seed))
+            disk.materialise(after, None if seed == 0 else random.Random(cuts * 1000 + seed))
             assert_complete(after / "c" if (after / "c").exists() else after, allowed | base_allowed)
             disk.install(undo)
 
     base_allowed = {None} if None in allowed else set()
     undo = pytest.MonkeyPatch()
-    disk = recording_disk(memory, cut_power)
+    disk = RecordingDisk(memory, cut_power)
     disk.install(undo)
     try:
         act(memory / "c")
     finally:
         undo.undo()
     for seed in range(20):
-        disk.materialise(after, None if seed == 0 else seeded(seed))
+        disk.materialise(after, None if seed == 0 else random.Random(seed))
         assert assert_complete(after / "c", allowed) == max(step for step in allowed if step)
     assert cuts >= 20
 
 
-def test_a_power_cut_leaves_the_folders_of_a_run(memory, recording_disk):
+def test_a_power_cut_leaves_the_folders_of_a_run(memory):
     """These folders contain everything that a run acknowledges."""
-    undo, disk = pytest.MonkeyPatch(), recording_disk(memory, lambda: None)
-    disk.install(undo)
-    try:
+    with recorded(memory) as disk:
         make_directory(memory / "runs" / "r" / "checkpoints")
         make_directory(memory / "runs" / "r" / "metrics", shared=True)
         EventLog(memory / "fit" / "metrics" / "events.jsonl", run_id="r").close()
-    finally:
-        undo.undo()
     disk.materialise(memory / "after", None)
     assert (memory / "after" / "runs" / "r" / "checkpoints").is_dir()
     assert (memory / "after" / "runs" / "r" / "metrics").is_dir()
     assert (memory / "after" / "fit" / "metrics").is_dir()
 
 
-def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, inject, failing_once, error_code):
+def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, error_code):
     prepare, act, allowed = scenario
     directory = memory / "c"
     for point in itertools.count(1):
         shutil.rmtree(directory, ignore_errors=True)
         prepare(directory)
         forget_this_process()
-        with inject(failing_once(error_code), point) as injector:
+        with inject(fail_once(error_code), point) as injector:
             try:
                 act(directory)
             except OSError as error:
@@ -284,12 +282,12 @@ def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, injec
         assert_recovers(directory)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(memory, inject, failing_growth, error_code):
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(memory, error_code):
     directory = memory / "c"
     for point in itertools.count(1):
         shutil.rmtree(directory, ignore_errors=True)
         PREVIOUS(directory)
-        with inject(failing_growth(error_code), point) as injector:
+        with inject(fail_growth_from_here(error_code), point) as injector:
             try:
                 save_step(directory, 2, with_files=True)
             except OSError as error:

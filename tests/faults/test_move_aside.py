@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 import os
+import random
 
 import pytest
 import torch
 
 from genlight.adapter.run.start import move_checkpoints_aside
 from genlight.callbacks.checkpoint import save, verify
+from support.faulty_disk import Crash, inject, recorded
 
 pytestmark = pytest.mark.promise(name="checkpoint")
 
@@ -24,12 +26,12 @@ def complete_steps(directory):
     return steps_in(directory).union(*map(steps_in, directory.glob("before-*/checkpoints")))
 
 
-def test_each_checkpoint_stays_complete_if_a_move_is_killed(tmp_path, inject, crash, crash_type):
+def test_each_checkpoint_stays_complete_if_a_move_is_killed(tmp_path, crash):
     for at in itertools.count(1):
         directory = tmp_path / str(at) / "checkpoints"
         for step in STEPS:
             save(directory / f"step-{step:08d}", {"global_step": step, "state_dict": {"w": torch.ones(3)}})
-        with inject(crash, at) as injector, contextlib.suppress(crash_type):
+        with inject(crash, at) as injector, contextlib.suppress(Crash):
             move_checkpoints_aside(directory)
         assert complete_steps(directory) == set(STEPS), (at, injector.names)
         if injector.calls < at:
@@ -41,16 +43,12 @@ def test_each_checkpoint_stays_complete_if_a_move_is_killed(tmp_path, inject, cr
     assert at > 2 * len(STEPS)
 
 
-def test_a_power_cut_after_a_move_leaves_each_checkpoint_complete(memory, recording_disk, seeded):
+def test_a_power_cut_after_a_move_leaves_each_checkpoint_complete(memory):
     directory = memory / "checkpoints"
     for step in STEPS:
         save(directory / f"step-{step:08d}", {"global_step": step, "state_dict": {"w": torch.ones(3)}})
-    undo, disk = pytest.MonkeyPatch(), recording_disk(memory, lambda: None)
-    disk.install(undo)
-    try:
+    with recorded(memory) as disk:
         move_checkpoints_aside(directory)
-    finally:
-        undo.undo()
     for seed in range(5):
-        disk.materialise(memory / "after", None if seed == 0 else seeded(seed))
+        disk.materialise(memory / "after", None if seed == 0 else random.Random(seed))
         assert complete_steps(memory / "after" / "checkpoints") == set(STEPS)
