@@ -175,6 +175,8 @@ def assert_complete(directory, allowed):
     record, _ = newest_valid(directory)
     step = None if record is None else record.step
     assert step in allowed
+    for path in directory.glob("*.json"):
+        verify(path)
     if record is not None:
         loaded, expected = load(record.path), state(step)
         assert loaded["genlight"]["state"]["step"] == step

@@ -440,6 +440,13 @@ def test_a_reference_to_missing_bytes_is_a_broken_checkpoint(checkpoints, change
     _passed_over(checkpoints)
 
 
+def test_a_load_checks_a_reference_before_it_takes_memory(checkpoints, monkeypatch):
+    _with_state(checkpoints, {"a": _reference(checkpoints, stride=[TIB, 1])})
+    monkeypatch.setattr(torch, "empty_strided", lambda *_, **__: pytest.fail("took memory"))
+    with pytest.raises(BrokenCheckpointError):
+        load(checkpoints / NAME)
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "changes"),
     [

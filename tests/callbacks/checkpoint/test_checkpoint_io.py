@@ -218,7 +218,14 @@ def test_an_asynchronous_save_holds_the_values_at_its_start(tmp_path):
     in_flight(plugin, release.wait)
     threading.Timer(0.05, release.set).start()
     plugin.save_checkpoint(
-        {"w": weight, "o": other, "empty": torch.zeros(0, 2), "n": torch.tensor(5)}, tmp_path / "a.ckpt"
+        {
+            "odd": torch.ones(3, dtype=torch.uint8),
+            "w": weight,
+            "o": other,
+            "empty": torch.zeros(0, 2),
+            "n": torch.tensor(5),
+        },
+        tmp_path / "a.ckpt",
     )
     weight.zero_(), other.zero_()
     loaded = plugin.load_checkpoint(tmp_path / "a.ckpt")
