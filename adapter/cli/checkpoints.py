@@ -20,6 +20,7 @@ from ...callbacks.checkpoint.contents import read_header, sliced_tensors
 from ...callbacks.checkpoint.format.headers import RAW, TORCH_TYPES
 from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.format.slice_index import rank_of
+from ...callbacks.checkpoint.listing import Listed
 from ...callbacks.checkpoint.selection import (
     best_first,
     find_checkpoint,
@@ -27,7 +28,6 @@ from ...callbacks.checkpoint.selection import (
     list_checkpoints,
     monitored,
 )
-from ...callbacks.checkpoint.storage import Listed
 from ..contract.exceptions import BrokenCheckpointError, UsageError
 from ..plumbing.text import size_text
 from ..view.checkpoints import checkpoint_facts

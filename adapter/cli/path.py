@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from ...callbacks.checkpoint.listing import Listed
 from ...callbacks.checkpoint.selection import best_first, folder_of_checkpoints, list_checkpoints, monitored
-from ...callbacks.checkpoint.storage import Listed
 from ..contract.exceptions import UsageError
 from ..view.checkpoints import checkpoint_facts
 from .terminal import print_error, say

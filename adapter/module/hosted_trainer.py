@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
-from ...callbacks.checkpoint.sharded.rank_channel import ALONE
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.lightning_internals import set_callback_metrics, training_source
+from ...callbacks.rank_channel import ALONE
 from ..cluster.job_context import current_job_context
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.discover import check_devices, discover

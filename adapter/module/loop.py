@@ -52,8 +52,9 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from typing_extensions import override
 
-from ...callbacks.checkpoint.loader_position import begin_and_leave, set_up_data, with_position
+from ...callbacks.checkpoint.loader_position import begin_and_leave, set_up_data
 from ...callbacks.checkpoint.policy import savers_of
+from ...callbacks.checkpoint.positioned_loader import with_position
 from ...callbacks.hook.events import fire, run_state_of
 from ...callbacks.lightning_internals import (
     DataFetcher,

@@ -15,8 +15,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from ...callbacks.checkpoint.codec.state_tree import encode
 from ...callbacks.checkpoint.codec.tensors import TensorTable
-from ...callbacks.checkpoint.sharded.rank_channel import ALONE, Channel
 from ...callbacks.hook.events import fire, run_state_of
+from ...callbacks.rank_channel import ALONE, Channel
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.run_state import RunState
 from ..contract.types import StepContext, TrainerPlugin

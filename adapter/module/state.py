@@ -33,9 +33,9 @@ from ...callbacks.checkpoint.rank_state import (
     restore_optimizers_as_stored,
     uncompiled_name,
 )
-from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.lightning_internals import attached_trainer
 from ...callbacks.optimizer_state import restore_groups
+from ...callbacks.rank_channel import Channel
 from ..contract.exceptions import CheckpointError, ContractError
 from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, check_unchanged, discover

@@ -35,11 +35,11 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 from typing_extensions import override
 
 from ...callbacks.checkpoint.policy import savers_of
-from ...callbacks.checkpoint.sharded.rank_channel import Channel
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger, trains_in_copies
 from ...callbacks.logged_steps import keep_logged_steps
+from ...callbacks.rank_channel import Channel
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..cluster.job_context import host_name
 from ..contract.exceptions import StartupContractError, TrainingCanceled

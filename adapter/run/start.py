@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, CheckpointRecord, is_record_of_callback
+from ...callbacks.checkpoint.listing import checkpoint_files, folders_of_checkpoints
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
-from ...callbacks.checkpoint.storage import checkpoint_files, folders_of_checkpoints, verify
+from ...callbacks.checkpoint.storage import verify
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import JOB_NAME, RunConfig, read_job, read_run_config
 from ..job.identity import differing_fields

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...callbacks.checkpoint.storage import Listed
+from ...callbacks.checkpoint.listing import Listed
 from ...reporters.events.event import ROLLED_BACK_METRIC, Completed, Event, Failed, Metric
 from ...reporters.events.goodput import Ledger
 from ...reporters.events.json_lines import Position

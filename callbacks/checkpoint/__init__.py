@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RecordMeta as RecordMeta,
         read_record as read_record,
     )
+    from .listing import Listed as Listed
     from .loading import load as load, load_weights as load_weights
     from .plugins import DurableCheckpointIO as DurableCheckpointIO
     from .policy import Checkpoint as Checkpoint, WritesTrainerFiles as WritesTrainerFiles
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         list_checkpoints as list_checkpoints,
         newest_valid as newest_valid,
     )
-    from .storage import Listed as Listed, delete_checkpoint as delete_checkpoint, sweep as sweep, verify as verify
+    from .storage import delete_checkpoint as delete_checkpoint, sweep as sweep, verify as verify
     from .store import CheckpointStore as CheckpointStore, save as save
 else:
     __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -23,7 +23,7 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
-from .capture import CONTRACT_KEY, describe_omitted
+from .capture import CONTRACT_KEY
 from .codec.references import check_tensor
 from .codec.state_tree import decode, dtype_of
 from .codec.tensors import as_uint8, bytes_of, restore_flags
@@ -40,6 +40,7 @@ from .format.record import (
     record_path,
 )
 from .format.slice_index import Box, SlicedTensor, StoredSlice, is_of_tensors, part_folder, rank_of
+from .frozen import describe_omitted
 from .sharded.slices import WholeTensor, view_of_part
 from .storage import check_file, open_file_of, verify_files
 

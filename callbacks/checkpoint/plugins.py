@@ -26,12 +26,12 @@ from typing_extensions import override
 from ..hook.events import callbacks_of
 from ..lightning_internals import trains_in_copies
 from ..optimizer_state import parameters_of
+from ..rank_channel import RankGroups
 from .capture import CONTRACT_KEY
 from .format.record import local_path
+from .listing import is_record
 from .sharded.optimizer_placements import complete_state, place_state, with_placements
-from .sharded.rank_channel import RankGroups
 from .sharded.slices import keep_sharded, sharded_like
-from .storage import is_record
 from .store import CheckpointStore, wait_after_failure
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
@@ -30,17 +29,17 @@ from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
-from ..optimizer_state import named_values
-from .capture import CONTRACT_KEY, Frozen, frozen_in
+from ..rank_channel import ALONE, Channel
+from .capture import CONTRACT_KEY
 from .export import keep_configurations
 from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
+from .frozen import Frozen, frozen_in
+from .listing import Listed, files_in_the_way
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
-from .sharded.rank_channel import ALONE, Channel
-from .sharded.slices import is_sharded
-from .storage import Listed, Staging, files_in_the_way, move_out_of_the_way, require_space, stage, sweep
+from .storage import Staging, move_out_of_the_way, require_space, stage, sweep
 from .store import CheckpointStore, wait_after_failure
 from .writing import require_shared_directory
 
@@ -159,7 +158,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._durable: deque[tuple[CheckpointRecord, float]] = deque()
         """Durable checkpoints not yet reported, with the seconds that each took; two threads use it."""
         self._in_use: list[Callable[[], Collection[Path]]] = []
-        self._has_reserved = self._saves_after_module_hook = self._is_between_batches = False
+        self._saves_after_module_hook = self._is_between_batches = False
         self._last_saved_step: int | None = None
 
     @override
@@ -192,7 +191,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._run_state, self._scores = run_state_of(trainer), Scores()
         self._boundaries = Boundaries(self, trainer.global_step)
         self._clock = SaveClock(self.every_minutes, trainer.global_step)
-        self._has_reserved = self._is_between_batches = self._saves_after_module_hook = False
+        self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         if trainer.ckpt_path is not None:  # the run state in a checkpoint names the previous checkpoint
             loaded = self._store.loaded
@@ -257,10 +256,6 @@ class Checkpoint(Hook, LightningCheckpoint):
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
             return  # to a checkpoint that is then saved again
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
-            if not self._has_reserved and self.asynchronous and self.saves_while_training:
-                self._has_reserved = True  # only now do the optimizers have their state
-                sizes = _sizes_of_snapshot(trainer, pl_module)
-                self._store.reserve(sizes, trainer.strategy.root_device, owner=self)
             return
         if awaits_module_hook(trainer, pl_module):  # its changes, such as a moving average, belong to this step
             self._saves_after_module_hook = True
@@ -416,7 +411,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         with timed(trainer, "checkpoint"):
             path = self._save(trainer, pl_module, final=final, wait=wait)
-        self.poll(trainer)
+        if self._durable:
+            self._wake()  # report it after the next step, because an evaluation of this one may follow
         return path
 
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool, wait: bool) -> Path:
@@ -424,7 +420,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
             return path
-        self._last_saved_step, self._has_reserved = step, True
+        self._last_saved_step = step
         self._clock.note_save()
         if self.critical:
             self._store.wait(self)
@@ -555,18 +551,6 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _wake(self) -> None:
         """Work in the background has started: check after every step whether it has finished."""
         self.next_due_step = 0
-
-
-def _sizes_of_snapshot(trainer: pl.Trainer, module: pl.LightningModule) -> list[int]:
-    """Return the bytes of each tensor that this rank copies at a save: its slices; on rank zero also unsharded tensors.
-
-    Frozen tensors are copied once, elsewhere, and shared by all checkpoints.
-    """
-    moments = (value for o in trainer.optimizers for entry in o.state.values() for _, value in named_values(entry))
-    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-    tensors = (each for each in (*trained, *module.buffers(), *moments) if isinstance(each, torch.Tensor))
-    own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors if is_sharded(t) or trainer.is_global_zero)
-    return [tensor.nbytes for tensor in own]
 
 
 class Scores(dict[int, float]):

@@ -28,11 +28,12 @@ from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointErro
 from ...adapter.plumbing.devices import random_states, restore_random_states
 from ...adapter.plumbing.generators import set_state, state_of
 from ..optimizer_state import has_separate_state, restore_as_stored, unusual_devices
+from ..rank_channel import Channel
 from .codec.state_tree import Path, decode, encode, format_path
 from .codec.tensors import TensorTable, content_digests, restore_flags
 from .format.record import digest_of
-from .loader_position import generators_of, warn_of_lost_positions
-from .sharded.rank_channel import Channel
+from .loader_position import warn_of_lost_positions
+from .positioned_loader import generators_of
 from .sharded.slices import sharded_like, unsharded
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,10 @@ import msgspec
 from ...adapter.contract.exceptions import BrokenCheckpointError
 from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.safe_open import read_own
+from .contents import check_contents
 from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path, step_of_name
-from .restorable import check_contents
-from .storage import Listed, missing_file, record_of_folder, records_in, verify_files
+from .listing import Listed, record_of_folder, records_in
+from .storage import missing_file, verify_files
 
 if TYPE_CHECKING:
     from ...reporters.uploads import Uploader

@@ -10,16 +10,9 @@
 
 Deleting reverses the order: the record is renamed into the folder, under a temporary name, and then both are removed.
 A killed process leaves either temporary files, or a folder that no record names and that holds its own record. `sweep`
-removes both, and nothing more. These files in a directory belong to checkpoints:
-
-- A file is a record if its content says so. With the suffix ``.ckpt``, a file of ``torch.save`` counts as well, because
-  Lightning's own plugin wrote it.
-- A folder is the data of a checkpoint if it holds a state file of this format and a record next to it names it. In it,
-  only the files that the record lists belong to the checkpoint.
-
-Everything else belongs to others, also inside a data folder, and so does every symbolic link. It is never replaced,
-moved or removed. One exception: a run renames a file in its own folder if it has the name of a checkpoint that the run
-will save (`move_out_of_the_way`).
+removes both, and nothing more. What belongs to others (see `listing`) is never replaced, moved or removed. One
+exception: a run renames a file in its own folder if it has the name of a checkpoint that the run will save
+(`move_out_of_the_way`).
 
 While a file is written, the disk already works on it: each chunk is passed to the disk at once, so that the sync at
 the end has little left to do. Chunks are large, because a thread that returns from a system call waits for the
@@ -34,7 +27,6 @@ import contextlib
 import itertools
 import logging
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,30 +42,23 @@ from ...adapter.plumbing.permissions import file_mode, folder_mode
 from ...adapter.plumbing.safe_open import open_regular, read_regular
 from .format.record import (
     LARGEST_RECORD_BYTES,
-    RECORD_MARKER,
     SCORES_FILE,
-    STATE_FILE,
     TRAINER_FOLDER,
     CheckpointRecord,
     FileEntry,
     digest_of,
-    is_record_of_callback,
     is_temporary,
-    is_torch_file,
     name_of,
     read_record,
     record_path,
-    record_paths,
     serialise_record,
-    step_name,
 )
+from .listing import Listed, count_folder_names, is_checkpoint_file, is_data_folder, is_in_the_way, records_in
 
 log = logging.getLogger(__name__)
 
 _Parsed = TypeVar("_Parsed")
 
-_NUMBER = re.compile(r"(?<=.)~\d+(?=(\.[^.~]*)?\Z)", re.DOTALL)
-"""Number of another data folder for the same checkpoint name, as in ``last~1`` or ``last~1.pth``."""
 _WRITE_CHUNK = 16 << 20
 _JOINED_BUFFER = 1 << 20
 """Smaller buffers are copied, because that is cheaper than one system call for each."""
@@ -245,151 +230,16 @@ def check_file(record: CheckpointRecord, entry: FileEntry, size: int, digest: st
         raise BrokenCheckpointError(record.name, text)
 
 
-STATE_MARKER = b'{"format":"genlight.training_state"'
-"""Start of every state file, to distinguish a data folder from a user's own."""
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A file that is a record or has the name of one: the parsed record, or the reason why it is broken."""
-
-    path: Path
-    record: CheckpointRecord | None
-    problem: str = ""
-    error: OSError | None = None
-    """The error that left open whether the file is broken: this user may not read it, for example."""
-
-    @property
-    def is_own_but_broken(self) -> bool:
-        """Whether it is a broken record with a name of the `Checkpoint` callback."""
-        return self.record is None and is_record_of_callback(self.path) and is_checkpoint_file(self.path)
-
-
-def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Return every record in `directory`, intact or broken, by name; a link is read as its target.
-
-    A record of an older runtime may have any name.
-    """
-    return [listed for path in record_paths(directory) if (listed := _listed(path)) is not None]
-
-
-def _listed(path: Path) -> Listed | None:
-    """Return None if the file at `path` belongs to another program or is gone."""
-    has_our_name = is_record_of_callback(path)
-    try:
-        # Another program's JSON may be large; do not parse it.
-        if not has_our_name and path.suffix != ".ckpt" and not _begins_like_record(path):
-            return None
-        return Listed(path, read_record(path))
-    except BrokenCheckpointError as error:
-        return Listed(path, None, error.reason) if has_our_name or is_checkpoint_file(path) else None
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        is_ours = has_our_name or path.suffix == ".ckpt"  # only the name is available
-        return Listed(path, None, f"it cannot be read: {error.strerror}", error) if is_ours else None
-
-
-def _begins_like_record(path: Path) -> bool:
-    """Whether the file at `path` begins like a record, or is a truncated beginning of one."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        beginning = file.read(len(RECORD_MARKER))
-    return bool(beginning) and RECORD_MARKER.startswith(beginning)
-
-
-def is_checkpoint_file(path: Path) -> bool:
-    """Whether the file at `path` is the record of a checkpoint, intact or broken, or a ``.ckpt`` file of torch.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    if not path.is_file():
-        return False
-    if is_torch_file(path):
-        return path.suffix == ".ckpt"
-    try:
-        return _begins_like_record(path) or read_record(path).is_old
-    except BrokenCheckpointError:
-        return False
-
-
-def is_record(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint of this format, intact or broken, is at `path`."""
-    try:
-        record = record_path(path)
-        return record.is_file() and not is_torch_file(record) and is_checkpoint_file(record)
-    except OSError:
-        return False
-
-
-def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the records in `directory`, intact or broken, and ``.ckpt`` files of torch, sorted; no links."""
-    found = [listed for listed in records_in(directory) if not listed.path.is_symlink()]
-    return [each.path for each in found if each.error is not None or is_checkpoint_file(each.path)]
-
-
-def count_folder_names(listed: Sequence[Listed]) -> Counter[str]:
-    """Count how many records of a directory name each folder in it.
-
-    A link names nothing beyond its target's folder. For a broken record, every folder of its name may be the data.
-    """
-    own = [entry for entry in listed if not entry.path.is_symlink()]
-    found = Counter(entry.record.folder or "" for entry in own if entry.record is not None)
-    if broken := {name_of(entry.path) for entry in own if entry.record is None}:
-        names = os.listdir(own[0].path.parent)
-        found.update(name for name in names if not broken.isdisjoint((name, _NUMBER.sub("", name))))
-    return found
-
-
-def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
-    """Return the folders that the records `files` of one directory name, each once.
-
-    For an older runtime's record, that is the folder of the same name, with its trainer's files.
-    """
-    listed = [entry for path in files if (entry := _listed(path)) is not None]
-    data = [files[0].parent / name for name in sorted(count_folder_names(listed))]
-    of_old = [entry.record.trainer_folder for entry in listed if entry.record is not None and entry.record.is_old]
-    others = [folder for folder in of_old if folder is not None and not folder.is_symlink()]
-    return [*filter(_is_data_folder, data), *others]
-
-
-def record_of_folder(folder: Path) -> Path | None:
-    """Return the record that names the data folder `folder`; None if it is no data folder, or no record names it."""
-    listed = records_in(folder.parent) if _is_data_folder(folder) else []
-    own = (entry for entry in listed if entry.record is not None and not entry.path.is_symlink())
-    return next((entry.path for entry in own if entry.record and entry.record.folder == folder.name), None)
-
-
 def require_replaceable(record: Path) -> None:
     """Raise if a record would replace something that is not a checkpoint.
 
     Raises:
         CheckpointError: Such a file or folder exists.
     """
-    if _is_in_the_way(record):
+    if is_in_the_way(record):
         raise CheckpointError(
             f"{record} is not a checkpoint and is not overwritten; move it away, or choose another place"
         )
-
-
-def files_in_the_way(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return files and folders that have a record name of the `Checkpoint` callback and are not checkpoints.
-
-    A program killed while writing leaves one, empty or truncated. A save refuses to replace it.
-
-    Raises:
-        OSError: One cannot be read.
-    """
-    try:
-        paths = [Path(directory, name) for name in sorted(os.listdir(directory))]
-    except FileNotFoundError:
-        return []
-    return [path for path in paths if is_record_of_callback(path) and _is_in_the_way(path)]
-
-
-def _is_in_the_way(record: Path) -> bool:
-    """Whether something that is not a checkpoint is at `record`; a save may replace a symbolic link itself."""
-    return os.path.lexists(record) and not record.is_symlink() and not is_checkpoint_file(record)
 
 
 def move_out_of_the_way(path: Path) -> Path:
@@ -398,15 +248,6 @@ def move_out_of_the_way(path: Path) -> Path:
     free = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
     os.rename(path, free)
     return free
-
-
-def _is_data_folder(path: Path) -> bool:
-    """Whether a folder, and not a link to one, holds the data of a checkpoint."""
-    try:
-        with os.fdopen(open_regular(path / STATE_FILE), "rb") as file:
-            return file.read(len(STATE_MARKER)) == STATE_MARKER and not path.is_symlink()
-    except OSError:
-        return False
 
 
 def _sole_owner_of_its_folder(record: Path, named: Counter[str] | None = None) -> CheckpointRecord | None:
@@ -420,7 +261,7 @@ def _sole_owner_of_its_folder(record: Path, named: Counter[str] | None = None) -
         parsed = read_record(record)
     except (FileNotFoundError, BrokenCheckpointError):
         return None
-    if parsed.data_path is None or not _is_data_folder(parsed.data_path):
+    if parsed.data_path is None or not is_data_folder(parsed.data_path):
         return None
     named = count_folder_names(records_in(record.parent)) if named is None else named
     return parsed if named[parsed.data_path.name] == 1 else None
@@ -492,8 +333,7 @@ def stage(path: str | os.PathLike[str]) -> Staging:
 def commit(staging: Staging, record: CheckpointRecord) -> None:
     """Give the staged folder its name, the first free one, and write the record; durable when this returns.
 
-    Afterwards the data folder of the record that it replaces, if any, is removed. A final checkpoint leaves an earlier
-    final one of its run under the name of its step.
+    Afterwards the data folder of the record that it replaces, if any, is removed.
 
     Args:
         staging: The folder to commit; whoever made it discards it if this fails.
@@ -506,8 +346,6 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
             checkpoint; if only the last sync failed, either it or the old one exists after a power cut.
     """
     require_replaceable(staging.record)
-    if record.final:
-        _move_older_final(staging.record, record)
     directory = staging.record.parent
     first = Path(name_of(staging.record))
     # Insert the number before a suffix: if the extension is ``.pth``, Lightning searches for ``last….pth``.
@@ -539,47 +377,6 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
             _remove_data(replaced)
         except OSError as error:  # the new checkpoint exists, and the next sweep tries again
             log.warning("Could not remove %s: %s", replaced.data_path, error)
-
-
-def _move_older_final(final: Path, new: CheckpointRecord) -> None:
-    """Rename the final checkpoint at `final` to the name of its step if its run continued from it to the `new` end.
-
-    It is complete under one of its names at every moment: first its files get second names and its step a record.
-    If an intact checkpoint of that step exists already, it stays. If the rename fails, for example on a file system
-    without links, the old one is replaced with a warning: the new end of the run is worth more. A final checkpoint of
-    another run is replaced, too.
-    """
-    try:
-        old = read_record(final)
-    except (BrokenCheckpointError, OSError):
-        return
-    is_earlier_end = old.final and not old.is_old and old.run_id == new.run_id and old.step < new.step
-    if final.is_symlink() or not is_earlier_end or old.data_path is None:
-        return
-    target = final.with_name(f"{step_name(old.step)}.json")
-    try:
-        try:
-            verify(target)
-        except (BrokenCheckpointError, OSError):
-            _save_as(old, old.data_path, target)
-        delete_checkpoint(final)
-    except (CheckpointError, OSError) as error:
-        log.warning("Replacing %s, because it could not be renamed to %s: %s", final, target, error)
-
-
-def _save_as(old: CheckpointRecord, data: Path, target: Path) -> None:
-    """Commit the files of `old` again, as the checkpoint of its step at `target`."""
-    staging = stage(target)
-    try:
-        for name in [*map(old.file_name, old.files), SCORES_FILE]:
-            if name != SCORES_FILE or (data / name).is_file():
-                make_directory((staging.path / name).parent, shared=None)
-                os.link(data / name, staging.path / name, follow_symlinks=False)
-        files = tuple(replace(file, path=old.file_name(file)) for file in old.files)
-        commit(staging, replace(old, final=False, files=files))
-    except BaseException:
-        staging.discard()
-        raise
 
 
 def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None = None) -> None:

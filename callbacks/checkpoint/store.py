@@ -13,27 +13,28 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import CheckpointError, GenlightError
-from ...adapter.plumbing.threads import carry_out
-from .background import Background, Pending
-from .capture import Captured, Frozen, HostBuffer, capture
+from ...adapter.contract.exceptions import CheckpointError, GenlightError, ThreadLimitError
+from ...adapter.plumbing.threads import carry_out, started
+from ..rank_channel import ALONE, Channel, RankGroups
+from .capture import Captured, HostBuffer, capture
 from .format.record import CheckpointRecord, RecordMeta, is_torch_file, name_of, read_record, record_path
+from .frozen import Frozen
+from .listing import Listed, count_folder_names
 from .loading import Base, load_record, load_torch_file
 from .selection import find_checkpoint, list_checkpoints
-from .sharded.rank_channel import ALONE, Channel, RankGroups
-from .storage import Listed, Staging, count_folder_names, delete_checkpoint, require_space, stage
+from .storage import Staging, delete_checkpoint, require_space, stage
 from .writing import write_checkpoint
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,60 @@ def save(
     record = CheckpointStore().save(path, checkpoint, meta, staging=staging).result()
     assert record is not None
     return record
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A job in the background."""
+
+    future: Future[Any]
+    owner: object
+    """The only caller that learns of a failure; None for the first caller that asks."""
+    is_joint: bool
+    """Whether all ranks do it together: a rank that raised its failure separately would leave the others waiting."""
+
+
+class Background:
+    """Runs jobs one after the other, each in a thread that waits for the one before.
+
+    The threads are not daemons: an interpreter that exits lets the jobs finish. If the system has no room for a thread,
+    the caller waits for its job.
+    """
+
+    def __init__(self) -> None:
+        self._last: Future[Any] = Future()
+        self._last.set_result(None)
+
+    def submit(self, job: Callable[[], object]) -> Future[Any]:
+        """Run `job` after those that were submitted before. Only one thread may call this."""
+        before, future = self._last, Future[Any]()
+        self._last = future
+
+        def run() -> None:
+            concurrent.futures.wait([before])
+            carry_out(future, job)
+
+        try:
+            started(threading.Thread(target=run, name="genlight-checkpoint"))
+        except ThreadLimitError:
+            run()
+        return future
+
+    def run(self, job: Callable[[], object], doing: str) -> None:
+        """Like `submit`, for a job that nobody waits for: its failure is logged, with `doing`."""
+
+        def logged() -> None:
+            try:
+                job()
+            except Exception as error:
+                trace = None if isinstance(error, (GenlightError, OSError)) else error
+                log.warning("Could not %s: %s: %s", doing, type(error).__name__, error, exc_info=trace)
+
+        self.submit(logged)
+
+    def finish(self) -> None:
+        """Return when all jobs have ended."""
+        concurrent.futures.wait([self._last])
 
 
 class CheckpointStore:
@@ -76,19 +131,6 @@ class CheckpointStore:
     def begin(self, directory: Path, frozen: Frozen) -> None:
         """Share `frozen` among the checkpoints in `directory`. Called on the writing rank, before the first step."""
         self._frozen[directory] = frozen
-
-    def reserve(self, sizes: Sequence[int], device: torch.device, *, owner: object = None) -> None:
-        """Allocate and pin the memory for snapshots of tensors from `device`, in the background, before the first save.
-
-        Otherwise the first save would wait some 0.2 s for each GB.
-
-        Args:
-            sizes: The bytes of each tensor.
-            device: The device of most of them.
-            owner: The same as in `save`.
-        """
-        nbytes = self.buffer.room_for(sizes)
-        self._submit(lambda: self.buffer.reserve(nbytes, device), owner)
 
     def _submit(self, job: Callable[[], object], owner: object, *, is_joint: bool = False) -> None:
         for inform in self.before_background_save:
@@ -163,8 +205,10 @@ class CheckpointStore:
         if groups is not None and groups.training.rank != 0:
             slices = [entry for entry in captured.entries if entry.box is not None]
             return replace(captured, entries=slices, rest=b"", state=None)
-        frozen = self._frozen.get(staging.record.parent)
-        return captured if frozen is None else frozen.divide(captured)
+        if (frozen := self._frozen.get(staging.record.parent)) is None:
+            return captured
+        entries, linked, left_out = frozen.divide(captured.entries, staging.path)
+        return replace(captured, entries=entries, linked=linked, left_out=left_out, frozen=frozen)
 
     def _write(
         self, captured: Captured, channel: Channel, asynchronous: bool, owner: object

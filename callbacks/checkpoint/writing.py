@@ -27,8 +27,9 @@ import msgspec
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file, make_directory
-from .capture import Captured, tensor_files
-from .codec.tensors import Entry, bytes_of
+from ..rank_channel import Channel
+from .capture import Captured
+from .codec.tensors import Entry, bytes_of, tensor_files
 from .format.record import (
     FROZEN_FILE,
     STATE_FILE,
@@ -40,7 +41,6 @@ from .format.record import (
     read_record,
 )
 from .format.slice_index import SLICES_FILE, SlicedTensor, StoredSlice, part_folder, rank_of, tile_exactly
-from .sharded.rank_channel import Channel
 from .storage import commit, hash_file, name_checkpoint_in_errors, stage, write_file
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def write_checkpoint(channel: Channel, captured: Captured) -> CheckpointRecord |
             raise
         log.warning("A rank ended before it learned that %s is durable: %s", record.name, error)
     if written and captured.frozen is not None:
-        captured.frozen.learn(written[0], captured)
+        captured.frozen.learn(written[0], captured.entries, captured.linked)
     return written[0] if written else None
 
 

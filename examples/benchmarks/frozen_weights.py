@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from genlight.callbacks.checkpoint import CheckpointStore, RecordMeta, verify
-from genlight.callbacks.checkpoint.capture import Frozen
 from genlight.callbacks.checkpoint.codec.tensors import content_digests
+from genlight.callbacks.checkpoint.frozen import Frozen
 
 LAYERS = 24
 

@@ -132,14 +132,6 @@ def test_every_bit_of_a_small_record_matters(tmp_path):
                 verify(path)
 
 
-def test_a_missing_folder_is_detected(pristine, tmp_path):
-    shutil.copytree(pristine, tmp_path / "c")
-    shutil.rmtree(tmp_path / "c" / "step-00000002")
-    record, warnings = newest_valid(tmp_path / "c")
-    assert record.step == 1
-    assert "cannot be read: No such file or directory" in warnings[0]
-
-
 def test_if_all_are_broken_none_is_used_and_each_is_named(pristine, tmp_path):
     shutil.copytree(pristine, tmp_path / "c")
     for step in STEPS:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -24,10 +25,11 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.capture import Frozen
-from genlight.callbacks.checkpoint.sharded.rank_channel import RankGroups
+from genlight.callbacks.checkpoint.frozen import Frozen
 from genlight.callbacks.checkpoint.storage import stage
+from genlight.callbacks.rank_channel import RankGroups
 from genlight.reporters.events.event_log import EventLog
+from support.faulty_disk import Crash, RecordingDisk, fail_growth_from_here, fail_once, inject, recorded
 from support.messages import refusal
 
 
@@ -58,17 +60,14 @@ def save_step(directory, step, name=None, with_files=False):
     return save(path, state(step), meta=RecordMeta(run_id="r"), staging=staging)
 
 
-def first(directory):
-    save_step(directory, 2)
+def save_steps(*steps, name=None, with_files=False):
+    """Return an action that saves these steps in its directory."""
+    return lambda directory: [save_step(directory, step, name, with_files) for step in steps]
 
 
 def next_with_retention(directory):
     save_step(directory, 2)
     delete_checkpoint(directory / "step-00000001.json")
-
-
-def next_with_files(directory):
-    save_step(directory, 2, with_files=True)
 
 
 def next_in_parts(directory):
@@ -77,15 +76,6 @@ def next_in_parts(directory):
     mesh = init_device_mesh("cpu", (1,))
     parts["state_dict"] = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in parts["state_dict"].items()}
     CheckpointStore().save(directory / "step-00000002", parts, RecordMeta(run_id="r"), groups=RankGroups())
-
-
-def replace_in_place(directory):
-    save_step(directory, 2, name="last")
-
-
-def replace_twice(directory):
-    save_step(directory, 2, name="last")
-    save_step(directory, 3, name="last")
 
 
 def sweep_and_save(directory):
@@ -116,45 +106,9 @@ def share_and_retain(directory):
     delete_checkpoint(directory / "step-00000002.json")
 
 
-def prepare_shared(directory):
-    share(directory, 1)
-
-
-def prepare_nothing(directory):
-    directory.mkdir(parents=True)
-
-
-def prepare_no_folder(directory):
-    """The save makes the folder, and its name has to be durable too."""
-
-
-def prepare_previous(directory):
-    save_step(directory, 1)
-
-
-def prepare_last(directory):
-    save_step(directory, 1, name="last")
-
-
-def replace_a_link(directory):
-    save_step(directory, 2, name="last.ckpt")
-
-
 def prepare_link(directory):
     save_step(directory, 1, name="best.ckpt")
     os.symlink("best.ckpt", directory / "last.ckpt")
-
-
-def prepare_final(directory):
-    save_final(directory, 1)
-
-
-def resume_from_final(directory):
-    save_final(directory, 2)
-
-
-def save_final(directory, step):
-    return save(Path(directory) / "final", state(step), meta=RecordMeta(run_id="r", final=True))
 
 
 def prepare_debris(directory):
@@ -166,17 +120,17 @@ def prepare_debris(directory):
     (directory / ".tmp-step-00000007.json-1-00").write_bytes(b"{")
 
 
+PREVIOUS, LAST = save_steps(1), save_steps(1, name="last")
 SCENARIOS = {
-    "first": (prepare_nothing, first, {None, 2}),
-    "first-in-a-new-folder": (prepare_no_folder, first, {None, 2}),
-    "next-with-retention": (prepare_previous, next_with_retention, {1, 2}),
-    "next-with-files": (prepare_previous, next_with_files, {1, 2}),
-    "next-in-parts": (prepare_previous, next_in_parts, {1, 2}),
-    "replace-in-place": (prepare_last, replace_in_place, {1, 2}),
-    "replace-twice": (prepare_last, replace_twice, {1, 2, 3}),
-    "replace-a-link": (prepare_link, replace_a_link, {1, 2}),
-    "resume-from-final": (prepare_final, resume_from_final, {1, 2}),
-    "share": (prepare_shared, share_and_retain, {1, 2, 3}),
+    "first": (Path.mkdir, save_steps(2), {None, 2}),
+    "first-in-a-new-folder": (lambda _: None, save_steps(2), {None, 2}),  # the folder's name has to be durable too
+    "next-with-retention": (PREVIOUS, next_with_retention, {1, 2}),
+    "next-with-files": (PREVIOUS, save_steps(2, with_files=True), {1, 2}),
+    "next-in-parts": (PREVIOUS, next_in_parts, {1, 2}),
+    "replace-in-place": (LAST, save_steps(2, name="last"), {1, 2}),
+    "replace-twice": (LAST, save_steps(2, 3, name="last"), {1, 2, 3}),
+    "replace-a-link": (prepare_link, save_steps(2, name="last.ckpt"), {1, 2}),
+    "share": (lambda directory: share(directory, 1), share_and_retain, {1, 2, 3}),
     "sweep-and-save": (prepare_debris, sweep_and_save, {1, 2}),
 }
 
@@ -221,6 +175,8 @@ def assert_complete(directory, allowed):
     record, _ = newest_valid(directory)
     step = None if record is None else record.step
     assert step in allowed
+    for path in directory.glob("*.json"):
+        verify(path)
     if record is not None:
         loaded, expected = load(record.path), state(step)
         assert loaded["genlight"]["state"]["step"] == step
@@ -248,7 +204,7 @@ def assert_recovers(directory):
         verify(path)
 
 
-def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash, crash_type, inject):
+def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash):
     """The process dies before or after every call, or in the middle of a write."""
     prepare, act, allowed = scenario
     for point in itertools.count(1):
@@ -258,7 +214,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash, crash
         with inject(crash, point) as injector:
             try:
                 act(base)
-            except crash_type:
+            except Crash:
                 pass
             else:
                 break
@@ -268,7 +224,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint(base, scenario, crash, crash
     assert injector.calls >= 20
 
 
-def test_a_power_cut_leaves_a_complete_checkpoint(memory, scenario, recording_disk, seeded, is_long):
+def test_a_power_cut_leaves_a_complete_checkpoint(memory, scenario, is_long):
     """Unsynced writes and names are lost, torn, zeroed or kept after every call, in any combination."""
     prepare, act, allowed = scenario
     prepare(memory / "c")
@@ -280,48 +236,44 @@ def test_a_power_cut_leaves_a_complete_checkpoint(memory, scenario, recording_di
         cuts += 1
         for seed in range(40 if is_long else 3):
             undo.undo()
-            disk.materialise(after, None if seed == 0 else seeded(cuts * 1000 + seed))
+            disk.materialise(after, None if seed == 0 else random.Random(cuts * 1000 + seed))
             assert_complete(after / "c" if (after / "c").exists() else after, allowed | base_allowed)
             disk.install(undo)
 
     base_allowed = {None} if None in allowed else set()
     undo = pytest.MonkeyPatch()
-    disk = recording_disk(memory, cut_power)
+    disk = RecordingDisk(memory, cut_power)
     disk.install(undo)
     try:
         act(memory / "c")
     finally:
         undo.undo()
     for seed in range(20):
-        disk.materialise(after, None if seed == 0 else seeded(seed))
+        disk.materialise(after, None if seed == 0 else random.Random(seed))
         assert assert_complete(after / "c", allowed) == max(step for step in allowed if step)
     assert cuts >= 20
 
 
-def test_a_power_cut_leaves_the_folders_of_a_run(memory, recording_disk):
+def test_a_power_cut_leaves_the_folders_of_a_run(memory):
     """These folders contain everything that a run acknowledges."""
-    undo, disk = pytest.MonkeyPatch(), recording_disk(memory, lambda: None)
-    disk.install(undo)
-    try:
+    with recorded(memory) as disk:
         make_directory(memory / "runs" / "r" / "checkpoints")
         make_directory(memory / "runs" / "r" / "metrics", shared=True)
         EventLog(memory / "fit" / "metrics" / "events.jsonl", run_id="r").close()
-    finally:
-        undo.undo()
     disk.materialise(memory / "after", None)
     assert (memory / "after" / "runs" / "r" / "checkpoints").is_dir()
     assert (memory / "after" / "runs" / "r" / "metrics").is_dir()
     assert (memory / "after" / "fit" / "metrics").is_dir()
 
 
-def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, inject, failing_once, error_code):
+def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, error_code):
     prepare, act, allowed = scenario
     directory = memory / "c"
     for point in itertools.count(1):
         shutil.rmtree(directory, ignore_errors=True)
         prepare(directory)
         forget_this_process()
-        with inject(failing_once(error_code), point) as injector:
+        with inject(fail_once(error_code), point) as injector:
             try:
                 act(directory)
             except OSError as error:
@@ -332,12 +284,12 @@ def test_a_failing_call_fails_the_save_and_loses_nothing(memory, scenario, injec
         assert_recovers(directory)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(memory, inject, failing_growth, error_code):
+def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(memory, error_code):
     directory = memory / "c"
     for point in itertools.count(1):
         shutil.rmtree(directory, ignore_errors=True)
-        prepare_previous(directory)
-        with inject(failing_growth(error_code), point) as injector:
+        PREVIOUS(directory)
+        with inject(fail_growth_from_here(error_code), point) as injector:
             try:
                 save_step(directory, 2, with_files=True)
             except OSError as error:
@@ -353,7 +305,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_no_debris(memory, inject
 
 
 def test_a_file_that_reads_back_differently_is_never_committed(tmp_path, monkeypatch):
-    prepare_previous(tmp_path / "c")
+    PREVIOUS(tmp_path / "c")
     real = os.write
 
     def flip(descriptor, part):

@@ -17,6 +17,7 @@ from genlight.adapter import ArrowDataModule, ContractModule, StepResult, Traini
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.callbacks import StopRequests
 from genlight.callbacks.checkpoint import Checkpoint
+from support.trainer_class import Counts
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -25,11 +26,8 @@ STEPS = 100
 WINDOW = 4
 
 
-class Accumulating:
+class Accumulating(Counts):
     """A trainer class that updates its weights every fourth step."""
-
-    def setup(self, ctx):
-        pass
 
     def configure(self, ctx):
         model = torch.nn.Sequential(
@@ -38,9 +36,6 @@ class Accumulating:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS // WINDOW)
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "steps": 0, "seen": []}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
 
     def train_step(self, batch, state, ctx):
         x, ids = batch
@@ -58,9 +53,6 @@ class Accumulating:
 
     def state_dict(self, state):
         return {"steps": state["steps"], "seen": state["seen"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state.update(payload)
 
 
 def augment(raw):

@@ -27,3 +27,9 @@ class Adapted(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def assert_equal(found, expected):
+    """Check that two dictionaries have the same tensors."""
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())

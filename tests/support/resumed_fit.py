@@ -12,6 +12,7 @@ import torch
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
+from support.trainer_class import Counts
 from support.trainers import quiet_trainer
 
 STEPS = 6
@@ -43,7 +44,7 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
-class Sees:
+class Sees(Counts):
     """Keeps the rows that it saw, and draws a number in each step."""
 
     def setup(self, ctx: Any) -> None:
@@ -52,28 +53,19 @@ class Sees:
     def configure(self, ctx: Any) -> dict[str, Any]:
         return {"seen": []}
 
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
-
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
         state["seen"].append([*batch.flatten().tolist(), torch.rand(()).item()])
         return StepResult({"loss": 0.0})
 
-    def state_dict(self, state: Any) -> dict[str, object]:
+    def state_dict(self, state: Any) -> dict[str, Any]:
         return {"seen": list(state["seen"])}
 
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        state["seen"] = payload["seen"]
 
-
-class Trains:
+class Trains(Counts):
     """A trainer class without state that trains ``net`` with ``optimizer``; a subclass builds them."""
 
     def setup(self, ctx: Any) -> None:
         torch.manual_seed(0)
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return raw
 
     def outputs(self, batch: Any, state: Any) -> torch.Tensor:
         """Size of the network."""
@@ -87,10 +79,8 @@ class Trains:
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
 
-    def state_dict(self, state: Any) -> dict[str, object]:
+    def state_dict(self, state: Any) -> dict[str, Any]:
         return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class ChangesAtStepThree(Trains):
@@ -109,7 +99,7 @@ class ChangesAtStepThree(Trains):
             self.change(state)
         return super().train_step(batch, state, ctx)
 
-    def state_dict(self, state: Any) -> dict[str, object]:
+    def state_dict(self, state: Any) -> dict[str, Any]:
         return {"step": state["step"]}
 
     def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:

@@ -15,7 +15,8 @@ in about 2**128.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -25,9 +26,9 @@ import torch
 import xxhash
 
 from ....adapter.contract.exceptions import UnstorableStateError
-from ..format.headers import RAW, TORCH_TYPES
+from ..format.headers import RAW, TORCH_TYPES, build_header
 from ..format.record import MODEL_FILE, TENSORS_FILE
-from ..format.slice_index import Box, SlicedTensor
+from ..format.slice_index import Box, SlicedTensor, part_folder
 from ..sharded.slices import is_saved_by_this_rank, is_sharded, slice_of, unsharded
 from .references import is_dense
 from .state_tree import Path, format_path
@@ -119,6 +120,21 @@ class TensorTable:
             number += 1
             candidate = f"{key}#{number}"
         return candidate
+
+
+def tensor_files(entries: Iterable[Entry], rank: int = 0) -> Iterator[tuple[str, bytes, list[Entry]]]:
+    """Yield the files of `entries`: name, header, and their entries, large elements first, so that all are aligned.
+
+    Slices are in files of the same names in the folder of their `rank`.
+    """
+
+    def name(entry: Entry) -> str:
+        return entry.file if entry.box is None else f"{part_folder(rank)}/{entry.file}"
+
+    ordered = sorted(entries, key=lambda entry: (name(entry), -entry.source.dtype.itemsize))
+    for file, group in itertools.groupby(ordered, key=name):
+        some = list(group)
+        yield file, build_header((e.key, *e.stored_as, e.nbytes) for e in some), some
 
 
 def restore_flags(tensor: torch.Tensor, reference: dict[str, Any]) -> torch.Tensor:

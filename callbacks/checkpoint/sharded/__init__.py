@@ -1,4 +1,4 @@
-"""Tensors that ranks hold parts of, and the messages between ranks about a save.
+"""Tensors that ranks hold parts of.
 
 May import the format, the plumbing and the contract.
 """

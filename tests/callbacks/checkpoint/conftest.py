@@ -58,6 +58,14 @@ class ResumableLoader:
 
 
 @pytest.fixture
+def mesh():
+    """A mesh of one rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def make_trainer(tmp_path):
     def make(*callbacks, **options):
         defaults = {
@@ -88,6 +96,19 @@ def make_net():
 @pytest.fixture
 def make_loader():
     return ResumableLoader
+
+
+@pytest.fixture
+def train_net(make_trainer, make_net, make_loader):
+    """Train a network with some callbacks, for one epoch unless `max_steps` is given; returns the trainer."""
+
+    def run(*callbacks, net=None, loader=10, ckpt_path=None, **options):
+        trainer = make_trainer(*callbacks, **({} if "max_steps" in options else {"max_epochs": 1}) | options)
+        batches = make_loader(loader) if isinstance(loader, int) else loader
+        trainer.fit(make_net() if net is None else net, batches, ckpt_path=ckpt_path)
+        return trainer
+
+    return run
 
 
 @pytest.fixture

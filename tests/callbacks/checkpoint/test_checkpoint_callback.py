@@ -66,15 +66,15 @@ def scramble_rng():
 
 
 @pytest.mark.parametrize("stop", [3, 13, "epoch"])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, make_trainer, make_net, make_loader, stop):
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, train_net, make_trainer, make_net, make_loader, stop):
     """The run has dropout, a scheduler, and an open accumulation window, and stops in and after an epoch."""
     reference = make_net()
-    make_trainer(max_epochs=2, accumulate_grad_batches=4).fit(reference, make_loader())
+    train_net(max_epochs=2, accumulate_grad_batches=4, net=reference)
 
     checkpoint = Checkpoint(tmp_path / "c", save_final=False, every_n_epochs=1 if stop == "epoch" else 0)
     killer = KillAtEpochEnd() if stop == "epoch" else KillAfterSave(stop, checkpoint)
     with pytest.raises(Killed):
-        make_trainer(killer, checkpoint, max_epochs=2, accumulate_grad_batches=4).fit(make_net(), make_loader())
+        train_net(killer, checkpoint, max_epochs=2, accumulate_grad_batches=4)
     saved, warnings = newest_valid(tmp_path / "c")
     assert not warnings
 
@@ -89,7 +89,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, make_trainer, make_net,
 @pytest.mark.parametrize("stop", [3, 5, 10])
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_a_resumed_run_shuffles_later_epochs_like_an_uninterrupted_one(
-    tmp_path, make_trainer, make_net, stop, has_generator
+    tmp_path, train_net, make_net, stop, has_generator
 ):
     """A `DataLoader` draws its order from its own generator, or from the one that dropout uses too."""
 
@@ -99,23 +99,23 @@ def test_a_resumed_run_shuffles_later_epochs_like_an_uninterrupted_one(
         return DataLoader(rows, batch_size=4, shuffle=True, generator=generator)
 
     reference = make_net()
-    make_trainer(max_epochs=3).fit(reference, shuffled())
+    train_net(max_epochs=3, net=reference, loader=shuffled())
 
     checkpoint = Checkpoint(tmp_path / "c", save_final=False)
     with pytest.raises(Killed):
-        make_trainer(KillAfterSave(stop, checkpoint), checkpoint, max_epochs=3).fit(make_net(), shuffled())
+        train_net(KillAfterSave(stop, checkpoint), checkpoint, max_epochs=3, loader=shuffled())
     saved, _ = newest_valid(tmp_path / "c")
 
     resumed, again = make_net(seed=5), Checkpoint(tmp_path / "c", save_final=False)
     scramble_rng()
-    make_trainer(again, max_epochs=3).fit(resumed, shuffled(), ckpt_path=saved.path)
+    train_net(again, max_epochs=3, net=resumed, loader=shuffled(), ckpt_path=saved.path)
 
     assert equal(resumed, reference)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_changes_of_the_modules_own_hook_belong_to_the_checkpoint_of_the_step(
-    tmp_path, make_trainer, make_net, make_loader, is_stopped
+    tmp_path, train_net, make_net, is_stopped
 ):
     """Moving averages are often updated there; Lightning calls it after the hooks of all callbacks."""
 
@@ -143,23 +143,23 @@ def test_changes_of_the_modules_own_hook_belong_to_the_checkpoint_of_the_step(
         critical = True
 
     reference = averaged(0)
-    make_trainer(max_epochs=1).fit(reference, make_loader())
+    train_net(net=reference)
 
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=0 if is_stopped else 3, asynchronous=False)
     with pytest.raises(Killed):
-        make_trainer(EndAtThree(), checkpoint, max_epochs=1).fit(averaged(0), make_loader())
+        train_net(EndAtThree(), checkpoint, net=averaged(0))
     assert records(tmp_path / "c") == ["step-00000003.json"]
 
     resumed = averaged(5)
     saved = tmp_path / "c" / "step-00000003.json"
-    make_trainer(Checkpoint(tmp_path / "c"), max_epochs=1).fit(resumed, make_loader(), ckpt_path=saved)
+    train_net(Checkpoint(tmp_path / "c"), net=resumed, ckpt_path=saved)
 
     assert equal(resumed, reference)
 
 
 @pytest.mark.parametrize("of_instance", [False, True])
 def test_a_save_after_the_modules_own_hook_fails_by_policy_and_restores_the_hook(
-    tmp_path, make_trainer, make_net, make_loader, caplog, of_instance
+    tmp_path, train_net, make_net, caplog, of_instance
 ):
     ended = []
     net = make_net()
@@ -171,7 +171,7 @@ def test_a_save_after_the_modules_own_hook_fails_by_policy_and_restores_the_hook
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3, on_error="continue", save_final=False)
     breaker = Unwritable(tmp_path / "c", checkpoint)
     try:
-        make_trainer(breaker, checkpoint, max_epochs=1).fit(net, make_loader())
+        train_net(breaker, checkpoint, net=net)
     finally:
         del hooked.on_train_batch_end
 
@@ -198,15 +198,17 @@ class Endless(IterableDataset):
     ids=["endless", "several", "resumable", "between epochs"],
 )
 def test_a_loader_that_restarts_within_an_epoch_causes_a_warning(
-    tmp_path, make_trainer, make_net, make_loader, caplog, loader, stop, is_warned
+    tmp_path, train_net, make_net, make_loader, caplog, loader, stop, is_warned
 ):
     class Net(type(make_net())):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
 
-    make_trainer(Checkpoint(tmp_path), max_steps=stop).fit(Net(), loader(make_loader))
+    train_net(Checkpoint(tmp_path), max_steps=stop, net=Net(), loader=loader(make_loader))
     caplog.clear()
-    make_trainer(Checkpoint(tmp_path), max_steps=6).fit(Net(), loader(make_loader), ckpt_path=tmp_path / "final.json")
+    train_net(
+        Checkpoint(tmp_path), max_steps=6, net=Net(), loader=loader(make_loader), ckpt_path=tmp_path / "final.json"
+    )
     assert ("DataLoader keeps no position" in caplog.text) is is_warned
     assert ("torchdata.stateful_dataloader.StatefulDataLoader" in caplog.text) is is_warned
 
@@ -222,8 +224,8 @@ def test_a_list_of_batches_causes_one_warning(tmp_path, make_trainer, counting_t
     assert "its list keeps no position" in warnings[0]
 
 
-def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, make_trainer, make_net, make_loader):
-    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=3), max_epochs=1).fit(make_net(), make_loader())
+def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, train_net):
+    train_net(Checkpoint(tmp_path / "c", every_n_steps=3))
     kept = ["step-00000006", "step-00000009", "final"]
     assert records(tmp_path / "c") == [f"{name}.json" for name in kept]
     assert sorted(os.listdir(tmp_path / "c")) == sorted([*kept, *(f"{name}.json" for name in kept)])
@@ -237,18 +239,16 @@ class Scored(pl.Callback):
         trainer.callback_metrics["score"] = torch.tensor([1.0, 9.0, 3.0, 4.0, 5.0][batch_idx])
 
 
-def test_the_best_is_kept_although_later_ones_follow(tmp_path, make_trainer, make_net, make_loader):
+def test_the_best_is_kept_although_later_ones_follow(tmp_path, train_net):
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=1, monitor="score", mode="max")
-    make_trainer(Scored(), checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
+    train_net(Scored(), checkpoint, loader=5)
     assert records(tmp_path / "c") == ["step-00000002.json", "step-00000005.json", "final.json"]
     assert checkpoint.best_model_path == str(tmp_path / "c" / "step-00000002.json")
 
 
-def test_a_monitor_that_was_never_logged_is_named_with_the_logged_names(
-    tmp_path, make_trainer, make_net, make_loader, caplog
-):
+def test_a_monitor_that_was_never_logged_is_named_with_the_logged_names(tmp_path, train_net, caplog):
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, monitor="scores")
-    make_trainer(Scored(), checkpoint, max_steps=1).fit(make_net(), make_loader(1))
+    train_net(Scored(), checkpoint, max_steps=1, loader=1)
     assert (
         "'scores' by which checkpoints are kept had not been logged by step 1; logged metrics: loss, score"
         in caplog.text
@@ -292,11 +292,9 @@ class StopAt(Hook):
 
 
 @pytest.mark.parametrize("every", [3, 4, 100])
-def test_a_stop_leaves_a_durable_checkpoint_of_its_step(tmp_path, make_trainer, make_net, make_loader, every):
+def test_a_stop_leaves_a_durable_checkpoint_of_its_step(tmp_path, train_net, every):
     with pytest.raises(TrainingCanceled):
-        make_trainer(Checkpoint(tmp_path / "c", every_n_steps=every), StopAt(3), max_epochs=1).fit(
-            make_net(), make_loader()
-        )
+        train_net(Checkpoint(tmp_path / "c", every_n_steps=every), StopAt(3))
     assert newest_valid(tmp_path / "c")[0].step == 4
     assert "final.json" not in records(tmp_path / "c")
 
@@ -309,22 +307,20 @@ class Silent(pl.Callback):
         pl_module.hosted_trainer = SimpleNamespace(step_result=StepResult(control=hints))
 
 
-def test_no_checkpoint_is_saved_for_a_step_that_skips_cadences(tmp_path, make_trainer, make_net, make_loader):
+def test_no_checkpoint_is_saved_for_a_step_that_skips_cadences(tmp_path, train_net):
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
-    make_trainer(Silent(), checkpoint, max_epochs=1).fit(make_net(), make_loader(5))
+    train_net(Silent(), checkpoint, loader=5)
     assert records(tmp_path / "c") == ["step-00000004.json", "final.json"]
 
 
-def test_debris_of_a_killed_run_is_removed(tmp_path, make_trainer, make_net, make_loader):
+def test_debris_of_a_killed_run_is_removed(tmp_path, train_net):
     directory = tmp_path / "c"
-    make_trainer(Checkpoint(directory, every_n_steps=5), max_epochs=1).fit(make_net(), make_loader())
+    train_net(Checkpoint(directory, every_n_steps=5))
     (directory / ".tmp-step-00000015-1-aa").mkdir()
     (directory / ".tmp-step-00000015.json-1-aa").touch()
     (directory / "step-00000005.json").rename(directory / "step-00000005" / ".tmp-step-00000005.json-1-aa")
     (directory / "mine").mkdir()
-    make_trainer(Checkpoint(directory, every_n_steps=100, save_final=False), max_epochs=1).fit(
-        make_net(), make_loader()
-    )
+    train_net(Checkpoint(directory, every_n_steps=100, save_final=False))
     assert sorted(os.listdir(directory)) == ["final", "final.json", "mine", "step-00000010", "step-00000010.json"]
 
 
@@ -347,20 +343,20 @@ class Unwritable(pl.Callback):
         wait_for_save(self.checkpoint)
 
 
-def test_a_failed_write_ends_the_run_within_a_step(tmp_path, make_trainer, make_net, make_loader):
+def test_a_failed_write_ends_the_run_within_a_step(tmp_path, train_net):
     (tmp_path / "c").mkdir()
     checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3)
     breaker = Unwritable(tmp_path / "c", checkpoint)
     with refusal(OSError):
-        make_trainer(breaker, checkpoint, max_epochs=1).fit(make_net(), make_loader())
+        train_net(breaker, checkpoint)
     assert breaker.batches in (3, 4)
 
 
-def test_space_is_checked_before_training(tmp_path, make_trainer, make_net, make_loader, monkeypatch):
+def test_space_is_checked_before_training(tmp_path, train_net, monkeypatch):
     usage = type("Usage", (), {"free": 100})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with refusal(CheckpointError):
-        make_trainer(Checkpoint(tmp_path / "c", every_n_steps=3), max_epochs=1).fit(make_net(), make_loader())
+        train_net(Checkpoint(tmp_path / "c", every_n_steps=3))
 
 
 class Hoarder(pl.Callback):
@@ -370,14 +366,12 @@ class Hoarder(pl.Callback):
         return {"lock": [random.Random(0)]}
 
 
-def test_unstorable_state_is_refused_at_the_first_checkpoint_by_its_path(tmp_path, make_trainer, make_net, make_loader):
+def test_unstorable_state_is_refused_at_the_first_checkpoint_by_its_path(tmp_path, train_net):
     with refusal(UnstorableStateError):
-        make_trainer(Hoarder(), Checkpoint(tmp_path / "c", every_n_steps=1), max_epochs=1).fit(
-            make_net(), make_loader()
-        )
+        train_net(Hoarder(), Checkpoint(tmp_path / "c", every_n_steps=1))
 
 
-def test_a_failed_save_leaves_no_files(tmp_path, make_trainer, make_net, make_loader):
+def test_a_failed_save_leaves_no_files(tmp_path, train_net, make_net):
     net = make_net()
     net.save_trainer_files = WithFiles().save_trainer_files
 
@@ -386,13 +380,11 @@ def test_a_failed_save_leaves_no_files(tmp_path, make_trainer, make_net, make_lo
 
     net.on_save_checkpoint = fail
     with pytest.raises(ZeroDivisionError):
-        make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_epochs=1).fit(net, make_loader(3))
+        train_net(Checkpoint(tmp_path / "c", every_n_steps=1), net=net, loader=3)
     assert os.listdir(tmp_path / "c") == []
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
-    tmp_path, make_trainer, make_net, make_loader, caplog, monkeypatch
-):
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, train_net, caplog, monkeypatch):
     real = os.rename
 
     def refuse(path, target):
@@ -401,15 +393,15 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
         real(path, target)
 
     monkeypatch.setattr(os, "rename", refuse)
-    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_epochs=1).fit(make_net(), make_loader(4))
+    train_net(Checkpoint(tmp_path / "c", every_n_steps=1), loader=4)
     assert records(tmp_path / "c") == [
         f"{n}.json" for n in ("step-00000001", "step-00000003", "step-00000004", "final")
     ]
     assert "Could not remove the checkpoint" in caplog.text
 
 
-def test_a_fast_development_run_saves_nothing(tmp_path, make_trainer, make_net, make_loader):
-    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), fast_dev_run=2).fit(make_net(), make_loader(4))
+def test_a_fast_development_run_saves_nothing(tmp_path, train_net):
+    train_net(Checkpoint(tmp_path / "c", every_n_steps=1), fast_dev_run=2, loader=4)
     assert not (tmp_path / "c").exists()
 
 
@@ -421,10 +413,10 @@ class WithFiles:
         return {"primary_path": str(output_dir / "lora.bin"), "final": final}
 
 
-def test_files_of_the_trainer_are_part_of_the_checkpoint(tmp_path, make_trainer, make_net, make_loader):
+def test_files_of_the_trainer_are_part_of_the_checkpoint(tmp_path, train_net, make_net):
     net = make_net()
     net.save_trainer_files = WithFiles().save_trainer_files
-    make_trainer(Checkpoint(tmp_path / "c", every_n_steps=2), max_epochs=1).fit(net, make_loader(3))
+    train_net(Checkpoint(tmp_path / "c", every_n_steps=2), net=net, loader=3)
     record = read_record(tmp_path / "c" / "step-00000002.json")
     assert record.primary_path.read_bytes() == b"2"
     assert record.trainer_checkpoint == {"primary_path": "lora.bin", "final": False}
@@ -463,11 +455,9 @@ def test_all_invalid_arguments_are_named_at_once():
         Checkpoint(every_minutes=-1, on_error="x", weights="some")
 
 
-def test_elapsed_time_accumulates_over_attempts(tmp_path, make_trainer, make_net, make_loader):
-    make_trainer(Checkpoint(tmp_path / "c"), max_epochs=1).fit(make_net(), make_loader(2))
+def test_elapsed_time_accumulates_over_attempts(tmp_path, train_net):
+    train_net(Checkpoint(tmp_path / "c"), loader=2)
     first = read_record(tmp_path / "c" / "final.json").elapsed_s
-    make_trainer(Checkpoint(tmp_path / "d"), max_epochs=2).fit(
-        make_net(), make_loader(2), ckpt_path=tmp_path / "c" / "final.json"
-    )
+    train_net(Checkpoint(tmp_path / "d"), max_epochs=2, loader=2, ckpt_path=tmp_path / "c" / "final.json")
     assert read_record(tmp_path / "d" / "final.json").elapsed_s > first > 0
     assert load(tmp_path / "d" / "final.json")["genlight"]["elapsed_s"] > first

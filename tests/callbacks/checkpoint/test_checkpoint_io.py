@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pickle
 import threading
 
 import lightning.pytorch as pl
@@ -10,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
+from genlight.adapter.contract.exceptions import CheckpointError, UnwrittenCheckpointError
 from genlight.callbacks.checkpoint import Checkpoint, DurableCheckpointIO, find_checkpoint, save, verify
 from support.messages import refusal
 
@@ -53,9 +52,9 @@ def test_ckpt_path_finds_best_and_last(tmp_path, plugin, make_trainer, make_net,
     assert trainer.global_step == 6
 
 
-def test_last_may_be_a_link(tmp_path, plugin, make_trainer, make_net, make_loader):
+def test_last_may_be_a_link(tmp_path, plugin, train_net):
     keeper = ModelCheckpoint(tmp_path / "c", save_last="link", save_top_k=1, every_n_epochs=1)
-    make_trainer(keeper, plugins=[plugin], max_epochs=2).fit(make_net(), make_loader(2))
+    train_net(keeper, plugins=[plugin], max_epochs=2, loader=2)
     link = tmp_path / "c" / "last.ckpt"
     assert link.is_symlink()
     assert verify(link).step == 4
@@ -219,7 +218,14 @@ def test_an_asynchronous_save_holds_the_values_at_its_start(tmp_path):
     in_flight(plugin, release.wait)
     threading.Timer(0.05, release.set).start()
     plugin.save_checkpoint(
-        {"w": weight, "o": other, "empty": torch.zeros(0, 2), "n": torch.tensor(5)}, tmp_path / "a.ckpt"
+        {
+            "odd": torch.ones(3, dtype=torch.uint8),
+            "w": weight,
+            "o": other,
+            "empty": torch.zeros(0, 2),
+            "n": torch.tensor(5),
+        },
+        tmp_path / "a.ckpt",
     )
     weight.zero_(), other.zero_()
     loaded = plugin.load_checkpoint(tmp_path / "a.ckpt")
@@ -238,16 +244,6 @@ def test_a_failed_asynchronous_save_is_raised_by_the_next_call_and_leaves_nothin
     plugin.save_checkpoint({}, tmp_path / "b.ckpt")
     plugin.teardown()
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b", "b.ckpt"]
-
-
-def test_a_broken_checkpoint_is_not_loaded(tmp_path):
-    plugin = DurableCheckpointIO()
-    plugin.save_checkpoint({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
-    with open(tmp_path / "a" / "model.safetensors", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\x00")
-    with refusal(BrokenCheckpointError):
-        plugin.load_checkpoint(tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize("name", ["missing.ckpt", "missing", "folder"])
@@ -274,12 +270,6 @@ def test_a_url_is_refused_with_an_alternative(tmp_path, make_trainer, make_net, 
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, f"file:{tmp_path}/a.ckpt")
     assert plugin.load_checkpoint(f"file://{tmp_path}/a.ckpt")["global_step"] == 1
-
-
-def test_torch_refuses_to_load_a_record(tmp_path):
-    DurableCheckpointIO().save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(tmp_path / "a.ckpt")
 
 
 def test_removing_a_torch_file_leaves_a_folder_of_the_same_name(tmp_path):
@@ -317,8 +307,8 @@ def test_files_of_other_callbacks_stay_in_lightnings_format(tmp_path, make_train
     assert verify(tmp_path / "own" / "step-00000006.json").step == 6
 
 
-def test_a_plugin_that_the_user_installs_writes_every_file(tmp_path, make_trainer, make_net, make_loader):
+def test_a_plugin_that_the_user_installs_writes_every_file(tmp_path, train_net):
     keeper = ModelCheckpoint(tmp_path / "all", every_n_train_steps=2)
     callbacks = [keeper, Checkpoint(tmp_path / "own", every_n_steps=2)]
-    make_trainer(*callbacks, plugins=[DurableCheckpointIO()], max_steps=4).fit(make_net(), make_loader(20))
+    train_net(*callbacks, plugins=[DurableCheckpointIO()], max_steps=4, loader=20)
     assert verify(keeper.best_model_path).step == 4

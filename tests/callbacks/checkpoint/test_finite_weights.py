@@ -41,14 +41,14 @@ def test_a_record_without_the_entry_still_loads(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_diverged_run_keeps_its_newest_finite_checkpoint_and_warns_on_resume(
-    tmp_path, make_trainer, make_net, make_loader, caplog, capsys, asynchronous
+    tmp_path, train_net, make_net, caplog, capsys, asynchronous
 ):
     class Diverges(type(make_net())):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (NAN if batch_idx >= 3 else 1.0)
 
     checkpoint = Checkpoint(tmp_path, every_n_steps=1, keep_last=2, asynchronous=asynchronous)
-    make_trainer(checkpoint, max_steps=7).fit(Diverges(), make_loader())
+    train_net(checkpoint, max_steps=7, net=Diverges())
     found = {listed.record.name: listed.record.finite_weights for listed in list_checkpoints(tmp_path)}
     assert found == {
         "step-00000003": True,
@@ -68,5 +68,5 @@ def test_a_diverged_run_keeps_its_newest_finite_checkpoint_and_warns_on_resume(
     plugin = DurableCheckpointIO()
     plugin.load_checkpoint(tmp_path / "step-00000003.json")
     assert "not finite" not in caplog.text
-    make_trainer(Checkpoint(tmp_path), max_steps=8).fit(Diverges(), make_loader(), ckpt_path=tmp_path / "final.json")
+    train_net(Checkpoint(tmp_path), max_steps=8, net=Diverges(), ckpt_path=tmp_path / "final.json")
     assert "final.json are not finite" in caplog.text

@@ -25,11 +25,11 @@ from genlight.callbacks.checkpoint import (
     sweep,
     verify,
 )
-from genlight.callbacks.checkpoint.capture import Frozen
+from genlight.callbacks.checkpoint.contents import check_contents
 from genlight.callbacks.checkpoint.format.record import serialise_record
-from genlight.callbacks.checkpoint.restorable import check_contents
+from genlight.callbacks.checkpoint.frozen import Frozen
 from genlight.reporters.uploads.queue import Entry, pack
-from support.adapted_model import FROZEN_BYTES, Adapted
+from support.adapted_model import FROZEN_BYTES, Adapted, assert_equal
 from support.messages import refusal
 
 pytestmark = [pytest.mark.promise(name="checkpoint"), pytest.mark.filterwarnings("ignore:You're resuming")]
@@ -61,11 +61,6 @@ def frozen_files_of(folder):
     return {path.stat().st_ino for path in Path(folder).glob("*/frozen.safetensors")}
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
 def test_frozen_weights_are_stored_once_for_all_checkpoints_of_a_run(train, tmp_path, linking):
     directory = tmp_path / "c"
     first = train(Adapted(), 6)
@@ -80,16 +75,6 @@ def test_frozen_weights_are_stored_once_for_all_checkpoints_of_a_run(train, tmp_
         check_contents(verify(record.path))
         assert_equal(load_weights(record.path), (first.seen | second.seen)[record.step])
         assert_equal(dict(load(record.path)["state_dict"]), (first.seen | second.seen)[record.step])
-
-
-def test_a_resumed_run_ends_with_the_same_bits(train, tmp_path):
-    expected = train(Adapted(), 10)
-    shutil.rmtree(tmp_path / "c")
-    train(Adapted(), 6)
-
-    resumed = train(Adapted(), 10, resume=tmp_path / "c" / "step-00000006.json")
-
-    assert_equal(resumed.state_dict(), expected.state_dict())
 
 
 def test_a_checkpoint_is_complete_without_the_others_and_as_a_copy(train, tmp_path, linking):
@@ -182,32 +167,24 @@ def test_weights_in_the_payload_are_not_stored_twice(train, tmp_path):
     assert_equal(dict(payload["weights"]), module.seen[6])
 
 
-def test_a_shared_file_that_was_modified_is_no_longer_shared(train, tmp_path):
+def modify(path):
+    with path.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"x")
+
+
+@pytest.mark.parametrize("damage", [modify, Path.unlink])
+def test_a_modified_or_missing_shared_file_is_written_again(train, tmp_path, damage):
     class Meddling(Adapted):
         def on_train_batch_start(self, batch, batch_idx):
             if self.trainer.global_step == 3:
-                [path] = (tmp_path / "c").glob("step-00000002/frozen.safetensors")
-                with path.open("r+b") as file:
-                    file.seek(1000)
-                    file.write(b"x")
+                damage(tmp_path / "c" / "step-00000002" / "frozen.safetensors")
 
     module = train(Meddling(), 6, asynchronous=False)
 
     assert_equal(load_weights(tmp_path / "c" / "step-00000006.json"), module.seen[6])
     verify(tmp_path / "c" / "step-00000006.json")
-    assert len(frozen_files_of(tmp_path / "c")) == 2
-
-
-def test_a_missing_shared_file_is_written_again(train, tmp_path, linking):
-    class Losing(Adapted):
-        def on_train_batch_start(self, batch, batch_idx):
-            if self.trainer.global_step == 3:
-                for path in [*(tmp_path / "c").glob("*/frozen.safetensors")]:
-                    path.unlink()
-
-    module = train(Losing(), 6, asynchronous=False)
-
-    assert_equal(load_weights(tmp_path / "c" / "step-00000006.json"), module.seen[6])
+    assert len(frozen_files_of(tmp_path / "c")) == 2 - (damage is Path.unlink)
 
 
 def test_an_upload_names_every_file_as_a_resume_requests_it(train, tmp_path, linking):

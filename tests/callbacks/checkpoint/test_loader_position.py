@@ -21,7 +21,7 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.arrow_feed import ArrowFeed
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import newest_valid
-from genlight.callbacks.checkpoint.loader_position import PositionedLoader, with_position
+from genlight.callbacks.checkpoint.positioned_loader import PositionedLoader, with_position
 from support.messages import refusal
 from support.resumed_fit import Sees, seed, trainer_with_checkpoints
 from support.trainers import quiet_trainer
@@ -55,9 +55,9 @@ def loader(kind: str, batch_size: int = 3) -> DataLoader[Any]:
     return DataLoader(rows, batch_size, shuffle=kind == "shuffled")
 
 
-def fit(folder: Path, steps: int, given: Any, **options: Any) -> list[list[float]]:
+def fit(folder: Path, steps: int, given: Any, kind: type[Sees] = Sees, **options: Any) -> list[list[float]]:
     trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1, **options)
-    module = ContractModule(Sees(), TrainingJobSpec("r", steps))
+    module = ContractModule(kind(), TrainingJobSpec("r", steps))
     final = folder / "final.json"
     trainer.fit(module, given, ckpt_path=str(final) if final.exists() else None)
     seen: list[list[float]] = module.contract_state["seen"]
@@ -105,9 +105,9 @@ class PlainModule(pl.LightningModule):
         self.seen = checkpoint["seen"]
 
 
-def fit_plain(folder: Path, steps: int, given: Any) -> list[list[float]]:
+def fit_plain(folder: Path, steps: int, given: Any, kind: type[PlainModule] = PlainModule) -> list[list[float]]:
     seed(7)
-    module = PlainModule()
+    module = kind()
     trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1)
     final = folder / "final.json"
     trainer.fit(module, given, ckpt_path=str(final) if final.exists() else None)
@@ -145,13 +145,6 @@ def test_a_plain_module_in_lightnings_own_loop_continues_too(make, tmp_path, cap
         seen = fit_plain(tmp_path / "often", steps, make())
     assert seen == whole
     assert "keeps no position" not in caplog.text
-
-
-def test_a_resume_after_an_epoch_that_was_cut_begins_the_next_one(tmp_path):
-    whole = fit(tmp_path / "whole", 6, loader("shuffled"), limit_train_batches=2)
-    for steps in (2, 3, 6):
-        seen = fit(tmp_path / "cut", steps, loader("shuffled"), limit_train_batches=2)
-    assert seen == whole
 
 
 def test_a_plain_loop_gets_the_same_rows(tmp_path):
@@ -256,8 +249,8 @@ def test_random_numbers_drawn_in_workers_and_datasets_continue_after_a_resume(ki
     assert len({number for row in seen for number in row[1:5]}) > 4
 
 
-@pytest.mark.parametrize("kind", ["two", "persistent"])
-def test_workers_continue_after_epochs_that_were_cut(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["none", "two", "persistent"])
+def test_a_resume_after_epochs_that_were_cut_begins_the_next_one(kind, tmp_path):
     whole = fit(tmp_path / "whole", 9, with_workers(kind), limit_train_batches=2)
     for steps in (2, 3, 5, 6, 9):
         seen = fit(tmp_path / "cut", steps, with_workers(kind), limit_train_batches=2)
@@ -286,9 +279,7 @@ def test_workers_that_draw_nothing_may_change_without_a_warning(tmp_path, caplog
         return DataLoader(torch.utils.data.TensorDataset(torch.arange(10.0)), 3, shuffle=True, num_workers=workers)
 
     for workers, steps in ((2, 2), (1, 4)):
-        trainer = trainer_with_checkpoints(tmp_path, steps, max_epochs=-1)
-        module = ContractModule(TakesLists(), TrainingJobSpec("r", steps))
-        trainer.fit(module, of_rows(workers), ckpt_path=str(tmp_path / "final.json") if steps == 4 else None)
+        fit(tmp_path, steps, of_rows(workers), TakesLists)
     assert "random numbers drawn" not in caplog.text
 
 
@@ -413,14 +404,6 @@ class Odd:
         self.row, self.lock = row, threading.Lock()
 
 
-def fit_stream(folder: Path, steps: int, given: Any) -> list[list[float]]:
-    seed(7)
-    module, trainer = TakesStreams(), trainer_with_checkpoints(folder, steps, max_epochs=-1)
-    final = folder / "final.json"
-    trainer.fit(module, given, ckpt_path=str(final) if final.exists() else None)
-    return module.seen
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -431,16 +414,16 @@ def fit_stream(folder: Path, steps: int, given: Any) -> list[list[float]]:
     ],
 )
 def test_a_batch_that_lightning_fetched_ahead_of_the_checkpoint_is_not_lost(given, tmp_path, caplog):
-    whole = fit_stream(tmp_path / "whole", 9, given())
+    whole = fit_plain(tmp_path / "whole", 9, given(), TakesStreams)
     for steps in (1, 3, 4, 7, 8, 9):
-        seen = fit_stream(tmp_path / "cut", steps, given())
+        seen = fit_plain(tmp_path / "cut", steps, given(), TakesStreams)
     assert seen == whole
     assert "is lost" not in caplog.text
 
 
 def test_a_batch_fetched_ahead_that_cannot_be_stored_is_warned_of(tmp_path, caplog):
     for steps in (2, 3):
-        seen = fit_stream(tmp_path, steps, Stream(made=Odd))
+        *seen, _ = fit_plain(tmp_path, steps, Stream(made=Odd), TakesStreams)
     assert [row[0] for row in seen] == [1, 2, 4]
     assert sum("is lost" in record.message for record in caplog.records) == 1
 
@@ -481,16 +464,9 @@ def test_a_resume_knows_which_of_several_streams_had_already_ended(cut, tmp_path
     def streams() -> dict[str, Any]:
         return {"a": Stream(3), "b": Stream(5)}
 
-    def run(folder: Path, steps: int) -> Any:
-        trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1)
-        module = ContractModule(TakesDicts(), TrainingJobSpec("r", steps))
-        final = folder / "final.json"
-        trainer.fit(module, streams(), ckpt_path=str(final) if final.exists() else None)
-        return module.contract_state["seen"]
-
-    whole = run(tmp_path / "whole", 12)
-    run(tmp_path / "cut", cut)
-    assert run(tmp_path / "cut", 12) == whole
+    whole = fit(tmp_path / "whole", 12, streams(), TakesDicts)
+    fit(tmp_path / "cut", cut, streams(), TakesDicts)
+    assert fit(tmp_path / "cut", 12, streams(), TakesDicts) == whole
 
 
 class TakesDicts(Sees):

@@ -179,7 +179,7 @@ class Directory(RuleBasedStateMachine):
 
 
 Directory.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestDirectory = Directory.TestCase
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnstorableStateError
+from genlight.adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.checkpoint import RecordMeta, load, read_record, save, verify
 from genlight.callbacks.checkpoint.storage import stage
 from support.messages import refusal
@@ -96,14 +96,6 @@ def test_tensors_shared_by_trainer_and_model_are_stored_once(tmp_path, trained):
     assert tensors[0] == tensors[1]
     loaded = load(tmp_path / "b")
     assert loaded["genlight"]["state"]["model"]["0.weight"] is loaded["state_dict"]["0.weight"]
-
-
-def test_an_unstorable_value_is_refused_by_path_and_nothing_is_written(tmp_path):
-    with pytest.raises(UnstorableStateError) as refused:
-        save(tmp_path / "a", {"genlight": {"state": {"cache": [0, 1, 2, (n for n in ())]}}})
-    assert refused.value.path == 'state["cache"][3]'
-    assert str(refused.value).startswith('state["cache"][3]: generator')
-    assert os.listdir(tmp_path) == []
 
 
 def test_files_of_the_trainers_hook_belong_to_the_checkpoint(tmp_path):

@@ -145,3 +145,24 @@ def test_a_link_instead_of_the_score_file_is_not_followed_but_replaced(tmp_path,
     add_score(record, "val", 0.5)
     assert read_scores(record) == {"val": 0.5}
     assert other.read_text() == '{"val": 1.0}'
+
+
+def test_a_checkpoint_is_reported_after_the_validation_of_its_step(tmp_path, make_trainer, make_net):
+    """The event log would drop scores of a step whose checkpoint it already has."""
+    heard = []
+
+    class Listener(Hook):
+        def on_validation_end(self, trainer, pl_module):
+            heard.append(f"scores of {trainer.global_step}")
+
+        def on_checkpoint_durable(self, trainer, pl_module, record):
+            heard.append(f"checkpoint of {record.step}")
+
+    net, batches = make_net(), torch.utils.data.DataLoader(torch.ones(5, 6, 4), batch_size=None)
+    net.validation_step = lambda batch, batch_idx: None
+    saves = Checkpoint(tmp_path, every_n_steps=2, save_final=False, asynchronous=False)
+    trainer = make_trainer(saves, Listener(), max_epochs=1, val_check_interval=2, num_sanity_val_steps=0)
+    trainer.fit(net, batches, batches)
+
+    events = [f"{what} of {step}" for step in (2, 4) for what in ("scores", "checkpoint")]
+    assert heard == events

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from genlight.callbacks.checkpoint import list_checkpoints, load_weights, verify
-from genlight.callbacks.checkpoint.restorable import check_contents
+from genlight.callbacks.checkpoint.contents import check_contents
 from support.adapted_model import Adapted
 from support.rank_processes import run_ranks
 

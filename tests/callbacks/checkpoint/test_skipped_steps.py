@@ -6,12 +6,10 @@ import concurrent.futures
 import threading
 
 import pytest
-import torch
 
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks import Checkpoint
-from genlight.callbacks.checkpoint.background import Background
-from genlight.callbacks.checkpoint.store import CheckpointStore
+from genlight.callbacks.checkpoint.store import Background, CheckpointStore
 from genlight.callbacks.hook.hook import Hook
 from support.messages import refusal
 
@@ -156,20 +154,6 @@ def test_a_failed_save_is_reported_to_the_callback_that_requested_it(
     fit(trainer_class(), [SlowDisk(writer), BreaksAt20(), *callbacks, listener], steps=60, enable_checkpointing=True)
     assert [step for step, _ in listener.heard] == [40, 50, 60]
     assert "step-00000020.json is not a checkpoint" in caplog.text
-
-
-def test_reserving_memory_hides_no_failure(tmp_path):
-    """The failure of a save in flight is raised, and so is a failed reservation."""
-    store = CheckpointStore()
-    (tmp_path / "a.json").mkdir()
-    store.save(tmp_path / "a", {"global_step": 1}, asynchronous=True)
-    store.reserve([8], torch.device("cpu"))
-    with refusal(CheckpointError):
-        store.wait()
-    store.wait()
-    store.reserve([1 << 60], torch.device("cpu"))
-    with pytest.raises(RuntimeError):
-        store.wait()
 
 
 def test_a_failure_of_another_owner_is_kept_for_it(tmp_path):

@@ -11,16 +11,11 @@ from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.adapter.contract.types import TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import list_checkpoints, load, load_weights, read_record, verify
-from genlight.callbacks.checkpoint.restorable import check_contents
-from support.adapted_model import FROZEN_BYTES, Adapted
+from genlight.callbacks.checkpoint.contents import check_contents
+from support.adapted_model import FROZEN_BYTES, Adapted, assert_equal
 from support.messages import refusal
 
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.filterwarnings("ignore:You're resuming")]
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def left_out(path):
@@ -136,14 +131,11 @@ def test_a_load_without_a_base_names_the_missing_tensors_and_the_remedy(train, t
 
 ADAPTER = '''
 import torch
-from genlight.adapter import StepResult
+from support.trainer_class import Trains
 
 
-class Trainer:
+class Trainer(Trains):
     """A class whose payload contains the frozen weights too."""
-
-    def setup(self, ctx):
-        pass
 
     def configure(self, ctx):
         torch.manual_seed(1)
@@ -152,19 +144,6 @@ class Trainer:
 
     def prepare_batch(self, raw_batch, state, ctx):
         return torch.ones(2, 40)
-
-    def train_step(self, batch, state, ctx):
-        loss = state["model"](batch).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult(metrics={"loss": loss})
-
-    def state_dict(self, state):
-        return {"model": state["model"].state_dict()}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["model"].load_state_dict(payload["model"])
 '''
 
 

@@ -134,7 +134,6 @@ DeviceMemory device_allocator;
 
 std::map<const char*, size_t> pinned;
 int64_t pinned_count = 0;
-constexpr int kInvalidValue = 1, kAlreadyRegistered = 712, kNotRegistered = 713;  // as CUDA has them
 
 void unpin(void* address) {
   Lock lock(state);
@@ -406,22 +405,6 @@ size_t pinned_bytes() {
   size_t sum = 0;
   for (const auto& each : pinned) sum += each.second;
   return sum;
-}
-
-int register_pinned(const void* address, size_t bytes) {
-  Lock lock(state);
-  const auto* begin = static_cast<const char*>(address);
-  const auto next = pinned.lower_bound(begin + bytes);
-  const bool overlaps = next != pinned.begin() && std::prev(next)->first + std::prev(next)->second > begin;
-  if (bytes == 0 || overlaps) return overlaps ? kAlreadyRegistered : kInvalidValue;
-  pinned[begin] = bytes;
-  pinned_count += 1;
-  return 0;
-}
-
-int unregister_pinned(const void* address) {
-  Lock lock(state);
-  return pinned.erase(static_cast<const char*>(address)) == 1 ? 0 : kNotRegistered;
 }
 
 int64_t pinned_allocations() {

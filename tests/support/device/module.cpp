@@ -36,11 +36,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", &sim::default_generator);
   m.def("pinned_bytes", &sim::pinned_bytes);
   m.def("pinned_allocations", &sim::pinned_allocations);
-  m.def("register_pinned", [](uintptr_t address, size_t bytes) {
-    return sim::register_pinned(reinterpret_cast<void*>(address), bytes);
-  });
-  m.def("unregister_pinned",
-        [](uintptr_t address) { return sim::unregister_pinned(reinterpret_cast<void*>(address)); });
   m.def("collectives", &sim::collectives);
   m.def("listen", [](py::object told, py::object place) {
     sim::listener = told.is_none() ? nullptr : told.release().ptr();

@@ -31,9 +31,6 @@ void resize_storage(c10::StorageImpl& storage, size_t bytes);
 
 bool is_pinned(const void* address);
 size_t pinned_bytes();
-// Memory of the host that is pinned from now on, where it is; the codes are those of CUDA's runtime.
-int register_pinned(const void* address, size_t bytes);
-int unregister_pinned(const void* address);
 int64_t pinned_allocations();
 
 // ---- order: what was asked of a stream and is not done yet

@@ -113,24 +113,6 @@ def pinned_allocations() -> int:
     return int(_extension.pinned_allocations())
 
 
-class Runtime:
-    """Functions of CUDA's runtime that are called by its names."""
-
-    @staticmethod
-    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
-        assert flags == 1, "for this device alone"
-        return int(_extension.register_pinned(address, nbytes))
-
-    @staticmethod
-    def cudaHostUnregister(address: int) -> int:
-        return int(_extension.unregister_pinned(address))
-
-
-def cudart() -> type[Runtime]:
-    """The same function as in ``torch.cuda``."""
-    return Runtime
-
-
 def register_process_group(name: str, blocks_host: bool) -> None:
     """Make the process group of the device known to torch, as the one that belongs to it."""
     from torch.distributed import Backend, ProcessGroupGloo, Store

@@ -23,13 +23,6 @@ pytestmark = pytest.mark.promise(name="checkpoint")
 
 
 @pytest.fixture
-def mesh(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
 def optimizer(mesh):
     """An optimizer for one sharded matrix."""
     layer = nn.Linear(4, 6, bias=False)

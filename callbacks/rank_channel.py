@@ -1,9 +1,9 @@
-"""Messages between ranks about a save, separate from the collectives of training.
+"""Messages between ranks, separate from the collectives of training.
 
 Channels are separate gloo groups: their messages stay in host memory, wait for no device, and cannot be matched with a
-collective of training that another rank issued in another order. One is for the training threads and one for the
-writing threads, so that the two never share one either. A rank that dies closes its connections, and a rank that
-waits for it gets an error at once.
+collective of training that another rank issued in another order. For saves there are two, one for the training threads
+and one for the writing threads, because threads must not share one. A rank that dies closes its connections, and a rank
+that waits for it gets an error at once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ....adapter.contract.exceptions import CheckpointError
-from ....adapter.plumbing.devices import gather_objects, host_group
+from ..adapter.contract.exceptions import CheckpointError
+from ..adapter.plumbing.devices import gather_objects, host_group
 
 _Result = TypeVar("_Result")
 

@@ -1,0 +1,150 @@
+"""Frozen weights: written once in a run and shared by its checkpoints, or omitted.
+
+They are the parameters that require no gradient and that no optimizer holds at the start of training. Each later
+checkpoint has a hard link to their file, so that its folder is self-contained: it can be removed, copied or moved
+independently of the others. On a file system without hard links they are written with every checkpoint. With
+``weights="trained"`` they are omitted, as long as they equal those that the class builds: the record has the digest of
+their bytes, and a resume takes them from the module only if its bytes are the same.
+
+At each save their bytes are compared with those at the start. Version counters would not do: they miss writes through
+``tensor.data``, with which many classes move their averaged copy of the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ..finite import are_finite
+from ..optimizer_state import parameters_of
+from .codec.tensors import Entry, bytes_of, content_digests, is_plain, tensor_files
+from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, digest_of
+
+
+@dataclass(frozen=True)
+class FrozenFile:
+    """A durable file of frozen tensors that later checkpoints link to."""
+
+    keys: frozenset[str]
+    size: int
+    xxh3_128: str
+    path: Path
+    identity: tuple[int, int, int]
+    """Inode, bytes and time of change, taken when it became durable."""
+
+
+_LEAST_BYTES = 4096
+"""Fewer bytes than this are written again: a file and a link cost as much."""
+
+
+def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """Return by name the finite parameters of `module` that require no gradient and that no optimizer holds."""
+    held = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen: dict[str, torch.Tensor] = {
+        name: p for name, p in parameters if not p.requires_grad and id(p) not in held and is_plain(p)
+    }
+    is_worth_it = sum(p.nbytes for p in frozen.values()) >= _LEAST_BYTES
+    return frozen if is_worth_it and are_finite([p.detach() for p in frozen.values()]) else {}
+
+
+def describe_omitted(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
+    """Return the entries of a record for tensors that it omits; none for those that this process holds only in part."""
+    return {
+        key: LeftOut(key, *Entry(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
+        for key, tensor in tensors.items()
+        if is_plain(tensor)
+    }
+
+
+class Frozen:
+    """The frozen weights of a training, from one checkpoint to the next.
+
+    Args:
+        tensors: The result of `frozen_in` at the start.
+        leaves_out: Whether checkpoints omit weights that are unchanged since the class built them.
+        loaded: The checkpoint that the training resumes from: only weights that it omits are as the class built them,
+            and its file is shared if it has the same bytes.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, leaves_out: bool = False, loaded: CheckpointRecord | None = None
+    ) -> None:
+        self._digests = dict(zip(tensors, content_digests(list(tensors.values())), strict=True))
+        self._left_out = describe_omitted(tensors) if leaves_out else {}
+        self._file: FrozenFile | None = None
+        if loaded is not None:
+            built = set(loaded.left_out)
+            self._left_out = {key: left for key, left in self._left_out.items() if left in built}
+            stored = {key: tensor for key, tensor in tensors.items() if key not in self._left_out}
+            file = _file_of(loaded, frozenset(stored))
+            self._file = file if file is not None and _has_the_bytes(file, stored) else None
+
+    def divide(self, entries: Sequence[Entry], folder: Path) -> tuple[list[Entry], FrozenFile | None, list[LeftOut]]:
+        """Separate the frozen weights of a checkpoint: omitted, linked from the last checkpoint, or in a separate file.
+
+        Args:
+            entries: The tensors of the checkpoint.
+            folder: The folder in which it is made; gets the link.
+
+        Returns:
+            The tensors to write, the linked file, and descriptions of the omitted tensors.
+        """
+        present = {e.key: e for e in entries if e.file == MODEL_FILE and e.key in self._digests}
+        digests = content_digests([entry.source for entry in present.values()])
+        same = {key for key, digest in zip(present, digests, strict=True) if digest == self._digests[key]}
+        left_out = [left for key, left in self._left_out.items() if key in same]
+        keys = frozenset(same - self._left_out.keys())
+        linked = None
+        if self._file is not None and keys == self._file.keys:
+            # Link at once, while the file certainly exists.
+            linked = self._file if _link(self._file, folder / FROZEN_FILE) else None
+        gone = same if linked is not None else same - keys
+        written = [e for e in entries if e.file != MODEL_FILE or e.key not in gone]
+        written = [replace(e, file=FROZEN_FILE) if e.file == MODEL_FILE and e.key in keys else e for e in written]
+        return written, linked, left_out
+
+    def learn(self, record: CheckpointRecord, written: Iterable[Entry], linked: FrozenFile | None) -> None:
+        """Remember the file of the durable `record`, with the results of `divide`: the next checkpoint links to it."""
+        keys = frozenset(entry.key for entry in written if entry.file == FROZEN_FILE)
+        self._file = _file_of(record, keys if linked is None else linked.keys)
+
+
+def _link(file: FrozenFile, target: Path) -> bool:
+    """Make `target` a hard link to `file`; return False if that fails, so that the file is written again."""
+    with contextlib.suppress(OSError):  # the file is gone; links are not supported, too many, or not permitted
+        os.link(file.path, target, follow_symlinks=False)
+        if _identity_of(target) == file.identity:
+            return True
+        os.unlink(target)
+    return False
+
+
+def _file_of(record: CheckpointRecord, keys: frozenset[str]) -> FrozenFile | None:
+    entry = next((entry for entry in record.files if record.file_name(entry) == FROZEN_FILE), None)
+    path = record.path.parent / (entry.path if entry else "")
+    if entry is None or not path.is_file():
+        return None
+    return FrozenFile(keys, entry.size, entry.xxh3_128, path, _identity_of(path))
+
+
+def _identity_of(path: Path) -> tuple[int, int, int]:
+    """Return inode, bytes and time of change; they differ after a file was replaced or written to."""
+    status = os.lstat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether writing `tensors` would give the same bytes as `file`, whose digest was proven at the load."""
+    hasher = xxhash.xxh3_128()
+    for _, header, entries in tensor_files(Entry(FROZEN_FILE, key, each.detach()) for key, each in tensors.items()):
+        hasher.update(header)
+        for entry in entries:
+            hasher.update(bytes_of(entry.source))
+    return hasher.hexdigest() == file.xxh3_128
