@@ -56,8 +56,7 @@ _WORTH_PRUNING = 256
 """Entries that may go before a file is written again without them."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """What one rank trained in one batch. All digests are 64-bit numbers."""
 
     step: int

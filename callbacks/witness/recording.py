@@ -7,13 +7,14 @@ they have arrived. Of a large tensor, evenly spaced elements are hashed, so that
 from __future__ import annotations
 
 import array
-import dataclasses
+import ctypes
 import random
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -44,27 +45,24 @@ class Reading:
     Args:
         entry: The entry without `rows`, `losses` and `loss`.
         rows: The parts of the batch to hash.
-        losses: All losses, as one tensor on the host or a device; None if there are none.
+        losses: All losses: numbers, or one tensor on its way from a device.
     """
 
-    def __init__(self, entry: Entry, rows: Sequence[Part], losses: LateCopy | None) -> None:
+    def __init__(self, entry: Entry, rows: Sequence[Part], losses: Sequence[float] | LateCopy) -> None:
         self._entry, self._rows, self._losses = entry, rows, losses
 
     def is_there(self) -> bool:
         """Whether `entry` waits for nothing."""
-        copies = [part for part in (*self._rows, self._losses) if isinstance(part, LateCopy)]
-        return all(copy.is_there() for copy in copies)
+        return all(part.is_there() for part in (*self._rows, self._losses) if isinstance(part, LateCopy))
 
     def entry(self) -> Entry:
         """Return the complete entry; waits for values that have not arrived yet."""
         hasher = xxhash.xxh3_64()
         for part in self._rows:
             hasher.update(bytes_of(part.read()) if isinstance(part, LateCopy) else part)
-        entry = dataclasses.replace(self._entry, rows=hasher.intdigest())
-        if self._losses is None:
-            return entry
-        losses = self._losses.read()
-        return dataclasses.replace(entry, losses=xxhash.xxh3_64_intdigest(bytes_of(losses)), loss=float(losses[0]))
+        losses = self._losses.read().tolist() if isinstance(self._losses, LateCopy) else self._losses
+        change = {"losses": _digest_of_numbers(losses), "loss": losses[0]} if losses else {}
+        return msgspec.structs.replace(self._entry, rows=hasher.intdigest(), **change)
 
 
 def read_batch(
@@ -88,7 +86,7 @@ def read_batch(
         attempt=attempt,
         rows=0,
         random=tuple(_random_digests(trainer, own)),
-        rates=xxhash.xxh3_64_intdigest(struct.pack(f"<{len(rates)}d", *rates)),
+        rates=_digest_of_numbers(rates),
         losses=0,
         rate=rates[0] if rates else float("nan"),
     )
@@ -108,6 +106,10 @@ _OF_LIGHTNING = ("_trainer", "_fabric", "_jit_example_inputs")
 """Attributes of a LightningModule that lead to the trainer, with its loaders and callbacks."""
 
 
+def _digest_of_numbers(numbers: Sequence[float]) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(numbers)}d", *numbers))
+
+
 def _rates(trainer: pl.Trainer) -> Iterator[Any]:
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
@@ -122,15 +124,19 @@ def _random_digests(trainer: pl.Trainer, own: Sequence[Any]) -> Iterator[int]:
     hasher = xxhash.xxh3_64(array.array("L", words).tobytes())
     hasher.update(f"{version} {gauss}".encode())
     yield hasher.intdigest()
-    of_numpy: Any = np.random.get_state(legacy=False)
-    state = of_numpy["state"]
-    hasher = xxhash.xxh3_64(state["key"].data if "key" in state else repr(state).encode())
-    hasher.update(f"{state.get('pos')} {of_numpy['has_gauss']} {of_numpy['gauss']}".encode())
-    yield hasher.intdigest()
+    yield xxhash.xxh3_64_intdigest(_state_of_numpy())
     yield xxhash.xxh3_64_intdigest(bytes_of(torch.get_rng_state()))
     yield _digest_of_states([state for states in random_states().values() for state in states])
     yield _digest_of_states([generator.get_state() for generator in loader_generators(trainer)])
     yield _digest_of_states([state_of(generator) for generator in own])
+
+
+def _state_of_numpy() -> bytes:
+    generator: Any = np.random.get_bit_generator()
+    if type(generator) is np.random.MT19937:
+        # The words of the state and the position in them, as they are in memory: `get_state` takes 20 us.
+        return ctypes.string_at(generator.ctypes.state_address, 4 * (624 + 1))
+    return repr(generator.state).encode()
 
 
 def _digest_of_states(states: Sequence[Any]) -> int:
@@ -142,8 +148,8 @@ def _digest_of_states(states: Sequence[Any]) -> int:
     return hasher.intdigest()
 
 
-def _losses(outputs: Any) -> LateCopy | None:
-    """Return the losses of a step, as one tensor of float64, or of float32 on a device.
+def _losses(outputs: Any) -> Sequence[float] | LateCopy:
+    """Return the losses of a step; those on a device as one tensor.
 
     Those are its values whose name contains "loss"; otherwise its tensors: a plain number may be a time or a speed.
     """
@@ -151,14 +157,12 @@ def _losses(outputs: Any) -> LateCopy | None:
     scalars = {str(name): value for name, value in values.items() if _is_scalar(value)}
     found = [value for name, value in scalars.items() if "loss" in name.lower()]
     found = (found or [value for value in scalars.values() if isinstance(value, torch.Tensor)])[:_MOST_LOSSES]
-    if not found:
-        return None
     on_device = [each.detach() for each in found if isinstance(each, torch.Tensor) and each.device.type != "cpu"]
     if on_device:
         kind = torch.float64 if any(each.dtype == torch.float64 for each in on_device) else torch.float32
         place = on_device[0].device
         return LateCopy(torch.stack([each.reshape(()).to(kind) for each in on_device if each.device == place]))
-    return LateCopy(torch.tensor([float(value) for value in found], dtype=torch.float64, device="cpu"))
+    return [float(value) for value in found]
 
 
 def _is_scalar(value: Any) -> bool:
