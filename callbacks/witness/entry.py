@@ -329,13 +329,13 @@ class Proof:
 
     @property
     def text(self) -> str:
-        """The result in one or more sentences."""
+        """The result in one or more sentences, without the last period."""
         if self.difference is None:
             return self._equal()
         where = f" on rank {self.difference.rank}" if self.ranks > 1 else ""
-        before = f" Before it, {self._equal()}." if self.steps else ""
+        before = f". Before it, {self._equal()}" if self.steps else ""
         found = self.difference
-        return f"step {found.step}, repeated after the restart, is not the same{where}: {found.text}.{before}"
+        return f"step {found.step}, repeated after the restart, is not the same{where}: {found.text}{before}"
 
     def _equal(self) -> str:
         first, last = self.steps[0], self.steps[-1]

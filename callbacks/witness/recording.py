@@ -132,7 +132,7 @@ def _random_digests(trainer: pl.Trainer, own: Sequence[Any]) -> Iterator[int]:
 
 
 def _state_of_numpy() -> bytes:
-    generator: Any = np.random.get_bit_generator()
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # its stubs lack it
     if type(generator) is np.random.MT19937:
         # The words of the state and the position in them, as they are in memory: `get_state` takes 20 us.
         return ctypes.string_at(generator.ctypes.state_address, 4 * (624 + 1))
