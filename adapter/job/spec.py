@@ -145,6 +145,9 @@ class ResumeSpec(Block, frozen=True, kw_only=True):
     on_difference: Literal["warn", "stop"] = "warn"
     """The action when a step that was repeated after a restart differs from its first time: `warn` logs what differs;
     `stop` also ends the run, with exit code 1."""
+    overlap: bool = False
+    """Start from the checkpoint before the newest one, repeat the steps up to it, compare weights, optimizers, random
+    states and positions with it, and go on."""
 
 
 class SampleRequest(Block, frozen=True, kw_only=True):

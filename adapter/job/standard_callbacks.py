@@ -51,7 +51,8 @@ def _recovery(job: Settings) -> dict[str, Any] | None:
 def _checkpoints(job: Settings) -> dict[str, Any]:
     keep_last = job.checkpoints.keep_last or None
     saves = {**msgspec.to_builtins(job.checkpoints), "keep_last": keep_last}
-    return {"dirpath": job.checkpoints_dir, **saves, "on_difference": job.resume.on_difference}
+    proves = {"on_difference": job.resume.on_difference, "overlap": job.resume.overlap}
+    return {"dirpath": job.checkpoints_dir, **saves, **proves}
 
 
 STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {

@@ -32,6 +32,7 @@ from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
 from ..optimizer_state import named_values
 from ..witness.entry import Proof
+from ..witness.overlap import compare_with_checkpoint
 from ..witness.witness import Witness
 from .capture import CONTRACT_KEY, Frozen, frozen_in
 from .export import keep_configurations
@@ -111,6 +112,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             the class and verifies their digests.
         on_difference: The action when a step that a resumed run repeats differs from its first time: ``warn`` logs the
             difference, ``stop`` also ends the run.
+        overlap: Whether a run that resumes from an older checkpoint of `dirpath` compares itself with the newest one,
+            when it reaches the step of that: weights, optimizers, random states, positions.
 
     Raises:
         ValueError: An argument is out of range.
@@ -119,10 +122,12 @@ class Checkpoint(Hook, LightningCheckpoint):
     ranks: Literal["zero", "all"] = "all"
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
-    _of_this_process = frozenset({"_channel", "_run_state", "_witness"})
+    _of_this_process = frozenset({"_channel", "_run_state", "_witness", "_overlapped"})
     _channel = ALONE
     _run_state: RunState | None = None
     _witness: Witness | None = None
+    _overlapped: CheckpointRecord | None = None
+    """The checkpoint with which a run that repeats its step compares itself."""
 
     def __init__(
         self,
@@ -141,6 +146,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
         on_difference: Literal["warn", "stop"] = "warn",
+        overlap: bool = False,
     ) -> None:
         require(
             (0 <= every_minutes < math.inf, "every_minutes", "a number >= 0", every_minutes),
@@ -154,7 +160,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
-        self.on_difference = on_difference
+        self.on_difference, self.overlap = on_difference, overlap
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(every_minutes, 0)
@@ -221,6 +227,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if next(saver for saver in savers_of(trainer) if saver.saves_anything) is self:
             resumed = "" if trainer.ckpt_path is None else self._resume.run
             self._witness = Witness(trainer, self.directory, resumed, self._channel)
+        if self.overlap and trainer.ckpt_path is not None:
+            self._overlapped = self._channel.share(self._newest_after(trainer.global_step, listed))
 
     def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
         """Refuse to train if checkpoints could not be saved, rather than fail at the first save. Collective.
@@ -243,6 +251,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
             require_space(self.directory, weights + _ADAM_STATES * trained)
 
+    def _newest_after(self, step: int, listed: list[Listed]) -> CheckpointRecord | None:
+        """Return the newest checkpoint of this run after `step`, but not its final one."""
+        later = [record for record in own_records(listed) if record.step > step and not record.final]
+        return next((record for record in reversed(later) if record.run_id == self._run_id), None)
+
     def _directory_fault(self, trainer: pl.Trainer, listed: list[Listed]) -> str | None:
         """Return the reason why this training must not save into its directory, or None."""
         starts_over = trainer.ckpt_path is None and trainer.global_step == 0
@@ -260,6 +273,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         is_settled = self._store.is_settled  # read before the poll, because that may settle it
         self.poll(trainer)
         is_due = self._boundaries.crosses(trainer.global_step)
+        if self._overlapped is not None:
+            is_due |= trainer.global_step == self._overlapped.step
+            self._wake()
         if self.every_minutes:
             is_due |= self._clock.is_due(self, trainer, pl_module)
         if not is_settled:
@@ -478,6 +494,11 @@ class Checkpoint(Hook, LightningCheckpoint):
                 state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
             undo.pop_all()
         groups = rank_groups_of(trainer.strategy)
+        if self._overlapped is not None and step >= self._overlapped.step:
+            record, self._overlapped = self._overlapped, None
+            if step == record.step:
+                proof = compare_with_checkpoint(state, record, self._channel)
+                self._report(trainer, proof)
         if trainer.is_global_zero or groups is not None:
             meta = self._meta(trainer, trainer_checkpoint, state[CONTRACT_KEY]["elapsed_s"], final=final)
             asynchronous = self.asynchronous and not wait

@@ -42,7 +42,7 @@ RANDOM_STATES = (
 ON_DEVICE, OF_MODEL = 3, 5
 """Positions of two kinds in `RANDOM_STATES`."""
 
-Kind = Literal["rows", "random numbers", "settings", "loss"]
+Kind = Literal["rows", "random numbers", "settings", "loss", "checkpoint"]
 Key = tuple[int, int, int]
 """Completed steps, epoch and batch of the epoch. With accumulation, several batches have the same number of steps."""
 
@@ -243,7 +243,7 @@ class Difference:
         return self.key[0]
 
 
-_HINTS: Mapping[Kind, str] = {
+_HINTS: Mapping[str, str] = {
     "rows": "The loader or its sampler does not continue where the checkpoint was saved: an iterator or a position "
     "that no checkpoint holds, or an order that depends on something outside of the run",
     "random numbers": "Something draws from them that does not repeat: code outside of the training step, another "
@@ -321,6 +321,8 @@ class Proof:
     difference: Difference | None = None
     limits: str = ""
     """What could not be compared, in words."""
+    against: str = ""
+    """Name of the checkpoint with which the step was compared; empty for a comparison of entries."""
 
     @property
     def step(self) -> int:
@@ -338,12 +340,14 @@ class Proof:
         return f"step {found.step}, repeated after the restart, is not the same{where}: {found.text}{before}"
 
     def _equal(self) -> str:
+        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         first, last = self.steps[0], self.steps[-1]
+        if self.against:
+            return f"step {last}, repeated after the restart, has every value of {self.against}{ranks}"
         named = f"step {first}" if first == last else f"steps {first} to {last}"
         has = "has" if first == last else "have"
         count = len(self.steps)
         compared = f" ({count} of them compared)" if count < last - first + 1 else ""
-        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         return f"{named}, repeated after the restart, {has} the same bits{ranks}{compared}{self.limits}"
 
 
