@@ -284,7 +284,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
             return  # to a checkpoint that is then saved again
         if (witness := self._witness) is not None:
-            self._report(trainer, witness.observe(trainer, pl_module, outputs, batch, batch_idx))
+            if (proof := witness.observe(trainer, pl_module, outputs, batch, batch_idx)) is not None:
+                self._report(trainer, proof)
             self.next_due_step = min(self.next_due_step, witness.next_step)
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
             if not self._has_reserved and self.asynchronous and self.saves_while_training:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from ...adapter.plumbing.durable import make_directory, write_all, write_bytes_durably
+from ...adapter.plumbing.durable import make_directory, write_bytes_durably
 from ...adapter.plumbing.safe_open import UnsafeFileError, open_own, read_own
 from ...reporters.events.run_metadata import changed_numerics
 
@@ -53,7 +53,7 @@ _LARGEST_FILE = 64 << 20
 _MOST_ATTEMPTS = 8
 """Attempts whose facts the header keeps."""
 _WORTH_PRUNING = 256
-"""Entries that may go before a file is written again without them."""
+"""Entries of this attempt after which a file is written again without those that nobody needs."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -86,8 +86,8 @@ class Entry(msgspec.Struct, frozen=True):
 
     def pack(self) -> bytes:
         """Return the bytes of this entry in a file."""
-        digests = (self.rows, *self.random, self.rates, self.losses)
-        body = _BODY.pack(*self.key, self.attempt, *digests, self.rate, self.loss)
+        place = (self.step, self.epoch, self.batch, self.attempt)
+        body = _BODY.pack(*place, self.rows, *self.random, self.rates, self.losses, self.rate, self.loss)
         return body + xxhash.xxh3_64_digest(body)
 
 
@@ -177,26 +177,34 @@ class WitnessFile:
         self.path = path
         attempts = dict(sorted(header.attempts.items())[-_MOST_ATTEMPTS:])
         self.header = msgspec.structs.replace(header, attempts=attempts)
-        self._kept = {key: entry.pack() for key, entry in entries.items() if entry.attempt in attempts}
         self._descriptor: int | None = None
-        self._carry_out(self._write_again)
+        self._appended = 0
+        try:
+            self._write_again([entry for entry in entries.values() if entry.attempt in attempts])
+        except OSError as error:
+            self._give_up(error)
 
     def append(self, entry: Entry) -> None:
         """Add an entry; it survives a kill of the process when this returns."""
-        data = entry.pack()
-        self._kept.pop(entry.key, None)
-        self._kept[entry.key] = data
-        if (descriptor := self._descriptor) is not None:
-            self._carry_out(lambda: write_all(descriptor, data))
+        if self._descriptor is None:
+            return
+        self._appended += 1
+        try:
+            # A part of it, on a full disk, is a torn end.
+            os.write(self._descriptor, entry.pack())
+        except OSError as error:
+            self._give_up(error)
 
     def drop(self, *, before: int = 0, after: int | None = None) -> None:
-        """Remove the entries up to the step `before`, once they are many; and at once those after the step `after`."""
-        gone = [key for key in self._kept if key[0] <= before or (after is not None and key[0] > after)]
-        if self._descriptor is None or not gone or (after is None and len(gone) < _WORTH_PRUNING):
+        """Remove the entries up to the step `before`, at times; and at once those after the step `after`."""
+        if self._descriptor is None or (after is None and self._appended < _WORTH_PRUNING):
             return
-        for key in gone:
-            del self._kept[key]
-        self._carry_out(self._write_again)
+        try:
+            recorded = read_witness(self.path)
+            entries = [] if recorded is None else recorded.entries.values()
+            self._write_again([e for e in entries if e.step > before and (after is None or e.step <= after)])
+        except (OSError, ValueError) as error:
+            self._give_up(error)
 
     def close(self) -> None:
         """Close the file. Entries that follow are not written."""
@@ -204,7 +212,7 @@ class WitnessFile:
         if descriptor is not None:
             os.close(descriptor)
 
-    def _write_again(self) -> None:
+    def _write_again(self, entries: Iterable[Entry]) -> None:
         self.close()
         _refuse_linked_folder(self.path)
         if os.path.lexists(self.path):
@@ -212,19 +220,18 @@ class WitnessFile:
         text = msgspec.json.encode(self.header)
         line = _MAGIC + xxhash.xxh3_64_hexdigest(text).encode() + b" " + text + b"\n"
         make_directory(self.path.parent, shared=None)
-        write_bytes_durably(self.path, line + b"".join(self._kept.values()), waits_for_disk=False)
+        data = line + b"".join(entry.pack() for entry in entries)
+        write_bytes_durably(self.path, data, waits_for_disk=False)
         self._descriptor = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._appended = 0
 
-    def _carry_out(self, act: Any) -> None:
-        try:
-            act()
-        except OSError as error:
-            self.close()
-            log.warning(
-                "This attempt keeps no further witness, so the steps that a restart repeats are not compared: %s: %s",
-                error.filename or self.path,
-                error.strerror or error,
-            )
+    def _give_up(self, error: OSError | ValueError) -> None:
+        self.close()
+        log.warning(
+            "This attempt keeps no further witness, so the steps that a restart repeats are not compared: %s: %s",
+            getattr(error, "filename", None) or self.path,
+            getattr(error, "strerror", None) or error,
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import array
 import ctypes
 import random
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import lightning.pytorch as pl
 import msgspec
@@ -20,13 +20,14 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from ...adapter.plumbing.devices import LateCopy, random_states
+from ...adapter.plumbing.devices import LateCopy, accelerator, random_states
 from ...adapter.plumbing.generators import state_of
 from ..checkpoint.codec.references import is_dense
 from ..checkpoint.codec.tensors import bytes_of, is_plain
 from ..checkpoint.rank_state import loader_generators
 from ..checkpoint.worker_states import own_generators
-from .entry import Entry
+from ..lightning_internals import logged_in_step
+from .entry import Entry, Key
 
 _SMALL_BYTES = 16 << 10
 """Tensors up to this size are hashed completely, of larger ones `_SAMPLED` elements or a few more."""
@@ -50,10 +51,11 @@ class Reading:
 
     def __init__(self, entry: Entry, rows: Sequence[Part], losses: Sequence[float] | LateCopy) -> None:
         self._entry, self._rows, self._losses = entry, rows, losses
+        self._late = [part for part in (*rows, losses) if isinstance(part, LateCopy)]
 
     def is_there(self) -> bool:
         """Whether `entry` waits for nothing."""
-        return all(part.is_there() for part in (*self._rows, self._losses) if isinstance(part, LateCopy))
+        return not self._late or all(copy.is_there() for copy in self._late)
 
     def entry(self) -> Entry:
         """Return the complete entry; waits for values that have not arrived yet."""
@@ -65,32 +67,35 @@ class Reading:
         return msgspec.structs.replace(self._entry, rows=hasher.intdigest(), **change)
 
 
-def read_batch(
-    trainer: pl.Trainer, outputs: Any, batch: Any, index: int, *, attempt: int, own: Sequence[Any] = ()
-) -> Reading:
+class Sources(NamedTuple):
+    """Generators of random numbers besides the global ones; looked up at the start and after each checkpoint."""
+
+    of_loaders: list[Any]
+    of_model: list[Any]
+    has_accelerator: bool
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, module: pl.LightningModule) -> Self:
+        """Return those of a training."""
+        return cls(loader_generators(trainer), generators_of_model(module), accelerator() is not None)
+
+
+def read_batch(trainer: pl.Trainer, outputs: Any, batch: Any, key: Key, attempt: int, sources: Sources) -> Reading:
     """Return the reading of the batch that was trained last.
 
     Args:
         trainer: Trains it.
         outputs: The result of the step, as ``on_train_batch_end`` gets it.
         batch: The batch, as that hook gets it.
-        index: Index of the batch in its epoch.
+        key: Its place.
         attempt: Goes into the entry.
-        own: Generators that the trained object holds, in a stable order.
+        sources: Generators to read.
     """
-    rates = [float(rate) for rate in _rates(trainer)]
-    entry = Entry(
-        step=trainer.global_step,
-        epoch=trainer.current_epoch,
-        batch=index,
-        attempt=attempt,
-        rows=0,
-        random=tuple(_random_digests(trainer, own)),
-        rates=_digest_of_numbers(rates),
-        losses=0,
-        rate=rates[0] if rates else float("nan"),
-    )
-    return Reading(entry, list(_parts(batch)), _losses(outputs))
+    rates = _rates(trainer)
+    rate = rates[0] if rates else float("nan")
+    entry = Entry(*key, attempt, 0, _random_digests(sources), _digest_of_numbers(rates), 0, rate)
+    losses = _losses(outputs) or _losses(logged_in_step(trainer))
+    return Reading(entry, _parts(batch), losses)
 
 
 def generators_of_model(module: pl.LightningModule) -> list[Any]:
@@ -110,25 +115,26 @@ def _digest_of_numbers(numbers: Sequence[float]) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(numbers)}d", *numbers))
 
 
-def _rates(trainer: pl.Trainer) -> Iterator[Any]:
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            rate = group.get("lr")
-            if rate is not None and not (isinstance(rate, torch.Tensor) and rate.device.type != "cpu"):
-                yield rate
+def _rates(trainer: pl.Trainer) -> list[float]:
+    rates = [group.get("lr") for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    is_late = [isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for rate in rates]
+    return [float(rate) for rate, late in zip(rates, is_late, strict=True) if rate is not None and not late]
 
 
-def _random_digests(trainer: pl.Trainer, own: Sequence[Any]) -> Iterator[int]:
-    """Yield the digests of `Entry.random`. Reading a state of CUDA does not wait: torch keeps it on the host."""
+def _random_digests(sources: Sources) -> tuple[int, ...]:
+    """Return the digests of `Entry.random`. Reading a state of CUDA does not wait: torch keeps it on the host."""
     version, words, gauss = random.getstate()
     hasher = xxhash.xxh3_64(array.array("L", words).tobytes())
     hasher.update(f"{version} {gauss}".encode())
-    yield hasher.intdigest()
-    yield xxhash.xxh3_64_intdigest(_state_of_numpy())
-    yield xxhash.xxh3_64_intdigest(bytes_of(torch.get_rng_state()))
-    yield _digest_of_states([state for states in random_states().values() for state in states])
-    yield _digest_of_states([generator.get_state() for generator in loader_generators(trainer)])
-    yield _digest_of_states([state_of(generator) for generator in own])
+    on_devices = random_states().values() if sources.has_accelerator else ()
+    return (
+        hasher.intdigest(),
+        xxhash.xxh3_64_intdigest(_state_of_numpy()),
+        xxhash.xxh3_64_intdigest(bytes_of(torch.get_rng_state())),
+        _digest_of_states([state for states in on_devices for state in states]),
+        _digest_of_states([generator.get_state() for generator in sources.of_loaders]),
+        _digest_of_states([state_of(generator) for generator in sources.of_model]),
+    )
 
 
 def _state_of_numpy() -> bytes:
@@ -140,6 +146,8 @@ def _state_of_numpy() -> bytes:
 
 
 def _digest_of_states(states: Sequence[Any]) -> int:
+    if not states:
+        return 0
     hasher = xxhash.xxh3_64()
     for state in states:
         for part in _parts(state):
@@ -171,18 +179,22 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, int | float | np.floating) and not isinstance(value, bool)
 
 
-def _parts(value: Any) -> Iterator[Part]:
-    """Yield the parts of a batch to hash: its structure, and the values of its first leaves."""
+def _parts(value: Any) -> list[Part]:
+    """Return the parts of a batch to hash: its structure, and the values of its first leaves."""
+    if type(value) is torch.Tensor:
+        return _leaf(value)
+    parts: list[Part] = []
     left, waiting = _MOST_LEAVES, [(value, 0)]
     while waiting and left:
         value, depth = waiting.pop()
         members = None if depth == _DEEPEST else _members(value)
         if members is None:
             left -= 1
-            yield from _leaf(value)
+            parts += _leaf(value)
         else:
-            yield f"{type(value).__name__} {len(members)}".encode()
+            parts.append(f"{type(value).__name__} {len(members)}".encode())
             waiting += [(member, depth + 1) for member in reversed(members[:_MOST_LEAVES])]
+    return parts
 
 
 def _members(value: Any) -> list[Any] | None:
@@ -217,30 +229,28 @@ def _of_arrow(value: Any) -> list[Any] | None:
         return [len(value), repr(spaced.to_pylist())]
 
 
-def _leaf(value: Any) -> Iterator[Part]:
-    if isinstance(value, np.ndarray | np.generic):
-        value = np.asarray(value)
-        if value.dtype.hasobject:
-            yield repr(value.shape).encode()
-            return
-        yield f"{value.dtype} {value.shape}".encode()
-        sample = value if value.nbytes <= _SMALL_BYTES else value.reshape(-1)[:: _stride(value.size)]
-        yield np.ascontiguousarray(sample).tobytes()
-    elif isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
+def _leaf(value: Any) -> list[Part]:
+    if isinstance(value, torch.Tensor):
+        about = f"{value.dtype} {tuple(value.shape)}".encode()
         value = value.to_local() if isinstance(value, DTensor) else value
-        if is_plain(value):
-            sample = _sample(value.detach().resolve_conj().resolve_neg())
-            # A copy: the loader may use the memory again before values on a device have arrived.
-            yield bytes(bytes_of(sample)) if sample.device.type == "cpu" else LateCopy(sample)
-    elif isinstance(value, str):
-        yield value[:_LONGEST_TEXT].encode("utf-8", "replace")
-    elif isinstance(value, bytes):
-        yield value[:_LONGEST_TEXT]
-    elif isinstance(value, bool | int | float | None):
-        yield repr(value).encode()
-    else:
-        yield type(value).__name__.encode()
+        if not is_plain(value):
+            return [about]
+        sample = _sample(value.detach().resolve_conj().resolve_neg())
+        # A copy: the loader may use the memory again before values on a device have arrived.
+        return [about, bytes(bytes_of(sample)) if sample.device.type == "cpu" else LateCopy(sample)]
+    if isinstance(value, np.ndarray | np.generic):
+        array_ = np.asarray(value)
+        about = f"{array_.dtype} {array_.shape}".encode()
+        if array_.dtype.hasobject:
+            return [about]
+        sampled = array_ if array_.nbytes <= _SMALL_BYTES else array_.reshape(-1)[:: _stride(array_.size)]
+        return [about, np.ascontiguousarray(sampled).tobytes()]
+    if isinstance(value, str):
+        return [value[:_LONGEST_TEXT].encode("utf-8", "replace")]
+    if isinstance(value, bytes):
+        return [value[:_LONGEST_TEXT]]
+    is_plain_value = isinstance(value, int | float | None)
+    return [repr(value).encode() if is_plain_value else type(value).__name__.encode()]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 
 from ...reporters.events.run_metadata import PACKAGES_OF_NUMBERS, installed_packages, numerics
 from ..checkpoint.sharded.rank_channel import Channel
-from ..hook.cadence import NEVER, next_multiple
+from ..hook.cadence import NEVER
 from ..hook.events import callbacks_of, run_state_of
 from ..log_metrics import LogMetrics
 from .entry import (
@@ -34,12 +34,14 @@ from .entry import (
     read_witness,
     summarize,
 )
-from .recording import Reading, generators_of_model, read_batch
+from .recording import Reading, Sources, read_batch
 
 log = logging.getLogger(__name__)
 
 FIRST_STEPS = 10
 """Steps after the start and after each checkpoint that have an entry, whatever the cadence."""
+LEAST_CADENCE = 10
+"""If metrics have a shorter cadence, entries have its first multiple from here on: one costs as much as some metrics."""
 _KEPT_CHECKPOINTS = 2
 """Checkpoints after whose older one entries are kept: a resume may fall back to it."""
 _DENSE_ENTRIES = 1024
@@ -61,12 +63,12 @@ class Witness:
         self.next_step = 0
         """The step at which `observe` has something to do next."""
         self._channel = channel
-        self._every = metric_cadence(trainer)
+        self._every = self._cadence = witness_cadence(trainer)
         self._start = trainer.global_step
         self._saves = deque([self._start], maxlen=_KEPT_CHECKPOINTS + 1)
         self._since_save = 0
         self._pending: deque[Reading] = deque()
-        self._own: list[Any] | None = None
+        self._sources: Sources | None = None
         self._is_unreadable = False
         path = file_of_rank(directory, trainer.global_rank)
         recorded = _read(path, self.run) if run else None
@@ -114,10 +116,11 @@ class Witness:
             The result of the comparison, once: at the first difference, or after the last repeated step.
         """
         step = trainer.global_step
+        key = step, trainer.current_epoch, index
+        is_at_cadence = self._cadence > 0 and step % self._cadence == 0
+        if is_at_cadence or step <= self._saves[-1] + FIRST_STEPS or key in self._expected:
+            self._read(trainer, module, outputs, batch, key)
         if self._pending:
-            self._settle(waits=False)
-        if self._is_due((step, trainer.current_epoch, index)):
-            self._read(trainer, module, outputs, batch, index)
             self._settle(waits=False)
         proof = None
         if self._steps:
@@ -125,34 +128,28 @@ class Witness:
         self._plan(step)
         return proof
 
-    def _read(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int) -> None:
+    def _read(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, key: Key) -> None:
         if self._is_unreadable:
             return
         try:
-            if self._own is None:
-                self._own = generators_of_model(module)
-            reading = read_batch(trainer, outputs, batch, index, attempt=self._attempt, own=self._own)
+            if self._sources is None:
+                self._sources = Sources.of(trainer, module)
+            self._pending.append(read_batch(trainer, outputs, batch, key, self._attempt, self._sources))
         except Exception as error:  # noqa: BLE001 - batches and generators are objects of users, and may raise anything
             self._is_unreadable = True
-            log.warning("This attempt keeps no further witness: batch %d cannot be read: %r", index, error)
-        else:
-            self._since_save += 1
-            self._pending.append(reading)
-
-    def _is_due(self, key: Key) -> bool:
-        step = key[0]
-        is_at_cadence = self._cadence > 0 and step % self._cadence == 0
-        return is_at_cadence or step <= self._saves[-1] + FIRST_STEPS or key in self._expected
-
-    @property
-    def _cadence(self) -> int:
-        return self._every << self._since_save // _DENSE_ENTRIES
+            log.warning("This attempt keeps no further witness: batch %d cannot be read: %r", key[2], error)
+        self._since_save += 1
+        if self._since_save % _DENSE_ENTRIES == 0:
+            self._cadence *= 2
 
     def _plan(self, step: int) -> None:
-        is_dense = bool(self._pending) or step < self._saves[-1] + FIRST_STEPS
+        if self._pending or step < self._saves[-1] + FIRST_STEPS:
+            self.next_step = step + 1
+            return
+        self.next_step = (step // self._cadence + 1) * self._cadence if self._cadence else NEVER
         at = bisect.bisect_right(self._steps, step)
-        repeated = self._steps[at] if at < len(self._steps) else NEVER
-        self.next_step = step + 1 if is_dense else min(next_multiple(step, self._cadence), repeated)
+        if at < len(self._steps):
+            self.next_step = min(self.next_step, self._steps[at])
 
     def _settle(self, *, waits: bool) -> None:
         """Write and compare the readings whose values have arrived."""
@@ -191,7 +188,7 @@ class Witness:
     def note_save(self, step: int) -> None:
         """A checkpoint of `step` was begun: note the first steps after it, and forget those before the last two."""
         self._saves.append(step)
-        self._since_save, self._own, self.next_step = 0, None, 0
+        self._since_save, self._cadence, self._sources, self.next_step = 0, self._every, None, 0
         if len(self._saves) > _KEPT_CHECKPOINTS:
             self._file.drop(before=self._saves[0])
 
@@ -208,11 +205,14 @@ class Witness:
         self._file.close()
 
 
-def metric_cadence(trainer: pl.Trainer) -> int:
-    """Return the number of steps between metrics: of `LogMetrics`, if the trainer has it, otherwise of Lightning."""
+def witness_cadence(trainer: pl.Trainer) -> int:
+    """Return the number of steps between entries, a multiple of that between metrics; 0 if there are no metrics.
+
+    `LogMetrics` decides it if the trainer has one, otherwise Lightning's ``log_every_n_steps``.
+    """
     cadences = (callback.every_n_steps for callback in callbacks_of(trainer) if isinstance(callback, LogMetrics))
     every: int = next(cadences, getattr(trainer, "log_every_n_steps", 0))
-    return every
+    return every * max(1, -(-LEAST_CADENCE // every)) if every else 0
 
 
 def _read(path: Path, run: str) -> Recorded | None:

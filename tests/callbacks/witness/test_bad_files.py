@@ -87,7 +87,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(when, tmp_path, monkeypat
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(entries, "write_bytes_durably" if when == "at the start" else "write_all", full)
+    monkeypatch.setattr(*((entries, "write_bytes_durably") if when == "at the start" else (Entry, "pack")), full)
 
     attempt(tmp_path, Hosted(), rows(), steps=24)
 
