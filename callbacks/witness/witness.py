@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 FIRST_STEPS = 10
 """Steps after the start and after each checkpoint that have an entry, whatever the cadence."""
 LEAST_CADENCE = 10
-"""If metrics have a shorter cadence, entries have its first multiple from here on: one costs as much as some metrics."""
+"""If metrics have a shorter cadence, entries have its first multiple from here on, because they cost more."""
 _KEPT_CHECKPOINTS = 2
 """Checkpoints after whose older one entries are kept: a resume may fall back to it."""
 _DENSE_ENTRIES = 1024

@@ -167,7 +167,7 @@ def test_a_step_without_callbacks_makes_few_calls(tmp_path: Path) -> None:
 
 
 def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) -> None:
-    """Stop checks, metrics, events and the witness every 10 steps; others that wait for their cadence are not called."""
+    """Stop checks, metrics, events and the witness every 10 steps; a callback that waits is not called."""
     assert calls_of_standard_set(tmp_path) <= BARE + 16
 
 
