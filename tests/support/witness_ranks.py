@@ -1,7 +1,8 @@
 """One rank of a run that kills itself in a step, and is started again; for ``test_killed_runs.py``.
 
 Arguments: rank, world size, folder of the store, directory of checkpoints, ``ddp``, ``sharded`` or ``plain`` (a
-LightningModule under DDP), the step after which rank zero kills all ranks (0: none), and a fault on rank one.
+LightningModule under DDP), the step after which all ranks kill themselves (0: none), a fault on rank one, and
+``overlap`` to start from the older checkpoint.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class Noisy(Hosted):
         return super().train_step(batch, state, ctx)
 
 
-def main(rank: Rank, directory: str, kind: str, kill_at: int, draws: int) -> None:
+def main(rank: Rank, directory: str, kind: str, kill_at: int, draws: int, *, overlap: bool) -> None:
     torch.manual_seed(3)
-    record, _ = newest_valid(directory)
-    saver, proofs = Checkpoint(directory, every_n_steps=4, asynchronous=False), Proofs()
+    record, _ = newest_valid(directory, accept=lambda record: record.step < 8 or not overlap)
+    saver, proofs = Checkpoint(directory, every_n_steps=4, asynchronous=False, overlap=overlap), Proofs()
     strategy = "sharded" if kind == "sharded" else "ddp"
     trainer = rank.trainer(saver, proofs, Kills(kill_at), strategy=strategy, max_steps=STEPS, max_epochs=-1)
     module = Plain() if kind == "plain" else ContractModule(Noisy(draws), TrainingJobSpec("witnessed", STEPS))
@@ -67,4 +68,4 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     me = Rank.of_command_line()
     with me.group(f"store-{sys.argv[6]}-{sys.argv[7]}"):
-        main(me, sys.argv[4], sys.argv[5], int(sys.argv[6]), int(sys.argv[7]))
+        main(me, sys.argv[4], sys.argv[5], int(sys.argv[6]), int(sys.argv[7]), overlap="overlap" in sys.argv)

@@ -109,6 +109,18 @@ def test_two_ranks_compare_their_own_steps(kind, tmp_path):
     assert json.loads((tmp_path / "rank0.json").read_text()) == [text]
 
 
+def test_ranks_compare_their_slices_with_the_newest_checkpoint(tmp_path):
+    killed = [tmp_path, tmp_path / "c", "sharded", 10, 0]
+    run_ranks_to_their_ends("witness_ranks.py", *killed, world_size=2, code=-signal.SIGKILL)
+
+    run_ranks("witness_ranks.py", tmp_path, tmp_path / "c", "sharded", 0, 0, "overlap")
+
+    assert json.loads((tmp_path / "rank0.json").read_text()) == [
+        "step 8, repeated after the restart, has every value of step-00000008 on 2 ranks",
+        "steps 5 to 10, repeated after the restart, have the same bits on 2 ranks",
+    ]
+
+
 def test_a_difference_on_another_rank_is_named_with_the_rank(tmp_path):
     killed = [tmp_path, tmp_path / "c", "ddp", 7, 1]
     run_ranks_to_their_ends("witness_ranks.py", *killed, world_size=2, code=-signal.SIGKILL)
