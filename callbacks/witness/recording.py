@@ -62,7 +62,7 @@ class Reading:
         hasher = xxhash.xxh3_64()
         for part in self._rows:
             hasher.update(bytes_of(part.read()) if isinstance(part, LateCopy) else part)
-        losses = self._losses.read().tolist() if isinstance(self._losses, LateCopy) else self._losses
+        losses = _numbers_in(self._losses.read()) if isinstance(self._losses, LateCopy) else self._losses
         change = {"losses": _digest_of_numbers(losses), "loss": losses[0]} if losses else {}
         return msgspec.structs.replace(self._entry, rows=hasher.intdigest(), **change)
 
@@ -109,6 +109,10 @@ def generators_of_model(module: pl.LightningModule) -> list[Any]:
 
 _OF_LIGHTNING = ("_trainer", "_fabric", "_jit_example_inputs")
 """Attributes of a LightningModule that lead to the trainer, with its loaders and callbacks."""
+
+
+def _numbers_in(tensor: torch.Tensor) -> Sequence[float]:
+    return struct.unpack(f"{len(tensor)}{'d' if tensor.dtype == torch.float64 else 'f'}", bytes_of(tensor))
 
 
 def _digest_of_numbers(numbers: Sequence[float]) -> int:
@@ -165,12 +169,13 @@ def _losses(outputs: Any) -> Sequence[float] | LateCopy:
     scalars = {str(name): value for name, value in values.items() if _is_scalar(value)}
     found = [value for name, value in scalars.items() if "loss" in name.lower()]
     found = (found or [value for value in scalars.values() if isinstance(value, torch.Tensor)])[:_MOST_LOSSES]
-    on_device = [each.detach() for each in found if isinstance(each, torch.Tensor) and each.device.type != "cpu"]
-    if on_device:
-        kind = torch.float64 if any(each.dtype == torch.float64 for each in on_device) else torch.float32
-        place = on_device[0].device
-        return LateCopy(torch.stack([each.reshape(()).to(kind) for each in on_device if each.device == place]))
-    return [float(value) for value in found]
+    tensors = [value.detach().reshape(()) for value in found if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return [float(value) for value in found]
+    place = tensors[0].device
+    is_double = place.type == "cpu" or any(value.dtype == torch.float64 for value in tensors)
+    kind = torch.float64 if is_double else torch.float32
+    return LateCopy(torch.stack([value.to(kind) for value in tensors if value.device == place]))
 
 
 def _is_scalar(value: Any) -> bool:

@@ -99,8 +99,9 @@ class Witness:
             return {}
         before, now = self._facts.get(next(reversed(entries.values())).attempt, {}), self._facts[self._attempt]
         if before.get("ranks") != ranks:
-            text = "Repeated steps are not compared with the earlier attempt: it had %s ranks, this one has %d"
-            log.info(text, before.get("ranks"), ranks)
+            if self._channel.rank == 0:
+                text = "Repeated steps are not compared with the earlier attempt: it had %s ranks, this one has %d"
+                log.info(text, before.get("ranks"), ranks)
             return {}
         if before.get("device") != now["device"]:
             kinds = f"{before.get('device')} and {now['device']}"
