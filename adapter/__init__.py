@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         RecoveryError as RecoveryError,
         ReplayWriterError as ReplayWriterError,
         ReplicaDriftError as ReplicaDriftError,
+        ResumeDifferenceError as ResumeDifferenceError,
         StartupContractError as StartupContractError,
         ThreadLimitError as ThreadLimitError,
         TrainerPathError as TrainerPathError,

@@ -166,6 +166,12 @@ def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> Any:
     return response
 
 
+def logged_in_step(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the values that the last step of Lightning's own loop logged, on their devices."""
+    results = trainer.fit_loop.epoch_loop._results
+    return dict(results.metrics(on_step=True)["callback"]) if len(results) else {}
+
+
 def set_callback_metrics(trainer: pl.Trainer, callback: dict[str, Any], progress_bar: dict[str, Any]) -> None:
     """Make metrics visible to monitors and progress bars when no step logs them."""
     connector = trainer._logger_connector

@@ -1,7 +1,8 @@
 """List runs: state, step, age, speed, loss, best score and size.
 
 A run is lost if its process, on this host or another, has ended without reporting how. BEST is the score that the job
-names in `checkpoints.monitor`.
+names in `checkpoints.monitor`. RESTART says whether the steps that the newest attempt repeated after a restart have the
+same bits as before it.
 
 Exit codes: 0 done, 2 usage.
 """
@@ -19,7 +20,7 @@ from ..view.summary import RunSummary, figures_of, find_runs, summary_of
 from .parser import folder_of_runs
 from .terminal import aligned, print_error, say, say_json, styled
 
-_HEADER = ("STATE", "RUN", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "UPLOADS", "HOW IT ENDED")
+_HEADER = ("STATE", "RUN", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "UPLOADS", "RESTART", "HOW IT ENDED")
 _STYLES = {"completed": "ok", "stopped": "warning", "failed": "fault", "lost": "fault"}
 _WATCH_EVERY_S = 2.0
 
@@ -74,5 +75,5 @@ def _lines(runs: list[RunSummary], folder: Path) -> list[tuple[str, str]]:
         figures = figures_of(each.as_json())
         score = "" if each.score is None else f"{each.score[0]} {each.score[1]:.4g}"
         start = (each.state, name, figures["steps"], age, figures["speed"], figures["loss"], score)
-        rows.append((*start, size_text(each.size_bytes), figures["uploads"], each.ending))
+        rows.append((*start, size_text(each.size_bytes), figures["uploads"], figures["restart"], each.ending))
     return list(zip(aligned(rows), ["dim", *(_STYLES.get(each.state, "") for each in runs)], strict=True))

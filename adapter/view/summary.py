@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from ...reporters.events.event import (
     Completed,
     Event,
     Failed,
+    Finding,
     Metric,
     Started,
     decode_event,
@@ -46,9 +47,10 @@ SILENT_S = 300.0
 """Seconds without activity after which a run whose lock cannot be checked counts as lost."""
 SILENT_GAPS = 10.0
 """The same limit as a multiple of the longest gap between its last events; the larger of the two counts."""
-_STARTED = b'"started"'
-Starts = dict[tuple[int, int], tuple[int, Started | None]]
-"""The byte up to which each log was searched, and its newest ``started`` event, by device and inode of the log."""
+Start = tuple[Started | None, Finding | None]
+"""The newest ``started`` of an attempt that trains, and the proof of its resume, if it repeated steps."""
+Starts = dict[tuple[int, int], tuple[int, Start]]
+"""The byte up to which each log was searched, and its newest start, by device and inode of the log."""
 _CLOCK_MARGIN_MS = 2000
 """A lock taken this much later than the last event belongs to the next attempt."""
 
@@ -78,6 +80,8 @@ class RunSummary:
         size_bytes: Size of all its files.
         waiting_uploads: Number of uploads that are not delivered yet.
         host: Host of the newest attempt.
+        proof: The steps that the newest attempt repeated after a restart, compared with their first time: ``level``
+            (``ok`` or ``warn``), ``step`` and ``text``; None if it compared none.
         metadata: The origin of the newest attempt, from its ``started``.
     """
 
@@ -101,6 +105,7 @@ class RunSummary:
     size_bytes: int = 0
     waiting_uploads: int = 0
     host: str = ""
+    proof: Mapping[str, Any] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -119,6 +124,9 @@ class RunSummary:
     @property
     def words(self) -> list[str]:
         """Sentences that say what happened, and what to do next."""
+        return self._words() if self.proof is None else [*self._words(), f"Resumed: {self.proof['text']}."]
+
+    def _words(self) -> list[str]:
         of = f" of {self.max_steps}" if self.max_steps else ""
         at = f"at step {self.step}{of}"
         command = self.metadata.get("command")
@@ -147,8 +155,11 @@ class RunSummary:
         }
 
 
+_RESTART_WORDS = {"ok": "same bits", "warn": "differs"}
+
+
 def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return steps, speed, loss and uploads of a run (from `RunSummary.as_json`) as texts for a table."""
+    """Return steps, speed, loss, uploads and restart of a run (from `RunSummary.as_json`) as texts for a table."""
     of = f"/{run['max_steps']}" if run["max_steps"] else ""
     loss, speed = run["loss"], run["steps_per_s"]
     return {
@@ -156,6 +167,7 @@ def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
         "speed": "" if speed is None else f"{speed:.3g}/s",
         "loss": "" if loss is None else f"{loss:.4g}" if isinstance(loss, float) else str(loss),
         "uploads": f"{run['waiting_uploads']} wait" if run["waiting_uploads"] else "",
+        "restart": "" if run["proof"] is None else _RESTART_WORDS.get(run["proof"]["level"], ""),
     }
 
 
@@ -197,7 +209,7 @@ def summary_of(
     """
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     log = log_of_run(folder)
-    tail, started, later_failure = _ends(log, {} if starts is None else starts)
+    tail, (started, proof), later_failure = _ends(log, {} if starts is None else starts)
     holder = last_holder(folder)
     end = next((event for event in reversed(tail) if not isinstance(event, Metric)), None)
     end = end if isinstance(end, Completed | Failed) else None
@@ -235,22 +247,23 @@ def summary_of(
         size_bytes=_size(folder) if sizes else 0,
         waiting_uploads=count_waiting(folder) if sizes else 0,
         host=str(host),
+        proof=None if proof is None else {"level": proof.level, "step": proof.step, "text": proof.text},
         metadata=metadata,
     )
 
 
-def _ends(log: Path, starts: Starts) -> tuple[list[Event], Started | None, str]:
-    """Return the last events of the newest attempt that trained, its ``started``, and the error of a later start.
+def _ends(log: Path, starts: Starts) -> tuple[list[Event], Start, str]:
+    """Return the last events of the newest attempt that trained, its start, and the error of a later start.
 
     All are empty if the log is absent or unreadable.
     """
     try:
         descriptor = open_regular(log)
     except OSError:
-        return [], None, ""
+        return [], (None, None), ""
     try:
         events, later_failure = _tail(descriptor)
-        return events, _newest_started(descriptor, starts), later_failure
+        return events, _newest_start(descriptor, starts), later_failure
     finally:
         os.close(descriptor)
 
@@ -284,20 +297,21 @@ def _tail(descriptor: int) -> tuple[list[Event], str]:
     return events or evaluation, later_failure if events else ""
 
 
-def _newest_started(descriptor: int, starts: Starts) -> Started | None:
-    """Return the newest ``started`` event of an attempt that trains.
+def _newest_start(descriptor: int, starts: Starts) -> Start:
+    """Return the start of the newest attempt that trains.
 
     The log is read from its end in blocks, because a mapping would count as memory.
     """
     status = os.fstat(descriptor)
     log = status.st_dev, status.st_ino
-    searched, known = starts.get(log, (0, None))
+    searched, known = starts.get(log, (0, (None, None)))
     if searched > status.st_size:  # another file has taken its place
-        searched, known = 0, None
+        searched, known = 0, (None, None)
     end, rest, complete_until = status.st_size, b"", None
     if has_long_holes(descriptor):  # only the beginning is real; a search would read gigabytes
         end = min(end, _BLOCK_BYTES)
-    found = None
+    found: Started | None = None
+    proof: Finding | None = None
     while end > searched and found is None:
         begin = max(end - _BLOCK_BYTES, searched)
         block = os.pread(descriptor, end - begin, begin) + rest
@@ -305,24 +319,37 @@ def _newest_started(descriptor: int, starts: Starts) -> Started | None:
         if complete_until is None:
             complete_until = begin + block.rfind(b"\n") + 1
         if begin == searched or first:
-            found = _last_started(block[first:])
+            found, place = _last_event(block[first:], b'"started"', _trains)
+            proof = proof or _last_event(block[first + place :], b'"resume_proof"', _is_proof)[0]
         rest, end = (block[:first] if first else block), begin
         if len(rest) > LONGEST_LINE:  # no event is so long: the log is broken here, but maybe not at its start
             rest, end = b"", min(end, searched + _BLOCK_BYTES)
-    starts[log] = complete_until or searched, found or known
-    return found or known
+    newest = (found, proof) if found is not None else (known[0], proof or known[1])
+    starts[log] = complete_until or searched, newest
+    return newest
 
 
-def _last_started(block: bytes) -> Started | None:
-    """Return the ``started`` of an attempt that trains on the last such complete line of `block`."""
-    at = block.rfind(_STARTED)
+def _last_event(block: bytes, mark: bytes, accepts: Callable[[Event | None], Any]) -> tuple[Any, int]:
+    """Return the event on the last complete line of `block` that has `mark` and is accepted, and where it begins.
+
+    None and 0 if there is none.
+    """
+    at = block.rfind(mark)
     while at >= 0:
         begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
         event = _decoded(block[begin:end]) if end > 0 else None
-        if isinstance(event, Started) and evaluation_stage(event) is None:
-            return event
-        at = block.rfind(_STARTED, 0, begin)
-    return None
+        if accepts(event):
+            return event, begin
+        at = block.rfind(mark, 0, begin)
+    return None, 0
+
+
+def _trains(event: Event | None) -> bool:
+    return isinstance(event, Started) and evaluation_stage(event) is None
+
+
+def _is_proof(event: Event | None) -> bool:
+    return isinstance(event, Finding) and event.kind == "resume_proof"
 
 
 def _decoded(line: bytes) -> Event | None:

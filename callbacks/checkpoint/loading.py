@@ -81,7 +81,7 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
     weights = omitted_tensors(record, base)
     for entry in record.files:
         if record.tensor_file(entry) == MODEL_FILE:
-            weights |= _read_tensors(record, entry)[0]
+            weights |= read_tensors(record, entry)[0]
     slices = [entry for entry in record.files if rank_of(record.file_name(entry)) is not None]
     verify_files(record, [entry for entry in slices if record.file_name(entry).endswith(MODEL_FILE)])
     sliced = [tensor for tensor in sliced_tensors(record) if tensor.file == MODEL_FILE]
@@ -161,7 +161,7 @@ class _Source:
         self._sliced = {(each.file, each.key): StoredSlices(record, each) for each in in_slices}
 
     def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
-        tensors, header = _read_tensors(record, entry)
+        tensors, header = read_tensors(record, entry)
         file = record.tensor_file(entry)
         self._stored |= {(file, key): tensor for key, tensor in tensors.items()}
         return header
@@ -237,7 +237,7 @@ class StoredSlices:
         return values
 
 
-def _read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str, torch.Tensor], dict[str, TypedShape]]:
+def read_tensors(record: CheckpointRecord, entry: FileEntry) -> tuple[dict[str, torch.Tensor], dict[str, TypedShape]]:
     """Return the tensors of one file, and its header, after the complete file is proven."""
     hasher = xxhash.xxh3_128()
     tensors: dict[str, torch.Tensor] = {}

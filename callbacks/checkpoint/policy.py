@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, StartupContractError
+from ...adapter.contract.exceptions import BrokenCheckpointError, ResumeDifferenceError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
@@ -30,6 +30,9 @@ from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, 
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
 from ..rank_channel import ALONE, Channel
+from ..witness.entry import Proof
+from ..witness.overlap import compare_with_checkpoint
+from ..witness.witness import Witness
 from .capture import CONTRACT_KEY
 from .export import keep_configurations
 from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
@@ -37,7 +40,7 @@ from .frozen import Frozen, frozen_in
 from .listing import Listed, files_in_the_way
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
-from .rank_state import ResumeState, capture_parts
+from .rank_state import WITNESS, ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
 from .storage import Staging, move_out_of_the_way, require_space, stage, sweep
 from .store import CheckpointStore, wait_after_failure
@@ -106,6 +109,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         weights: ``all`` stores every weight; those that are frozen from the start (they require no gradient and no
             optimizer holds them) are written once and shared. ``trained`` omits those: a resume takes them from
             the class and verifies their digests.
+        on_difference: The action when a step that a resumed run repeats differs from its first time: ``warn`` logs the
+            difference, ``stop`` also ends the run.
+        overlap: Whether a run that resumes from an older checkpoint of `dirpath` compares itself with the newest one,
+            when it reaches the step of that: weights, optimizers, random states, positions.
 
     Raises:
         ValueError: An argument is out of range.
@@ -114,9 +121,12 @@ class Checkpoint(Hook, LightningCheckpoint):
     ranks: Literal["zero", "all"] = "all"
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
-    _of_this_process = frozenset({"_channel", "_run_state"})
+    _of_this_process = frozenset({"_channel", "_run_state", "_witness", "_overlapped"})
     _channel = ALONE
     _run_state: RunState | None = None
+    _witness: Witness | None = None
+    _overlapped: CheckpointRecord | None = None
+    """The checkpoint with which a run that repeats its step compares itself."""
 
     def __init__(
         self,
@@ -134,11 +144,14 @@ class Checkpoint(Hook, LightningCheckpoint):
         on_error: Literal["stop", "continue"] = "stop",
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
+        on_difference: Literal["warn", "stop"] = "warn",
+        overlap: bool = False,
     ) -> None:
         require(
             (0 <= every_minutes < math.inf, "every_minutes", "a number >= 0", every_minutes),
             (on_error in ("stop", "continue"), "on_error", "'stop' or 'continue'", on_error),
             (weights in ("all", "trained"), "weights", "'all' or 'trained'", weights),
+            (on_difference in ("warn", "stop"), "on_difference", "'warn' or 'stop'", on_difference),
         )
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
@@ -146,6 +159,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
+        self.on_difference, self.overlap = on_difference, overlap
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(every_minutes, 0)
@@ -209,6 +223,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             leaves_out = self.weights == "trained"
             self._store.begin(self.directory, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
             keep_configurations(self.directory, pl_module)
+        if next(saver for saver in savers_of(trainer) if saver.saves_anything) is self:
+            resumed = "" if trainer.ckpt_path is None else self._resume.run
+            self._witness = Witness(trainer, self.directory, resumed, self._channel)
+        if self.overlap and trainer.ckpt_path is not None:
+            self._overlapped = self._channel.share(self._newest_after(trainer.global_step, listed))
 
     def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
         """Refuse to train if checkpoints could not be saved, rather than fail at the first save. Collective.
@@ -231,6 +250,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
             require_space(self.directory, weights + _ADAM_STATES * trained)
 
+    def _newest_after(self, step: int, listed: list[Listed]) -> CheckpointRecord | None:
+        """Return the newest checkpoint of this run after `step`, but not its final one."""
+        later = [record for record in own_records(listed) if record.step > step and not record.final]
+        return next((record for record in reversed(later) if record.run_id == self._run_id), None)
+
     def _directory_fault(self, trainer: pl.Trainer, listed: list[Listed]) -> str | None:
         """Return the reason why this training must not save into its directory, or None."""
         starts_over = trainer.ckpt_path is None and trainer.global_step == 0
@@ -248,6 +272,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         is_settled = self._store.is_settled  # read before the poll, because that may settle it
         self.poll(trainer)
         is_due = self._boundaries.crosses(trainer.global_step)
+        if self._overlapped is not None:
+            is_due |= trainer.global_step == self._overlapped.step
+            self._wake()
         if self.every_minutes:
             is_due |= self._clock.is_due(self, trainer, pl_module)
         if not is_settled:
@@ -255,12 +282,30 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_between_batches = True
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
             return  # to a checkpoint that is then saved again
+        if (witness := self._witness) is not None:
+            if (proof := witness.observe(trainer, pl_module, outputs, batch, batch_idx)) is not None:
+                self._report(trainer, proof)
+            self.next_due_step = min(self.next_due_step, witness.next_step)
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
             return
         if awaits_module_hook(trainer, pl_module):  # its changes, such as a moving average, belong to this step
             self._saves_after_module_hook = True
         else:
             self._save_what_is_due(trainer, pl_module)
+
+    def _report(self, trainer: pl.Trainer, proof: Proof | None) -> None:
+        """Log the result of a comparison with the earlier attempt, and report it to all callbacks on rank zero.
+
+        Raises:
+            ResumeDifferenceError: There is a difference, and `on_difference` is ``stop``; raised on every rank.
+        """
+        if proof is None:
+            return
+        if trainer.is_global_zero:
+            log.log(logging.INFO if proof.difference is None else logging.WARNING, "%s", proof.text)
+            fire(trainer, "on_resume_proof", proof)
+        if proof.difference is not None and self.on_difference == "stop":
+            raise ending_the_run(ResumeDifferenceError(proof.text))
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # All ranks have agreed to end after this step; its state must be on disk before the run ends.
@@ -314,14 +359,23 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._witness is not None and self._witness.is_comparing:  # an earlier attempt had more steps
+            self._report(trainer, self._witness.conclude())
         if self.save_final:
             self.save(trainer, pl_module, final=True, wait=True)
         self.wait(trainer)
         self._store.background.finish()
+        self._close_witness()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         wait_after_failure(lambda: self.wait(trainer))
+        self._close_witness()
+
+    def _close_witness(self) -> None:
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            witness.close()
 
     @override
     def on_save_checkpoint(
@@ -330,6 +384,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         parts["elapsed_s"] = self._resume.elapsed_s
+        if self._witness is not None:
+            parts[WITNESS] = self._witness.run
         set_positions_aside(trainer, checkpoint, parts, self._channel)
         capture_parts(trainer, pl_module, parts, has_trained=self._is_between_batches, channel=self._channel)
 
@@ -422,6 +478,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             return path
         self._last_saved_step = step
         self._clock.note_save()
+        if self._witness is not None:
+            self._witness.note_save(step)
+            self._wake()
         if self.critical:
             self._store.wait(self)
         else:
@@ -432,6 +491,11 @@ class Checkpoint(Hook, LightningCheckpoint):
                 state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
             undo.pop_all()
         groups = rank_groups_of(trainer.strategy)
+        if self._overlapped is not None and step >= self._overlapped.step:
+            record, self._overlapped = self._overlapped, None
+            if step == record.step:
+                proof = compare_with_checkpoint(state, record, self._channel)
+                self._report(trainer, proof)
         if trainer.is_global_zero or groups is not None:
             meta = self._meta(trainer, trainer_checkpoint, state[CONTRACT_KEY]["elapsed_s"], final=final)
             asynchronous = self.asynchronous and not wait
@@ -549,7 +613,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.restore_pending_rng(trainer)
 
     def _wake(self) -> None:
-        """Work in the background has started: check after every step whether it has finished."""
+        """There is work after the next step: for the witness, or to check whether work in the background has ended."""
         self.next_due_step = 0
 
 

@@ -33,6 +33,7 @@ PUBLIC = {
         JobContext Minibatches
         MonitorError NonfiniteError
         OptimizerBundle RankFailedError RecoveryError ReplayBuffer ReplayFeed ReplayWriterError ReplicaDriftError
+        ResumeDifferenceError
         RunBeginContext RunEndContext RunOptions RunState StartupContractError
         StepContext StepControlHints StepResult ThreadLimitError TrainerAuthContext TrainerPathError TrainerPlugin
         TrainingCanceled

@@ -116,9 +116,9 @@ def test_a_line_of_more_bytes_than_any_run_writes_is_named_before_it_takes_memor
 
 def test_a_listing_takes_no_more_memory_for_it(endless, monkeypatch):
     looked_through = []
-    last_started = summary._last_started
+    last_event = summary._last_event
     monkeypatch.setattr(
-        summary, "_last_started", lambda block: looked_through.append(len(block)) or last_started(block)
+        summary, "_last_event", lambda block, *rest: looked_through.append(len(block)) or last_event(block, *rest)
     )
 
     assert summary_of(endless.parent.parent).run_id == "r"

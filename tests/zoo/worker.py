@@ -177,6 +177,7 @@ def hosted(
     from genlight.adapter.contract.types import TrainingJobSpec
     from genlight.adapter.module.module import ContractModule
     from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints
+    from support.witnessed import Proofs
     from zoo.base import INTERRUPTED_AT, STEPS
 
     torch.manual_seed(7 + rank + 100 * resume)
@@ -188,7 +189,9 @@ def hosted(
         from support.device.training import one_device
 
         arguments = one_device()
+    proofs = Proofs()
     trainer = quiet_trainer(
+        proofs,
         Checkpoint(folder, every_n_steps=INTERRUPTED_AT, save_final=False, keep_last=None, asynchronous=False),
         max_steps=STEPS,
         use_distributed_sampler=False,
@@ -199,6 +202,7 @@ def hosted(
     saved = str(list_checkpoints(folder)[0].path) if resume else None
     loader = Shares(cls.rows, rank, size, STEPS) if cls.loader is None else cls.loader(rank, size)
     trainer.fit(module, loader, ckpt_path=saved)
+    vars(module)["proofs"] = proofs.found
     return module
 
 
@@ -254,7 +258,10 @@ def _resume_verdict(
         differing = Snapshot({"value": left}).differences(after)
     except Exception as error:
         return f"{type(error).__name__}: {_line(error)}"
-    return "exact" if not differing else f"{differing[0]} ({len(differing)} of {len(left)})"
+    if differing:
+        return f"{differing[0]} ({len(differing)} of {len(left)})"
+    alarms = [proof.text for proof in again.proofs if proof.difference is not None]
+    return f"exact, but {alarms[0]}" if alarms else "exact"
 
 
 def everything(module: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ EXAMPLES = [
     exceptions.EvaluationError("the command printed no JSON"),
     exceptions.UploadError("checkpoint not delivered", auth=True),
     exceptions.ReplicaDriftError("one tensor differs"),
+    exceptions.ResumeDifferenceError("step 21 is not the same"),
     exceptions.NonfiniteError("the loss is nan at step 3"),
     exceptions.RecoveryError("training could not be recovered after 5 attempts"),
     exceptions.RankFailedError("rank 1 was killed by signal 9"),

@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import random
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from genlight.adapter.contract.types import StepControlHints, StepResult
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
 from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.hook import Hook
+from genlight.callbacks.witness.entry import FOLDER
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="checkpoint")
@@ -228,7 +230,7 @@ def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, train_net
     train_net(Checkpoint(tmp_path / "c", every_n_steps=3))
     kept = ["step-00000006", "step-00000009", "final"]
     assert records(tmp_path / "c") == [f"{name}.json" for name in kept]
-    assert sorted(os.listdir(tmp_path / "c")) == sorted([*kept, *(f"{name}.json" for name in kept)])
+    assert sorted(os.listdir(tmp_path / "c")) == sorted([FOLDER, *kept, *(f"{name}.json" for name in kept)])
     assert read_record(tmp_path / "c" / "final.json").final
 
 
@@ -321,7 +323,8 @@ def test_debris_of_a_killed_run_is_removed(tmp_path, train_net):
     (directory / "step-00000005.json").rename(directory / "step-00000005" / ".tmp-step-00000005.json-1-aa")
     (directory / "mine").mkdir()
     train_net(Checkpoint(directory, every_n_steps=100, save_final=False))
-    assert sorted(os.listdir(directory)) == ["final", "final.json", "mine", "step-00000010", "step-00000010.json"]
+    kept = [FOLDER, "final", "final.json", "mine", "step-00000010", "step-00000010.json"]
+    assert sorted(os.listdir(directory)) == kept
 
 
 def wait_for_save(checkpoint):
@@ -338,7 +341,7 @@ class Unwritable(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.batches += 1
         if batch_idx == 1:
-            self.directory.rmdir()
+            shutil.rmtree(self.directory)
             self.directory.write_text("in the way")
         wait_for_save(self.checkpoint)
 
@@ -381,7 +384,7 @@ def test_a_failed_save_leaves_no_files(tmp_path, train_net, make_net):
     net.on_save_checkpoint = fail
     with pytest.raises(ZeroDivisionError):
         train_net(Checkpoint(tmp_path / "c", every_n_steps=1), net=net, loader=3)
-    assert os.listdir(tmp_path / "c") == []
+    assert os.listdir(tmp_path / "c") == [FOLDER]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, train_net, caplog, monkeypatch):

@@ -1,0 +1,77 @@
+"""A run that starts from an older checkpoint compares itself with the newest one when it reaches the step of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from genlight.adapter import ContractModule, TrainingJobSpec
+from genlight.adapter.contract.exceptions import ResumeDifferenceError
+from genlight.callbacks import Checkpoint
+from support.resumed_fit import seed
+from support.trainers import quiet_trainer
+from support.witnessed import Hosted, Plain, Proofs, attempt, rows
+
+pytestmark = pytest.mark.promise(name="resume")
+
+
+def repeat(folder: Any, module: Any, **options: Any) -> list[str]:
+    """Train again from the checkpoint of step 10, up to step 24."""
+    seed(8)
+    proofs = Proofs()
+    checkpoint = Checkpoint(folder, every_n_steps=10, asynchronous=False, overlap=True, **options)
+    trainer = quiet_trainer(checkpoint, proofs, max_steps=24, max_epochs=-1, log_every_n_steps=5)
+    if not isinstance(module, Plain):
+        module = ContractModule(module, TrainingJobSpec("witnessed", 24))
+    trainer.fit(module, rows(), ckpt_path=str(folder / "step-00000010.json"))
+    return [proof.text for proof in proofs.found]
+
+
+@pytest.mark.parametrize("make", [Hosted, Plain])
+def test_the_newest_checkpoint_has_the_values_of_the_repeated_step(make, tmp_path):
+    attempt(tmp_path, make(), rows(), until=22)
+
+    assert repeat(tmp_path, make()) == [
+        "step 20, repeated after the restart, has every value of step-00000020",
+        "steps 11 to 22, repeated after the restart, have the same bits",
+    ]
+
+
+class Forgets(Hosted):
+    """Keeps a number that it does not use, and that it stores but does not restore."""
+
+    def configure(self, ctx: Any) -> Any:
+        return {**super().configure(ctx), "seen": torch.zeros(())}
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> Any:
+        state["seen"] += 1
+        return super().train_step(batch, state, ctx)
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        return {"seen": state["seen"].clone(), "count": int(state["seen"])}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        pass
+
+
+def test_values_that_no_step_shows_are_named(tmp_path):
+    attempt(tmp_path, Forgets(), rows(), until=22)
+
+    text, _ = repeat(tmp_path, Forgets())
+
+    expected = (
+        "step 20, repeated after the restart, is not the same: step-00000020, which was saved after its first time"
+    )
+    assert text == f"{expected}, has other values of genlight.state.count, state.seen"
+
+
+def test_a_difference_can_end_the_run_before_it_replaces_the_checkpoint(tmp_path):
+    attempt(tmp_path, Forgets(), rows(), until=22)
+    before = (tmp_path / "step-00000020.json").read_bytes()
+
+    with pytest.raises(ResumeDifferenceError):
+        repeat(tmp_path, Forgets(), on_difference="stop")
+
+    assert (tmp_path / "step-00000020.json").read_bytes() == before
