@@ -105,6 +105,7 @@ def _scene(args: argparse.Namespace, config: RunConfig) -> Scene:
         steps=args.steps,
         every_n_steps=args.steps // 3,
         ranks=args.ranks,
+        seed=0 if config.seed is None else None,
     )
 
 

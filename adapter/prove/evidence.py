@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from torch import Tensor
 
 from ...callbacks.checkpoint import find_final, load
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
@@ -49,7 +50,7 @@ class Difference:
 
     text: str
     size: float
-    """Largest relative difference of numbers in the final states; infinite if something else differs."""
+    """Largest relative difference of floating-point values in the final states, or of the metric; infinite for rows."""
 
 
 def rows_file(folder: Path, rank: int) -> Path:
@@ -105,18 +106,25 @@ def first_difference(expected: Evidence, actual: Evidence, names: frozenset[str]
     """
     ours, theirs = expected.state["value"], actual.state["value"]
     paths = expected.state.differences(actual.state)
-    size = max((distance(ours.get(path), theirs.get(path)) for path in paths), default=0.0)
+    measured = [path for path in paths if _is_measured(ours.get(path)) and _is_measured(theirs.get(path))]
+    size = max((distance(ours[path], theirs[path]) for path in measured), default=0.0)
     for step, rank in sorted(expected.rows.keys() | actual.rows.keys()):
         if expected.rows.get((step, rank)) != actual.rows.get((step, rank)):
             return Difference(f"step {step} of rank {rank} got other rows", math.inf)
     for step, name in sorted(expected.metrics.keys() | actual.metrics.keys()):
         a, b = expected.metrics.get((step, name)), actual.metrics.get((step, name))
         if name in names and repr(a) != repr(b):
-            return Difference(f"{name} of step {step} is {b} instead of {a}", size)
+            apart = math.inf if a is None or b is None else distance(a, b)
+            return Difference(f"{name} of step {step} is {b} instead of {a}", max(size, apart))
     if paths:
         more = f" and {len(paths) - 1} other values of the state differ" if len(paths) > 1 else " differs"
         return Difference(f"at the end, {paths[0]}{more}", size)
     return None
+
+
+def _is_measured(value: Any) -> bool:
+    """Whether `value` is a floating-point tensor or number; a counter or a random state is equal, or it differs."""
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
 
 
 def equal_metrics(first: Evidence, second: Evidence) -> frozenset[str]:

@@ -8,7 +8,6 @@ rows and metrics of its steps and its final state with the unbroken run.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +72,7 @@ def prove(
         found.append(outcome)
     reference, names = found[0], equal_metrics(*found)
     apart = first_difference(reference, found[1], names)
-    tolerance = SLACK * apart.size if apart else 0.0
+    tolerance = SLACK * apart.size if apart else -1.0
     yield _unbroken(apart, runs, reference)
     limit_s = max(MIN_LIMIT_S, SLOWER * runs[0].attempts[0].seconds)
     for case in _cases(scene.every_n_steps, reference.ranks):
@@ -96,7 +95,7 @@ def _unbroken(apart: Difference | None, runs: Sequence[Rehearsal], reference: Ev
         "unbroken",
         "warn",
         f"two runs without a fault differ: {apart.text}",
-        "A resume can only be compared within this difference. Seed all random numbers (`seed` of the job), and see "
+        "A resume can only be compared within this difference. Take all random numbers from seeded generators, and see "
         "`lightning.deterministic`.",
     )
 
@@ -151,7 +150,7 @@ def _judge(case: _Case, run: Rehearsal, reference: Evidence, names: frozenset[st
     apart = first_difference(reference, outcome, names)
     if apart is None:
         return Finding(case.name, "pass", f"the same bits; {costs}")
-    if 0 < apart.size <= tolerance or tolerance == math.inf:
+    if apart.size <= tolerance:
         return Finding(case.name, "pass", f"no further apart than two unbroken runs; {costs}")
     return fail(f"{apart.text} ({costs})")
 

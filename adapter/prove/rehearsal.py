@@ -64,6 +64,8 @@ class Scene:
     """Steps between checkpoints."""
     ranks: int | None = None
     """Number of processes; None leaves the job's."""
+    seed: int | None = None
+    """Seed for a job that has none, because runs with other random numbers cannot be compared."""
 
 
 @dataclass
@@ -140,6 +142,7 @@ class Rehearsal:
             "lightning.logger=false",
             f"lightning.callbacks={json.dumps([*scene.lightning_callbacks, breaks])}",
             *([f"lightning.devices={ranks}"] if ranks else []),
+            *([f"seed={scene.seed}"] if scene.seed is not None else []),
             *self.settings,
         )
         return [word for setting in settings for word in ("--set", setting)]

@@ -32,7 +32,7 @@ def evidence(rows=("a", "b"), losses=(1.0, 0.5), weight=1.0):
         ({"rows": ("a", "c"), "losses": (1.0, 0.4), "weight": 2.0}, ["step 2", "rank 0", "rows"], math.inf),
         ({"rows": ("a",)}, ["step 2", "rows"], math.inf),
         ({"losses": (1.0, 0.4), "weight": 2.0}, ["train/loss of step 2", "0.4", "0.5"], 1.0),
-        ({"losses": (1.0, math.nan)}, ["train/loss of step 2", "nan"], 0.0),
+        ({"losses": (1.0, math.nan)}, ["train/loss of step 2", "nan"], math.inf),
         ({"weight": 1.5}, ["weight"], 0.5),
     ],
 )
