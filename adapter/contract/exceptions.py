@@ -20,6 +20,7 @@
     ├── ReplayWriterError (RuntimeError)  a second writer of a replay buffer
     ├── ThreadLimitError (RuntimeError)  the system has no room for another thread
     ├── ReplicaDriftError         replicas that must be equal are not
+    ├── ResumeDifferenceError     a step that was repeated after a restart is not the same
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RecoveryError             a training could not be recovered from its faults
     ├── RankFailedError                another rank failed or died
@@ -218,6 +219,10 @@ class ThreadLimitError(GenlightError, RuntimeError):
 
 class ReplicaDriftError(GenlightError):
     """Replicas that data parallelism keeps equal have different parameters."""
+
+
+class ResumeDifferenceError(GenlightError):
+    """A step that was repeated after a restart differs from its first time, and the run is set to end then."""
 
 
 class RankFailedError(GenlightError):

@@ -137,11 +137,14 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
 
 
 class ResumeSpec(Block, frozen=True, kw_only=True):
-    """Settings that a resume does not take from the checkpoint."""
+    """How a run resumes: what it does not take from the checkpoint, and how it proves that it repeats its steps."""
 
     keep: Annotated[tuple[NonBlank, ...], example(["lr"])] = ()
     """Settings that stay as `configure` builds them: of optimizers (`lr`, `weight_decay`, …), `schedule` or `scaler`;
     a new rate scales a schedule that has begun. The `--reset` of `genlight run` gives one."""
+    on_difference: Literal["warn", "stop"] = "warn"
+    """The action when a step that was repeated after a restart differs from its first time: `warn` logs what differs;
+    `stop` also ends the run, with exit code 1."""
 
 
 class SampleRequest(Block, frozen=True, kw_only=True):
@@ -237,7 +240,7 @@ class JobSpec(Block, frozen=True, kw_only=True):
     resume_checkpoint_path: FilePath | None = None
     """A checkpoint record to resume from."""
     resume: ResumeSpec = ResumeSpec()
-    """Settings that a resume does not take from the checkpoint."""
+    """How a run resumes: what it does not take from the checkpoint, and how it proves that it repeats its steps."""
     max_runtime_seconds: Annotated[Seconds, variable("TRAINER_MAX_RUNTIME_SECONDS"), example(3600)] = 0
     """Time limit from process start, including downloads; 0 means none."""
     cancel_file_path: Annotated[FilePath, variable("TRAINER_CANCEL_FILE")] | None = None

@@ -50,7 +50,8 @@ def _recovery(job: Settings) -> dict[str, Any] | None:
 
 def _checkpoints(job: Settings) -> dict[str, Any]:
     keep_last = job.checkpoints.keep_last or None
-    return {"dirpath": job.checkpoints_dir, **msgspec.to_builtins(job.checkpoints), "keep_last": keep_last}
+    saves = {**msgspec.to_builtins(job.checkpoints), "keep_last": keep_last}
+    return {"dirpath": job.checkpoints_dir, **saves, "on_difference": job.resume.on_difference}
 
 
 STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...callbacks.checkpoint.storage import Listed
 from ...reporters.events.attempts import Attempts
-from ...reporters.events.event import ROLLED_BACK_METRIC, Completed, Event, Failed, Metric
+from ...reporters.events.event import ROLLED_BACK_METRIC, Completed, Event, Failed, Finding, Metric
 from ...reporters.events.goodput import Ledger
 from ...reporters.events.json_lines import Position
 from ...reporters.events.reader import log_of_run, typed_events
@@ -164,6 +164,8 @@ class History:
         if isinstance(event, Metric):
             self._take_metric(event)
             return
+        if isinstance(event, Finding):
+            self._find(event.level, event.step, event.text, "")
         if isinstance(event, Failed):
             remedy = "start it again to continue" if event.resumable is True else ""
             self._find("stop" if event.error == event.category else "fail", event.step, event.error, remedy)

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, StartupContractError
+from ...adapter.contract.exceptions import BrokenCheckpointError, ResumeDifferenceError, StartupContractError
 from ...adapter.contract.run_state import RunState
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
@@ -31,12 +31,14 @@ from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, 
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
 from ..optimizer_state import named_values
+from ..witness.entry import Proof
+from ..witness.witness import Witness
 from .capture import CONTRACT_KEY, Frozen, frozen_in
 from .export import keep_configurations
 from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
-from .rank_state import ResumeState, capture_parts
+from .rank_state import WITNESS, ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
 from .sharded.rank_channel import ALONE, Channel
 from .sharded.slices import is_sharded
@@ -107,6 +109,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         weights: ``all`` stores every weight; those that are frozen from the start (they require no gradient and no
             optimizer holds them) are written once and shared. ``trained`` omits those: a resume takes them from
             the class and verifies their digests.
+        on_difference: The action when a step that a resumed run repeats differs from its first time: ``warn`` logs the
+            difference, ``stop`` also ends the run.
 
     Raises:
         ValueError: An argument is out of range.
@@ -115,9 +119,10 @@ class Checkpoint(Hook, LightningCheckpoint):
     ranks: Literal["zero", "all"] = "all"
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
-    _of_this_process = frozenset({"_channel", "_run_state"})
+    _of_this_process = frozenset({"_channel", "_run_state", "_witness"})
     _channel = ALONE
     _run_state: RunState | None = None
+    _witness: Witness | None = None
 
     def __init__(
         self,
@@ -135,11 +140,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         on_error: Literal["stop", "continue"] = "stop",
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
+        on_difference: Literal["warn", "stop"] = "warn",
     ) -> None:
         require(
             (0 <= every_minutes < math.inf, "every_minutes", "a number >= 0", every_minutes),
             (on_error in ("stop", "continue"), "on_error", "'stop' or 'continue'", on_error),
             (weights in ("all", "trained"), "weights", "'all' or 'trained'", weights),
+            (on_difference in ("warn", "stop"), "on_difference", "'warn' or 'stop'", on_difference),
         )
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
@@ -147,6 +154,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
+        self.on_difference = on_difference
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(every_minutes, 0)
@@ -210,6 +218,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             leaves_out = self.weights == "trained"
             self._store.begin(self.directory, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
             keep_configurations(self.directory, pl_module)
+        if next(saver for saver in savers_of(trainer) if saver.saves_anything) is self:
+            resumed = "" if trainer.ckpt_path is None else self._resume.run
+            self._witness = Witness(trainer, self.directory, resumed, self._channel)
 
     def _check_directory(self, trainer: pl.Trainer, pl_module: pl.LightningModule, listed: list[Listed]) -> None:
         """Refuse to train if checkpoints could not be saved, rather than fail at the first save. Collective.
@@ -256,6 +267,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._is_between_batches = True
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
             return  # to a checkpoint that is then saved again
+        if (witness := self._witness) is not None:
+            self._report(trainer, witness.observe(trainer, pl_module, outputs, batch, batch_idx))
+            self.next_due_step = min(self.next_due_step, witness.next_step)
         if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
             if not self._has_reserved and self.asynchronous and self.saves_while_training:
                 self._has_reserved = True  # only now do the optimizers have their state
@@ -266,6 +280,20 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._saves_after_module_hook = True
         else:
             self._save_what_is_due(trainer, pl_module)
+
+    def _report(self, trainer: pl.Trainer, proof: Proof | None) -> None:
+        """Log the result of a comparison with the earlier attempt, and report it to all callbacks on rank zero.
+
+        Raises:
+            ResumeDifferenceError: There is a difference, and `on_difference` is ``stop``; raised on every rank.
+        """
+        if proof is None:
+            return
+        if trainer.is_global_zero:
+            log.log(logging.INFO if proof.difference is None else logging.WARNING, "%s", proof.text)
+            fire(trainer, "on_resume_proof", proof)
+        if proof.difference is not None and self.on_difference == "stop":
+            raise ending_the_run(ResumeDifferenceError(proof.text))
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # All ranks have agreed to end after this step; its state must be on disk before the run ends.
@@ -319,14 +347,23 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._witness is not None and self._witness.is_comparing:  # an earlier attempt had more steps
+            self._report(trainer, self._witness.conclude())
         if self.save_final:
             self.save(trainer, pl_module, final=True, wait=True)
         self.wait(trainer)
         self._store.background.finish()
+        self._close_witness()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         wait_after_failure(lambda: self.wait(trainer))
+        self._close_witness()
+
+    def _close_witness(self) -> None:
+        witness, self._witness = self._witness, None
+        if witness is not None:
+            witness.close()
 
     @override
     def on_save_checkpoint(
@@ -335,6 +372,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         parts["elapsed_s"] = self._resume.elapsed_s
+        if self._witness is not None:
+            parts[WITNESS] = self._witness.run
         set_positions_aside(trainer, checkpoint, parts, self._channel)
         capture_parts(trainer, pl_module, parts, has_trained=self._is_between_batches, channel=self._channel)
 
@@ -426,6 +465,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             return path
         self._last_saved_step, self._has_reserved = step, True
         self._clock.note_save()
+        if self._witness is not None:
+            self._witness.note_save(step)
+            self._wake()
         if self.critical:
             self._store.wait(self)
         else:
@@ -553,7 +595,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.restore_pending_rng(trainer)
 
     def _wake(self) -> None:
-        """Work in the background has started: check after every step whether it has finished."""
+        """There is work after the next step: for the witness, or to check whether work in the background has ended."""
         self.next_due_step = 0
 
 

@@ -42,6 +42,9 @@ SHARDED_GRADIENTS = "sharded_gradients"
 OPTIMIZER_DEVICES = "optimizer_devices"
 """Member that lists, for each optimizer, the tensors of its state that are on an unusual device."""
 
+WITNESS = "witness"
+"""Member of a checkpoint's genlight part that holds the identity of the training whose witness goes with it."""
+
 
 def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
     """Return the generators of the training loaders."""
@@ -239,6 +242,8 @@ class ResumeState:
 
         After the last batch, Lightning's loop continues with a new epoch, whose iterator draws as it would have.
         """
+        self.run = ""
+        """Identity of the training that the checkpoint belongs to; empty if it keeps no witness."""
         self._elapsed_before_s = 0.0
         self._started_at_s: float | None = None
 
@@ -253,6 +258,7 @@ class ResumeState:
         self._optimizer_states = checkpoint.get("optimizer_states", ())
         self._optimizer_devices = parts.get(OPTIMIZER_DEVICES, ())
         self._elapsed_before_s = parts.get("elapsed_s", 0.0)
+        self.run = str(parts.get(WITNESS, ""))
         gradients = gradients_of_rank(parts.get("gradients", []), trainer.global_rank, trainer.world_size)
         self._gradients = gradients | parts.get(SHARDED_GRADIENTS, {})
         self._is_between_batches = bool(parts.get("is_between_batches"))

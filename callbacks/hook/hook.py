@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ...reporters.uploads import Uploader
     from ..checkpoint.format.record import RecordMeta
     from ..stop.sources import StopSources
+    from ..witness.entry import Proof
 
 
 log = logging.getLogger(__name__)
@@ -203,6 +204,9 @@ class Hook(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: CheckpointRecord
     ) -> None:
         """The checkpoint of `record` can no longer be lost; may be fired some steps after ``record.step``."""
+
+    def on_resume_proof(self, trainer: pl.Trainer, pl_module: pl.LightningModule, proof: Proof) -> None:
+        """Steps that the run repeated after a restart were compared with their first time; fired on rank zero."""
 
     def on_samples_written(
         self,

@@ -118,6 +118,15 @@ class Sample(_Common):
     step: _Step
 
 
+class Finding(_Common):
+    """Something that a reader of the run should know, such as a proof that a restart repeated steps exactly."""
+
+    kind: Annotated[str, Meta(min_length=1, description="Kind of the finding, such as resume_proof.")]
+    level: Annotated[Literal["ok", "warn", "fail"], Meta(description="Whether it is good news, or how bad it is.")]
+    step: _Step
+    text: Annotated[str, Meta(min_length=1, description="The finding in words, without secrets.")]
+
+
 class Completed(_Common):
     """The attempt ended as planned."""
 
@@ -147,7 +156,7 @@ class Failed(_Common):
             raise ValueError(f"`error` {self.error!r} does not say its `category` {self.category!r} first")
 
 
-Event = Started | Metric | Checkpoint | Sample | Completed | Failed
+Event = Started | Metric | Checkpoint | Sample | Finding | Completed | Failed
 
 _OPTIONAL: Final = frozenset({"attempt", "finite", "metadata", "stopped", "value_text"})
 """Keys that a valid line may lack."""

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import time_ns
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import msgspec
 
@@ -27,6 +27,7 @@ from .event import (
     Completed,
     Event,
     Failed,
+    Finding,
     Metric,
     Sample,
     Started,
@@ -42,11 +43,11 @@ log = logging.getLogger(__name__)
 class EventLog:
     """Writes the events of one attempt; conforms to `TrainingReporter`.
 
-    The order is ``started``, any number of ``metric``, ``checkpoint`` and ``sample``, then one ``completed`` or
-    ``failed``. That one ends the attempt. ``failed`` may also come first, if the attempt never started. Every event is
-    in the file when its call returns, so that a killed process loses none. ``started``, ``checkpoint``,
-    ``completed`` and ``failed`` are also durable then, with all lines before them. A power cut therefore loses only
-    events that a run reports again when it resumes from a durable checkpoint.
+    The order is ``started``, any number of ``metric``, ``checkpoint``, ``sample`` and ``finding``, then one
+    ``completed`` or ``failed``. That one ends the attempt. ``failed`` may also come first, if the attempt never
+    started. Every event is in the file when its call returns, so that a killed process loses none. ``started``,
+    ``checkpoint``, ``completed`` and ``failed`` are also durable then, with all lines before them. A power cut
+    therefore loses only events that a run reports again when it resumes from a durable checkpoint.
 
     Any thread may call these methods. In a forked child the log is closed, and a copy of a log is closed too.
 
@@ -172,6 +173,17 @@ class EventLog:
     def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
         """Report a sample; raises the same errors as `checkpoint`."""
         self._write(Sample, {"path": _path_text("path", path), "step": checked_step(step)})
+
+    def finding(self, *, kind: str, level: Literal["ok", "warn", "fail"], step: int, text: str) -> None:
+        """Report a finding, for example of kind ``resume_proof``.
+
+        Raises:
+            TypeError: `step` is not an integer, or a text is not a string.
+            ValueError: `step` is negative, or a text empty.
+            EventLogError: The attempt has not started or is over, or the line could not be written.
+        """
+        texts = {"kind": checked_text("kind", kind), "text": checked_text("text", text)}
+        self._write(Finding, {**texts, "level": level, "step": checked_step(step)})
 
     def completed(
         self,

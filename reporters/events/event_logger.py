@@ -261,7 +261,7 @@ def _warn_of_other_numerics(event_log: EventLog) -> None:
 
 
 class RecordEvents(Callback):
-    """Writes ``started``, ``checkpoint`` and ``sample`` events of a fit to an open log, on rank zero.
+    """Writes ``started``, ``checkpoint``, ``sample`` and ``finding`` events of a fit to an open log, on rank zero.
 
     Metrics come from an `EventLogger` of the same log. The session of ``genlight run`` or ``genlight fit`` writes the
     terminal event; without a session, the `EventLogger` that opened the log does. It should be the first callback of a
@@ -289,6 +289,13 @@ class RecordEvents(Callback):
     def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: Any) -> None:
         """Write the event of a checkpoint that is now durable."""
         self.event_log.checkpoint(path=record.reported_path, step=record.step)
+
+    def on_resume_proof(self, trainer: pl.Trainer, pl_module: pl.LightningModule, proof: Any) -> None:
+        """Write the result of a comparison of repeated steps."""
+        is_equal = proof.difference is None
+        self.event_log.finding(
+            kind="resume_proof", level="ok" if is_equal else "warn", step=proof.step, text=proof.text
+        )
 
     def on_samples_written(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, samples: Mapping[Path, Sequence[Path]], step: int

@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import random
+import shutil
 import threading
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from genlight.adapter.contract.types import StepControlHints, StepResult
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
 from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.hook import Hook
+from genlight.callbacks.witness.entry import FOLDER
 from support.messages import refusal
 
 pytestmark = pytest.mark.promise(name="checkpoint")
@@ -225,7 +227,7 @@ def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, make_trai
     make_trainer(Checkpoint(tmp_path / "c", every_n_steps=3), max_epochs=1).fit(make_net(), make_loader())
     kept = ["step-00000006", "step-00000009", "final"]
     assert records(tmp_path / "c") == [f"{name}.json" for name in kept]
-    assert sorted(os.listdir(tmp_path / "c")) == sorted([*kept, *(f"{name}.json" for name in kept)])
+    assert sorted(os.listdir(tmp_path / "c")) == sorted([FOLDER, *kept, *(f"{name}.json" for name in kept)])
     assert read_record(tmp_path / "c" / "final.json").final
 
 
@@ -324,7 +326,8 @@ def test_debris_of_a_killed_run_is_removed(tmp_path, make_trainer, make_net, mak
     make_trainer(Checkpoint(directory, every_n_steps=100, save_final=False), max_epochs=1).fit(
         make_net(), make_loader()
     )
-    assert sorted(os.listdir(directory)) == ["final", "final.json", "mine", "step-00000010", "step-00000010.json"]
+    kept = [FOLDER, "final", "final.json", "mine", "step-00000010", "step-00000010.json"]
+    assert sorted(os.listdir(directory)) == kept
 
 
 def wait_for_save(checkpoint):
@@ -341,7 +344,7 @@ class Unwritable(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.batches += 1
         if batch_idx == 1:
-            self.directory.rmdir()
+            shutil.rmtree(self.directory)
             self.directory.write_text("in the way")
         wait_for_save(self.checkpoint)
 
@@ -386,7 +389,7 @@ def test_a_failed_save_leaves_no_files(tmp_path, make_trainer, make_net, make_lo
     net.on_save_checkpoint = fail
     with pytest.raises(ZeroDivisionError):
         make_trainer(Checkpoint(tmp_path / "c", every_n_steps=1), max_epochs=1).fit(net, make_loader(3))
-    assert os.listdir(tmp_path / "c") == []
+    assert os.listdir(tmp_path / "c") == [FOLDER]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(

@@ -94,7 +94,10 @@ class Listener(Hook):
         self.heard.append((record.step, trainer.global_step))
 
 
-def test_a_checkpoint_is_reported_after_the_step_in_which_it_became_durable(fit, trainer_class, writer, tmp_path):
+def test_a_checkpoint_is_reported_after_the_step_in_which_it_became_durable(
+    fit, trainer_class, writer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("genlight.callbacks.witness.witness.FIRST_STEPS", 0)
     listener, checkpoint = Listener(), Counted(tmp_path, every_n_steps=20, save_final=False)
 
     fit(trainer_class(), [SlowDisk(writer), checkpoint, listener], steps=60, enable_checkpointing=True)

@@ -1,0 +1,364 @@
+"""Entries of a witness: their file, which survives a kill, and their comparison.
+
+Each rank has one file. Its first line is a header: version, run, and the facts about each attempt that affect exact
+numbers. Entries of a fixed size follow, each with a digest of itself. They are appended without a sync: the kernel
+keeps what a killed process wrote, and after a power cut a torn end is ignored.
+
+The module imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import xxhash
+
+from ...adapter.plumbing.durable import make_directory, write_all, write_bytes_durably
+from ...adapter.plumbing.safe_open import UnsafeFileError, open_own, read_own
+from ...reporters.events.run_metadata import changed_numerics
+
+log = logging.getLogger(__name__)
+
+FOLDER = ".witness"
+"""Name of the folder of a run's witness, in its folder of checkpoints."""
+RANDOM_STATES = (
+    "Python's `random`",
+    "NumPy",
+    "torch on the CPU",
+    "torch on the accelerator",
+    "the data loaders' generators",
+    "generators that the model holds",
+)
+"""Kinds of random states, in the order of `Entry.random`."""
+ON_DEVICE, OF_MODEL = 3, 5
+"""Positions of two kinds in `RANDOM_STATES`."""
+
+Kind = Literal["rows", "random numbers", "settings", "loss"]
+Key = tuple[int, int, int]
+"""Completed steps, epoch and batch of the epoch. With accumulation, several batches have the same number of steps."""
+
+_MAGIC = b"genlight-witness 1 "
+_BODY = struct.Struct("<13Q2d")
+_SIZE = _BODY.size + 8
+_LARGEST_FILE = 64 << 20
+_MOST_ATTEMPTS = 8
+"""Attempts whose facts the header keeps."""
+_WORTH_PRUNING = 256
+"""Entries that may go before a file is written again without them."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What one rank trained in one batch. All digests are 64-bit numbers."""
+
+    step: int
+    """Completed steps after the batch."""
+    epoch: int
+    batch: int
+    """Index of the batch in its epoch."""
+    attempt: int
+    """Attempt that trained it, from 1; a key of the header's facts."""
+    rows: int
+    """Digest of the batch as the loader gave it."""
+    random: tuple[int, ...]
+    """Digests of the random states after the batch, one for each of `RANDOM_STATES`."""
+    rates: int
+    """Digest of the learning rates of all optimizers."""
+    losses: int
+    """Digest of all losses; 0 if there is none."""
+    rate: float = math.nan
+    """The first learning rate; nan if there is none."""
+    loss: float = math.nan
+    """The first loss; nan if there is none."""
+
+    @property
+    def key(self) -> Key:
+        """The place of the batch in the training; equal for a batch that is repeated."""
+        return self.step, self.epoch, self.batch
+
+    def pack(self) -> bytes:
+        """Return the bytes of this entry in a file."""
+        digests = (self.rows, *self.random, self.rates, self.losses)
+        body = _BODY.pack(*self.key, self.attempt, *digests, self.rate, self.loss)
+        return body + xxhash.xxh3_64_digest(body)
+
+
+def unpack(data: bytes) -> Entry | None:
+    """Return the entry of `pack`, or None if the bytes are not one."""
+    body = data[: _BODY.size]
+    if len(data) != _SIZE or xxhash.xxh3_64_digest(body) != data[_BODY.size :]:
+        return None
+    step, epoch, batch, attempt, rows, *random, rates, losses, rate, loss = _BODY.unpack(body)
+    return Entry(step, epoch, batch, attempt, rows, tuple(random), rates, losses, rate, loss)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The first line of a file."""
+
+    run: str
+    """Identity of the training: made at its first step, and stored in its checkpoints."""
+    rank: int
+    attempts: dict[int, dict[str, Any]] = msgspec.field(default_factory=dict)
+    """Facts about each attempt, by its number: ``numerics``, ``packages``, ``host``, ``device``, ``ranks``."""
+
+
+@dataclass
+class Recorded:
+    """The content of a file."""
+
+    header: Header
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    """The newest entry for each batch."""
+    is_torn: bool = False
+    """Whether the end of the file is not an entry, so that the entries from there on are lost."""
+
+
+def file_of_rank(directory: Path, rank: int) -> Path:
+    """Return the file of `rank` for a folder of checkpoints."""
+    return directory / FOLDER / f"rank-{rank:05d}"
+
+
+def read_witness(path: Path) -> Recorded | None:
+    """Read the witness of one rank.
+
+    Returns:
+        None if there is no file.
+
+    Raises:
+        ValueError: It is not a witness, or one of another version.
+        UnsafeFileError: It is a link, a pipe, or another user's file.
+        OSError: It cannot be read.
+    """
+    _refuse_linked_folder(path)
+    try:
+        data = read_own(path, limit=_LARGEST_FILE)
+    except FileNotFoundError:
+        return None
+    line, _, rest = data.partition(b"\n")
+    if not line.startswith(_MAGIC):
+        raise ValueError("it is of another version, or no witness")
+    digest, _, text = line.removeprefix(_MAGIC).partition(b" ")
+    if xxhash.xxh3_64_hexdigest(text).encode() != digest:
+        raise ValueError("its first line is damaged")
+    recorded = Recorded(msgspec.json.decode(text, type=Header))
+    for begin in range(0, len(rest), _SIZE):
+        entry = unpack(rest[begin : begin + _SIZE])
+        if entry is None:
+            recorded.is_torn = True
+            break
+        recorded.entries.pop(entry.key, None)  # the newest comes last
+        recorded.entries[entry.key] = entry
+    return recorded
+
+
+def _refuse_linked_folder(path: Path) -> None:
+    if path.parent.is_symlink():
+        raise UnsafeFileError(errno.ELOOP, "it is a link; remove it", os.fspath(path.parent))
+
+
+class WitnessFile:
+    """The file of this rank, open for its attempt. A disk that takes no more of it is no reason to end a training.
+
+    Args:
+        path: The file.
+        header: Its first line.
+        entries: Entries of earlier attempts to keep.
+    """
+
+    def __init__(self, path: Path, header: Header, entries: Mapping[Key, Entry]) -> None:
+        self.path = path
+        attempts = dict(sorted(header.attempts.items())[-_MOST_ATTEMPTS:])
+        self.header = msgspec.structs.replace(header, attempts=attempts)
+        self._kept = {key: entry.pack() for key, entry in entries.items() if entry.attempt in attempts}
+        self._descriptor: int | None = None
+        self._carry_out(self._write_again)
+
+    def append(self, entry: Entry) -> None:
+        """Add an entry; it survives a kill of the process when this returns."""
+        data = entry.pack()
+        self._kept.pop(entry.key, None)
+        self._kept[entry.key] = data
+        if (descriptor := self._descriptor) is not None:
+            self._carry_out(lambda: write_all(descriptor, data))
+
+    def drop(self, *, before: int = 0, after: int | None = None) -> None:
+        """Remove the entries up to the step `before`, once they are many; and at once those after the step `after`."""
+        gone = [key for key in self._kept if key[0] <= before or (after is not None and key[0] > after)]
+        if self._descriptor is None or not gone or (after is None and len(gone) < _WORTH_PRUNING):
+            return
+        for key in gone:
+            del self._kept[key]
+        self._carry_out(self._write_again)
+
+    def close(self) -> None:
+        """Close the file. Entries that follow are not written."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _write_again(self) -> None:
+        self.close()
+        _refuse_linked_folder(self.path)
+        if os.path.lexists(self.path):
+            os.close(open_own(self.path, os.O_RDONLY))  # do not replace a link or another user's file
+        text = msgspec.json.encode(self.header)
+        line = _MAGIC + xxhash.xxh3_64_hexdigest(text).encode() + b" " + text + b"\n"
+        make_directory(self.path.parent, shared=None)
+        write_bytes_durably(self.path, line + b"".join(self._kept.values()), waits_for_disk=False)
+        self._descriptor = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def _carry_out(self, act: Any) -> None:
+        try:
+            act()
+        except OSError as error:
+            self.close()
+            log.warning(
+                "This attempt keeps no further witness, so the steps that a restart repeats are not compared: %s: %s",
+                error.filename or self.path,
+                error.strerror or error,
+            )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference between a repeated batch and its first time."""
+
+    kind: Kind
+    key: Key
+    rank: int
+    text: str
+    """What differs, with both values if it has any; a sentence without its end."""
+
+    @property
+    def step(self) -> int:
+        """Completed steps after the batch."""
+        return self.key[0]
+
+
+_HINTS: Mapping[Kind, str] = {
+    "rows": "The loader or its sampler does not continue where the checkpoint was saved: an iterator or a position "
+    "that no checkpoint holds, or an order that depends on something outside of the run",
+    "random numbers": "Something draws from them that does not repeat: code outside of the training step, another "
+    "thread, or a generator that no checkpoint holds",
+    "settings": "A schedule is not stored, or was changed for this start",
+    "loss": "State that no checkpoint holds may be the reason (a counter, a cache, a schedule, a function that still "
+    "uses an object from before the restart), or kernels that are not deterministic",
+}
+
+
+def compare(
+    earlier: Entry, now: Entry, *, rank: int, facts: Mapping[int, Mapping[str, Any]], with_values: bool = True
+) -> Difference | None:
+    """Compare a repeated batch with its first time.
+
+    Args:
+        earlier: Its first time.
+        now: The repetition.
+        rank: The rank that trained both.
+        facts: Facts about attempts, as in `Header`, to name reasons for another loss.
+        with_values: Whether losses and random states of an accelerator are compared; not if it is another one.
+
+    Returns:
+        What differs, by its cause: rows, random numbers, settings, or only the loss; None if nothing does.
+    """
+    left_out = {OF_MODEL} if with_values else {OF_MODEL, ON_DEVICE}
+    states = [at for at, pair in enumerate(zip(earlier.random, now.random, strict=True)) if pair[0] != pair[1]]
+    generators = [RANDOM_STATES[at] for at in states if at not in left_out]
+    has_other_loss = with_values and earlier.losses != now.losses
+    if has_other_loss and OF_MODEL in states and not generators:
+        # By itself no difference: a model may make and seed a generator at any time.
+        generators = [RANDOM_STATES[OF_MODEL]]
+
+    def differing(kind: Kind, text: str) -> Difference:
+        return Difference(kind, now.key, rank, f"{text}. {_HINTS[kind]}")
+
+    if earlier.rows != now.rows:
+        return differing("rows", f"the rows of batch {now.batch} in epoch {now.epoch} are others")
+    if generators:
+        return differing("random numbers", f"the same rows came, but the random state of {_joined(generators)} differs")
+    if earlier.rates != now.rates:
+        values = "" if earlier.rate == now.rate else f" is {now.rate!r}, was {earlier.rate!r}"
+        return differing("settings", f"the learning rate{values or ' of an optimizer differs'}")
+    if has_other_loss:
+        values = (
+            "is the same, but another one differs" if _same(earlier, now) else f"is {now.loss!r}, was {earlier.loss!r}"
+        )
+        text = f"the loss {values}, although rows, random numbers and learning rates agree"
+        changed = changed_facts(facts.get(earlier.attempt, {}), facts.get(now.attempt, {}))
+        return differing("loss", f"{text}. Since then: {'; '.join(changed)}" if changed else text)
+    return None
+
+
+def _same(earlier: Entry, now: Entry) -> bool:
+    return earlier.loss == now.loss or (math.isnan(earlier.loss) and math.isnan(now.loss))
+
+
+def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the facts that two attempts differ in and that may change exact numbers, a phrase each."""
+    others = [
+        f"{name} is {now.get(name)}, was {before.get(name)}"
+        for name in ("host", "device", "ranks")
+        if name in before and before[name] != now.get(name)
+    ]
+    return [*changed_numerics(before, now), *others]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of a comparison of repeated steps."""
+
+    steps: tuple[int, ...]
+    """Repeated steps that were compared and are equal, in order."""
+    ranks: int
+    difference: Difference | None = None
+    limits: str = ""
+    """What could not be compared, in words."""
+
+    @property
+    def step(self) -> int:
+        """The step to which it belongs: the first that differs, or the last."""
+        return self.steps[-1] if self.difference is None else self.difference.step
+
+    @property
+    def text(self) -> str:
+        """The result in one or more sentences."""
+        if self.difference is None:
+            return self._equal()
+        where = f" on rank {self.difference.rank}" if self.ranks > 1 else ""
+        before = f" Before it, {self._equal()}." if self.steps else ""
+        found = self.difference
+        return f"step {found.step}, repeated after the restart, is not the same{where}: {found.text}.{before}"
+
+    def _equal(self) -> str:
+        first, last = self.steps[0], self.steps[-1]
+        named = f"step {first}" if first == last else f"steps {first} to {last}"
+        has = "has" if first == last else "have"
+        count = len(self.steps)
+        compared = f" ({count} of them compared)" if count < last - first + 1 else ""
+        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{named}, repeated after the restart, {has} the same bits{ranks}{compared}{self.limits}"
+
+
+def summarize(of_ranks: Sequence[tuple[Iterable[int], Difference | None]], limits: str = "") -> Proof | None:
+    """Return the result over all ranks, in their order; None if no rank compared anything.
+
+    Args:
+        of_ranks: The equal steps of each rank, and its first difference.
+        limits: As in `Proof`.
+    """
+    differences = [difference for _, difference in of_ranks if difference is not None]
+    first = min(differences, key=lambda each: (each.key, each.rank), default=None)
+    steps = sorted({step for equal, _ in of_ranks for step in equal if first is None or step < first.step})
+    return Proof(tuple(steps), len(of_ranks), first, limits) if steps or first else None
+
+
+def _joined(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

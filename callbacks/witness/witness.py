@@ -1,0 +1,246 @@
+"""Keep the witness of this rank while a run trains, and compare the steps that a resumed run repeats.
+
+A run that was killed repeats the steps after its newest checkpoint. It has written an entry for some of them: at the
+cadence of metrics, and for the first steps after each checkpoint. A repeated step must have the same entry.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import secrets
+import socket
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ...reporters.events.run_metadata import PACKAGES_OF_NUMBERS, installed_packages, numerics
+from ..checkpoint.sharded.rank_channel import Channel
+from ..hook.cadence import NEVER, next_multiple
+from ..hook.events import callbacks_of, run_state_of
+from ..log_metrics import LogMetrics
+from .entry import (
+    Difference,
+    Entry,
+    Header,
+    Key,
+    Proof,
+    Recorded,
+    WitnessFile,
+    compare,
+    file_of_rank,
+    read_witness,
+    summarize,
+)
+from .recording import Reading, generators_of_model, read_batch
+
+log = logging.getLogger(__name__)
+
+FIRST_STEPS = 10
+"""Steps after the start and after each checkpoint that have an entry, whatever the cadence."""
+_KEPT_CHECKPOINTS = 2
+"""Checkpoints after whose older one entries are kept: a resume may fall back to it."""
+_DENSE_ENTRIES = 1024
+"""Entries between two checkpoints after which the cadence doubles, so that the file stays small."""
+
+
+class Witness:
+    """The witness of this rank. All ranks make it, and call its methods, at the same steps.
+
+    Args:
+        trainer: The trainer, about to train its first step.
+        directory: The folder of checkpoints.
+        run: Identity of the training, from its checkpoint; empty for a new training.
+        channel: How the ranks agree on a difference.
+    """
+
+    def __init__(self, trainer: pl.Trainer, directory: Path, run: str, channel: Channel) -> None:
+        self.run: str = channel.share(run or secrets.token_hex(8))
+        self.next_step = 0
+        """The step at which `observe` has something to do next."""
+        self._channel = channel
+        self._every = metric_cadence(trainer)
+        self._start = trainer.global_step
+        self._saves = deque([self._start], maxlen=_KEPT_CHECKPOINTS + 1)
+        self._since_save = 0
+        self._pending: deque[Reading] = deque()
+        self._own: list[Any] | None = None
+        self._is_unreadable = False
+        path = file_of_rank(directory, trainer.global_rank)
+        recorded = _read(path, self.run) if run else None
+        before = {} if recorded is None else recorded.header.attempts
+        self._attempt = max(before, default=0) + 1
+        self._facts = {**before, self._attempt: _facts_of_attempt(trainer)}
+        self._limits = ""
+        self._expected = self._comparable(recorded, trainer.world_size)
+        steps = sorted({key[0] for key in self._expected})
+        # All ranks must exchange results at the same steps, but a kill may leave one with fewer entries.
+        all_steps = channel.gather_everywhere(steps) if run else []
+        self._steps = sorted({step for of_rank in all_steps for step in of_rank})
+        self._equal: set[int] = set()
+        self._difference: Difference | None = None
+        header = Header(self.run, trainer.global_rank, self._facts)
+        self._file = WitnessFile(path, header, {} if recorded is None else recorded.entries)
+        self._plan(self._start)
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether there are steps left that an earlier attempt has trained."""
+        return bool(self._steps)
+
+    def _comparable(self, recorded: Recorded | None, ranks: int) -> dict[Key, Entry]:
+        """Return the entries of the steps that this attempt repeats, if they can be compared; note the limits."""
+        entries = {} if recorded is None else {k: e for k, e in recorded.entries.items() if k[0] >= self._start}
+        if not entries:
+            return {}
+        before, now = self._facts.get(next(reversed(entries.values())).attempt, {}), self._facts[self._attempt]
+        if before.get("ranks") != ranks:
+            text = "Repeated steps are not compared with the earlier attempt: it had %s ranks, this one has %d"
+            log.info(text, before.get("ranks"), ranks)
+            return {}
+        if before.get("device") != now["device"]:
+            kinds = f"{before.get('device')} and {now['device']}"
+            self._limits = f"; losses are not compared, because {kinds} round differently"
+        return entries
+
+    def observe(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> Proof | None:
+        """Note the batch that was trained last if it is due. Collective while `is_comparing`.
+
+        Returns:
+            The result of the comparison, once: at the first difference, or after the last repeated step.
+        """
+        step = trainer.global_step
+        if self._pending:
+            self._settle(waits=False)
+        if self._is_due((step, trainer.current_epoch, index)):
+            self._read(trainer, module, outputs, batch, index)
+            self._settle(waits=False)
+        proof = None
+        if self._steps:
+            proof = self._exchange(step, is_last=run_state_of(trainer).stop_reason is not None)
+        self._plan(step)
+        return proof
+
+    def _read(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int) -> None:
+        if self._is_unreadable:
+            return
+        try:
+            if self._own is None:
+                self._own = generators_of_model(module)
+            reading = read_batch(trainer, outputs, batch, index, attempt=self._attempt, own=self._own)
+        except Exception as error:  # noqa: BLE001 - batches and generators are objects of users, and may raise anything
+            self._is_unreadable = True
+            log.warning("This attempt keeps no further witness: batch %d cannot be read: %r", index, error)
+        else:
+            self._since_save += 1
+            self._pending.append(reading)
+
+    def _is_due(self, key: Key) -> bool:
+        step = key[0]
+        is_at_cadence = self._cadence > 0 and step % self._cadence == 0
+        return is_at_cadence or step <= self._saves[-1] + FIRST_STEPS or key in self._expected
+
+    @property
+    def _cadence(self) -> int:
+        return self._every << self._since_save // _DENSE_ENTRIES
+
+    def _plan(self, step: int) -> None:
+        is_dense = bool(self._pending) or step < self._saves[-1] + FIRST_STEPS
+        at = bisect.bisect_right(self._steps, step)
+        repeated = self._steps[at] if at < len(self._steps) else NEVER
+        self.next_step = step + 1 if is_dense else min(next_multiple(step, self._cadence), repeated)
+
+    def _settle(self, *, waits: bool) -> None:
+        """Write and compare the readings whose values have arrived."""
+        while self._pending and (waits or self._pending[0].is_there()):
+            entry = self._pending.popleft().entry()
+            self._file.append(entry)
+            earlier = self._expected.pop(entry.key, None)
+            if earlier is None or self._difference is not None:
+                continue
+            rank, with_values = self._channel.rank, not self._limits
+            self._difference = compare(earlier, entry, rank=rank, facts=self._facts, with_values=with_values)
+            if self._difference is None:
+                self._equal.add(entry.step)
+
+    def _exchange(self, step: int, *, is_last: bool) -> Proof | None:
+        is_last = is_last or step >= self._steps[-1]
+        if is_last:
+            self._settle(waits=True)
+        elif step not in self._steps:
+            return None
+        if not is_last:
+            worst, work = self._channel.start_largest(int(self._difference is not None))
+            if work is not None:
+                work.wait()
+            if not int(worst):
+                return None
+        return self.conclude()
+
+    def conclude(self) -> Proof | None:
+        """Return the result of all ranks, and compare nothing from now on. Collective."""
+        self._settle(waits=True)
+        proof = summarize(self._channel.gather_everywhere((sorted(self._equal), self._difference)), self._limits)
+        self._steps, self._expected = [], {}
+        return proof
+
+    def note_save(self, step: int) -> None:
+        """A checkpoint of `step` was begun: note the first steps after it, and forget those before the last two."""
+        self._saves.append(step)
+        self._since_save, self._own, self.next_step = 0, None, 0
+        if len(self._saves) > _KEPT_CHECKPOINTS:
+            self._file.drop(before=self._saves[0])
+
+    def rewind(self, step: int) -> None:
+        """The run was put back to `step`: forget what it trained after it. Called on all ranks."""
+        self._pending.clear()
+        self._steps, self._expected, self.next_step = [], {}, 0
+        self._saves = deque([step], maxlen=_KEPT_CHECKPOINTS + 1)
+        self._file.drop(after=step)
+
+    def close(self) -> None:
+        """Write what has arrived, and close the file."""
+        self._settle(waits=False)
+        self._file.close()
+
+
+def metric_cadence(trainer: pl.Trainer) -> int:
+    """Return the number of steps between metrics: of `LogMetrics`, if the trainer has it, otherwise of Lightning."""
+    cadences = (callback.every_n_steps for callback in callbacks_of(trainer) if isinstance(callback, LogMetrics))
+    every: int = next(cadences, getattr(trainer, "log_every_n_steps", 0))
+    return every
+
+
+def _read(path: Path, run: str) -> Recorded | None:
+    """Return the witness of `run` at `path`; warn of another file, which the new witness replaces."""
+    try:
+        recorded = read_witness(path)
+    except OSError:  # `WitnessFile` cannot open it either, and warns
+        return None
+    except (ValueError, RecursionError) as error:
+        log.warning("Repeated steps are not compared with an earlier attempt: %s: %s", path, error)
+        return None
+    if recorded is None:
+        return None
+    if recorded.header.run != run:
+        log.warning("Repeated steps are not compared with an earlier attempt: %s is of another training", path)
+        return None
+    if recorded.is_torn:
+        log.warning("The end of %s is torn; only the steps before it are compared with the earlier attempt", path)
+    return recorded
+
+
+def _facts_of_attempt(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what may change the exact numbers of an attempt, with the names of the ``started`` event."""
+    versions = installed_packages()
+    return {
+        "numerics": numerics(),
+        "packages": {name: versions[name] for name in PACKAGES_OF_NUMBERS if name in versions},
+        "host": socket.gethostname(),
+        "device": trainer.strategy.root_device.type,
+        "ranks": trainer.world_size,
+    }

@@ -1,0 +1,245 @@
+"""A restarted run compares the steps that it repeats: equal ones are proven, and of others the cause is named."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from genlight.adapter import StepResult
+from genlight.adapter.contract.exceptions import ResumeDifferenceError
+from genlight.callbacks import Hook
+from genlight.callbacks.witness.entry import FOLDER, read_witness
+from support.witnessed import Hosted, Plain, Rows, attempt, attempt_numbers, attempts, rows
+
+pytestmark = pytest.mark.promise(name="resume")
+
+
+@pytest.mark.parametrize("make", [Hosted, Plain])
+@pytest.mark.parametrize("until", [11, 17, 20])
+def test_repeated_steps_have_the_same_bits(make, until, tmp_path, caplog):
+    caplog.set_level("INFO")
+    found = attempts(tmp_path, make, until=until)
+
+    if until % 10 == 0:
+        assert found == []
+        return
+    (proof,) = found
+    assert proof.difference is None
+    assert proof.steps == tuple(range(11, until + 1))
+    assert proof.text in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"generator": torch.Generator()},
+        {"shuffle": False},
+        {"batch_size": 3},
+    ],
+    ids=["own generator", "in order", "uneven"],
+)
+def test_no_false_alarm_with_any_loader(options, workers, tmp_path):
+    def data() -> DataLoader[Any]:
+        if "generator" in options:
+            options["generator"].manual_seed(3)
+        return DataLoader(Rows(), **{"batch_size": 4, "shuffle": True, **options}, num_workers=workers)
+
+    (proof,) = attempts(tmp_path, Plain, data)
+
+    assert proof.difference is None, proof.text
+
+
+def test_steps_between_those_of_the_cadence_count_as_a_range(tmp_path):
+    (proof,) = attempts(tmp_path, Plain, until=58, steps=60, every_n_steps=30)
+
+    assert proof.steps == (*range(31, 41), 45, 50, 55)
+    assert "steps 31 to 55" in proof.text
+    assert "13 of them" in proof.text
+
+
+def test_steps_that_two_attempts_trained_are_compared_with_both(tmp_path):
+    attempt(tmp_path, Hosted(), rows(), until=19)
+    (first,) = attempt(tmp_path, Hosted(), rows(), steps=14)
+    assert first.steps == (11, 12, 13, 14)
+    (tmp_path / "final.json").unlink()
+
+    (second,) = attempt(tmp_path, Hosted(), rows())
+
+    assert second.steps == tuple(range(11, 20))
+
+
+def test_accumulated_batches_of_one_step_are_compared_one_by_one(tmp_path):
+    (proof,) = attempts(tmp_path, Plain, until=17, trainer={"accumulate_grad_batches": 3})
+
+    assert proof.difference is None
+    assert proof.steps == tuple(range(10, 18))
+
+
+class Epochs(IterableDataset[Any]):
+    """An iterator that begins again at each start."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.at += 1
+            yield torch.tensor([self.at / 100, 1.0])
+
+
+class Shuffled(Sampler[int]):
+    """Orders that depend on something outside of the run."""
+
+    def __init__(self) -> None:
+        self.number = next(attempt_numbers)
+
+    def __iter__(self) -> Any:
+        return iter(np.random.default_rng(self.number).permutation(40).tolist())
+
+    def __len__(self) -> int:
+        return 40
+
+
+class Counts(Hosted):
+    """Its loss depends on a counter that it does not store."""
+
+    count = 0
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        self.count += 1
+        return super().loss(batch, state) * (1 + self.count / 100)
+
+
+class Schedules(Hosted):
+    """Its learning rate depends on a counter that it does not store."""
+
+    count = 0
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        self.count += 1
+        state["optimizer"].param_groups[0]["lr"] = 0.1 * 0.9**self.count
+        return super().train_step(batch, state, ctx)
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        super().load_state_dict(state, payload, ctx)
+
+
+class Closure(Hosted):
+    """Its loss uses a moving average by a function that keeps the first object, and a resume replaces the object."""
+
+    def configure(self, ctx: Any) -> Any:
+        state = super().configure(ctx)
+        average = state["average"] = [0.0]
+        self.scale = lambda: 1 + average[0]
+        return state
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        loss = super().loss(batch, state) * self.scale()
+        state["average"][0] = 0.9 * state["average"][0] + 0.1
+        return loss
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        return {"average": list(state["average"])}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["average"] = payload["average"]
+
+
+class OwnDropout(Plain):
+    """Draws its dropout from a generator that nothing stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch * torch.rand(batch.shape, generator=self.noise), batch_idx)
+
+
+class Draws(Hook):
+    """Draws numbers from a global generator, as many as there were attempts."""
+
+    ranks = "all"
+
+    def __init__(self, draw: Any) -> None:
+        self.draw, self.count = draw, next(attempt_numbers)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        for _ in range(self.count % 7 + 1):
+            self.draw()
+
+
+class FewerThreads(Hosted):
+    """Rounds otherwise in each attempt, as other threads would."""
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        return super().loss(batch, state) * (1 + self.number * 1e-6)
+
+    def setup(self, ctx: Any) -> None:
+        super().setup(ctx)
+        self.number = next(attempt_numbers)
+
+
+FAULTS = {
+    "counter": (Counts, rows, None, "loss", ""),
+    "closure": (Closure, rows, None, "loss", ""),
+    "rounding": (FewerThreads, rows, None, "loss", ""),
+    "schedule": (Schedules, rows, None, "settings", "learning rate"),
+    "iterator": (Hosted, lambda: DataLoader(Epochs(), 4), None, "rows", ""),
+    "order": (Hosted, lambda: DataLoader(Rows(), 4, sampler=Shuffled()), None, "rows", ""),
+    "no position": (Plain, lambda: DataLoader(Rows(), batch_sampler=[[i] for i in range(40)]), None, "rows", ""),
+    "own generator": (OwnDropout, rows, None, "random numbers", "generators that the model holds"),
+    "torch": (Hosted, rows, lambda: torch.rand(1), "random numbers", "torch on the CPU"),
+    "NumPy": (Plain, rows, np.random.random, "random numbers", "NumPy"),
+    "Python": (Plain, rows, random.random, "random numbers", "Python's `random`"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_resume_is_named_by_its_cause(fault, tmp_path, caplog):
+    make, data, draw, kind, part = FAULTS[fault]
+    drawing = () if draw is None else (Draws(draw),)
+
+    attempt(tmp_path, make(), data(), until=17, callbacks=drawing)
+    drawing = () if draw is None else (Draws(draw),)
+    (proof,) = attempt(tmp_path, make(), data(), seed=8, callbacks=drawing)
+
+    assert proof.difference is not None
+    assert (proof.difference.kind, proof.difference.step) == (kind, 11)
+    assert part in proof.text
+    assert proof.text in caplog.text
+
+
+def test_a_difference_can_end_the_run_before_it_saves(tmp_path):
+    attempt(tmp_path, Counts(), rows(), until=17)
+
+    with pytest.raises(ResumeDifferenceError):
+        attempt(tmp_path, Counts(), rows(), on_difference="stop")
+
+    assert not (tmp_path / "step-00000020.json").exists()
+
+
+def test_a_new_training_in_the_same_folder_is_compared_with_nothing(tmp_path):
+    attempt(tmp_path, Hosted(), rows(), until=7)
+
+    assert attempt(tmp_path, Counts(), rows()) == []
+    recorded = read_witness(tmp_path / FOLDER / "rank-00000")
+    assert recorded is not None
+    assert {entry.attempt for entry in recorded.entries.values()} == {1}
+
+
+def test_the_file_keeps_only_entries_after_the_last_two_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr("genlight.callbacks.witness.entry._WORTH_PRUNING", 1)
+
+    attempt(tmp_path, Hosted(), rows(), steps=44)
+
+    recorded = read_witness(tmp_path / FOLDER / "rank-00000")
+    assert recorded is not None
+    assert min(entry.step for entry in recorded.entries.values()) == 31
