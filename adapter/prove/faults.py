@@ -1,8 +1,7 @@
-"""The faults of a rehearsal: a Lightning callback that breaks its own process, and notes the rows of each step."""
+"""The faults of a rehearsal: a Lightning callback that breaks its own process."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
@@ -19,7 +18,6 @@ from typing_extensions import override
 from ...callbacks.checkpoint.format.record import is_temporary
 from ..module.module import ContractModule
 from ..plumbing.threads import DaemonThreads
-from .evidence import digest_of_batch, rows_file
 
 Kind = Literal["kill", "kill while saving", "stop", "pause", "full disk"]
 
@@ -46,7 +44,7 @@ def marker(folder: Path, number: int) -> Path:
 
 
 class Faults(pl.Callback):
-    """Break this process in given steps, each fault once in a rehearsal, and note the rows of every step.
+    """Break this process in given steps, each fault once in a rehearsal.
 
     Args:
         folder: The folder of the rehearsal.
@@ -68,8 +66,6 @@ class Faults(pl.Callback):
         assert isinstance(pl_module, ContractModule)
         step, now = pl_module.completed_steps + 1, time.perf_counter()
         self._step_s, self._began = now - self._began, now
-        with rows_file(self._folder, trainer.global_rank).open("a") as file:
-            file.write(json.dumps([step, digest_of_batch(batch)]) + "\n")
         for number, fault in enumerate(self._faults):
             is_due = fault.rank == trainer.global_rank and fault.step <= step and number not in self._armed
             if is_due and not marker(self._folder, number).exists():

@@ -18,7 +18,7 @@ from ...callbacks.checkpoint import list_checkpoints
 from ..check.finding import Finding
 from ..contract.exceptions import GenlightError
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STOPPED
-from .evidence import Difference, Evidence, equal_metrics, first_difference
+from .evidence import Difference, Evidence, first_difference
 from .faults import Fault, marker
 from .rehearsal import Attempt, OutOfTime, Rehearsal, Scene
 
@@ -70,19 +70,19 @@ def prove(
             yield Finding("unbroken", "fail", outcome, "Make `genlight run` of this job complete first.")
             return
         found.append(outcome)
-    reference, names = found[0], equal_metrics(*found)
-    apart = first_difference(reference, found[1], names)
+    reference, second = found
+    apart = first_difference(reference, second)
     tolerance = SLACK * apart.size if apart else -1.0
     yield _unbroken(apart, runs, reference)
     limit_s = max(MIN_LIMIT_S, SLOWER * runs[0].attempts[0].seconds)
-    for case in _cases(scene.every_n_steps, reference.ranks):
+    for case in _cases(scene.every_n_steps, len(reference.witness)):
         if only and case.name not in only:
             continue
         if time.monotonic() > deadline:
             yield Finding(case.name, "skip", f"the {minutes:g} minutes are over", "Give more --minutes.")
             continue
         run = Rehearsal(scene, folder / case.name.replace(" ", "-"), case.faults, case.settings, limit_s=limit_s)
-        yield _judge(case, run, reference, names, tolerance)
+        yield _judge(case, run, reference, tolerance)
         if not keep:
             shutil.rmtree(run.folder)
 
@@ -123,7 +123,7 @@ def _cases(every: int, ranks: int) -> Iterator[_Case]:
         yield _Case("fewer ranks", [Fault("kill", late)], killed, ranks_after=last)
 
 
-def _judge(case: _Case, run: Rehearsal, reference: Evidence, names: frozenset[str], tolerance: float) -> Finding:
+def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -> Finding:
     def fail(detail: str) -> Finding:
         return Finding(case.name, "fail", detail, "Resume it by hand with `--keep`, and see `genlight check`.")
 
@@ -147,7 +147,7 @@ def _judge(case: _Case, run: Rehearsal, reference: Evidence, names: frozenset[st
     )
     if case.ranks_after is not None:
         return Finding(case.name, "pass", f"completed on {case.ranks_after}; other rows in each step, {costs}")
-    apart = first_difference(reference, outcome, names)
+    apart = first_difference(reference, outcome)
     if apart is None:
         return Finding(case.name, "pass", f"the same bits; {costs}")
     if apart.size <= tolerance:

@@ -121,7 +121,7 @@ class Rehearsal:
     def evidence(self) -> Evidence:
         """Read the results of the completed run, as `read_evidence` does."""
         run = self.folder / "run"
-        return read_evidence(self.folder, self.checkpoints, run / "metrics" / "events.jsonl")
+        return read_evidence(self.checkpoints, run / "metrics" / "events.jsonl")
 
     def _options(self, ranks: int | None) -> list[str]:
         scene, of_faults = self.scene, [asdict(fault) for fault in self.faults]

@@ -1,27 +1,25 @@
-"""The comparison of two runs names rows before metrics, and metrics before the final state."""
+"""The comparison of two runs names a step and its cause before the final state."""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, strategies as st
 
 from genlight.adapter.check.snapshot import flatten
-from genlight.adapter.prove.evidence import Evidence, digest_of_batch, equal_metrics, first_difference
+from genlight.adapter.prove.evidence import Evidence, first_difference
+from genlight.callbacks.witness.entry import Entry, Header, Recorded
 
-LOSS = frozenset({"train/loss"})
 
-
-def evidence(rows=("a", "b"), losses=(1.0, 0.5), weight=1.0):
+def evidence(rows=(1, 2), losses=(1.0, 0.5), weight=1.0, random=(0,) * 6):
+    entries = [
+        Entry(step, 0, step - 1, 1, of_step, random, rates=3, losses=hash(loss) % 2**60, rate=0.1, loss=loss)
+        for step, (of_step, loss) in enumerate(zip(rows, losses, strict=False), 1)
+    ]
     return Evidence(
-        rows={(step, 0): digest for step, digest in enumerate(rows, 1)},
-        metrics={(step, "train/loss"): loss for step, loss in enumerate(losses, 1)},
-        state=flatten({"weight": torch.tensor([weight])}, "state"),
-        ranks=1,
+        witness={0: Recorded(Header("run", 0), {entry.key: entry for entry in entries})},
+        state=flatten({"weight": torch.tensor([weight]), "count": 3}, "state"),
         repeated=0,
     )
 
@@ -29,36 +27,22 @@ def evidence(rows=("a", "b"), losses=(1.0, 0.5), weight=1.0):
 @pytest.mark.parametrize(
     ("changes", "words", "size"),
     [
-        ({"rows": ("a", "c"), "losses": (1.0, 0.4), "weight": 2.0}, ["step 2", "rank 0", "rows"], math.inf),
-        ({"rows": ("a",)}, ["step 2", "rows"], math.inf),
-        ({"losses": (1.0, 0.4), "weight": 2.0}, ["train/loss of step 2", "0.4", "0.5"], 1.0),
-        ({"losses": (1.0, math.nan)}, ["train/loss of step 2", "nan"], math.inf),
-        ({"weight": 1.5}, ["weight"], 0.5),
+        ({"rows": (1, 3), "losses": (1.0, 0.4), "weight": 2.0}, ["step 2", "rank 0", "rows"], math.inf),
+        ({"rows": (1,)}, ["did not train step 2"], math.inf),
+        ({"losses": (1.0, 0.4), "weight": 2.0}, ["step 2", "loss", "0.4", "0.5"], 1.0),
+        ({"random": (0, 1, 0, 0, 0, 0), "weight": 1.5}, ["step 1", "NumPy"], 0.5),
+        ({"weight": 1.5}, ["at the end", "weight"], 0.5),
     ],
 )
 def test_the_earliest_cause_is_named(changes, words, size):
-    difference = first_difference(evidence(), evidence(**changes), LOSS)
+    difference = first_difference(evidence(), evidence(**changes))
 
     assert all(word in difference.text for word in words), difference.text
     assert difference.size == size
 
 
-def test_equal_bits_and_metrics_of_clocks_make_no_difference():
-    assert first_difference(evidence(losses=(1.0, math.nan)), evidence(losses=(1.0, math.nan)), LOSS) is None
-    assert first_difference(evidence(), evidence(losses=(1.0, 0.4)), frozenset()) is None
-    assert equal_metrics(evidence(), evidence(losses=(1.0, 0.4))) == frozenset()
+def test_equal_runs_have_no_difference_and_one_digest():
+    first, second, other = evidence(), evidence(), evidence(weight=2.0)
 
-
-BATCHES = [
-    lambda n: torch.arange(4.0) * n,
-    lambda n: {"x": [np.full(3, n)], "name": f"row {n}"},
-    lambda n: pa.record_batch({"x": [1.0, n], "image": [b"a", bytes([n])]}),
-    lambda n: pa.table({"x": [[n], []]}),
-    lambda n: (n, None),
-]
-
-
-@pytest.mark.parametrize("make", BATCHES)
-@given(st.integers(0, 200), st.integers(0, 200))
-def test_two_batches_have_one_digest_if_their_rows_are_equal(make, a, b):
-    assert (digest_of_batch(make(a)) == digest_of_batch(make(b))) == (a == b)
+    assert first_difference(first, second) is None
+    assert first.digest == second.digest != other.digest

@@ -102,7 +102,7 @@ def test_a_forgotten_counter_is_named_by_its_first_effect(prove, rehearsal):
     assert code == 1
     assert findings["unbroken"]["level"] == "pass"
     assert findings[rehearsal]["level"] == "fail"
-    assert "loss of step" in findings[rehearsal]["detail"]
+    assert "the learning rate is 0.1, was" in findings[rehearsal]["detail"]
 
 
 def test_a_job_that_is_not_reproducible_is_compared_within_that_difference(prove):
