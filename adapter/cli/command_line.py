@@ -58,6 +58,7 @@ COMMANDS = {
     "path": "print the path of the newest checkpoint, or of the best",
     "uploads": "list or retry what could not be uploaded",
     "check": "check a trainer class: exact resume, several ranks, half precision",
+    "prove": "rehearse kills, stops and damaged checkpoints with a job",
     "compare": "compare a job's training with a plain Python loop, step by step",
 }
 _HEADINGS = {

@@ -29,6 +29,7 @@ from ..module.plugin_loading import (
     signature_faults,
 )
 from ..plumbing.redaction import safe_str
+from .proof import changes_since_proof
 from .report import is_input_error, shown_path, working_directory
 from .session import Completion, Session
 from .start import Start, decide_start
@@ -130,6 +131,8 @@ def _fit(
     _add_callbacks(config, session, trainer, plugin)
     join(session, trainer, module)
     if session.is_rank_zero:
+        if changes := changes_since_proof(config, type(plugin)):
+            log.info("the job has changed since `genlight prove` (%s): prove it again", ", ".join(changes))
         if not write_job(config, session.environ):
             own = config.artifacts_dir / JOB_NAME
             log.warning("%s is your own file, so the job of this run is not written there", own)

@@ -59,7 +59,7 @@ def run_metadata(
         notes: The user's notes on the run.
     """
     known = tuple(secrets)
-    source = Path(getattr(sys.modules.get(type(hosted).__module__), "__file__", None) or "").absolute()
+    source = _file_of_module(type(hosted).__module__)
     is_own = source.is_file() and "site-packages" not in source.parts
     found: dict[str, Any] = {
         "command": command_line(secrets=known),
@@ -67,10 +67,20 @@ def run_metadata(
         "host": socket.gethostname(),
         "notes": hide_secrets(notes, secrets=known),
         "packages": installed_packages(),
-        "source": f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}" if source.is_file() else None,
+        "source": source_digest(type(hosted).__module__),
         "tags": [hide_secrets(tag, secrets=known) for tag in tags],
     }
     return {name: value for name, value in found.items() if value}
+
+
+def source_digest(module: str) -> str | None:
+    """Return a digest of the file of an imported module, ``sha256:`` and 16 digits; None if it has no file."""
+    source = _file_of_module(module)
+    return f"sha256:{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}" if source.is_file() else None
+
+
+def _file_of_module(module: str) -> Path:
+    return Path(getattr(sys.modules.get(module), "__file__", None) or "").absolute()
 
 
 def numerics() -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""Rehearse a bad night with a job: kills, stops, damaged checkpoints and a full disk, in real processes.
+
+Every rehearsal runs a few steps of the job in a scratch folder, breaks it, starts it again, and compares rows,
+metrics and the final state with a run without a fault. Nothing is uploaded. The results are written to `proof.json` in
+the folder of the job's run. `genlight check` tests only the class, within one process and in seconds.
+
+Exit codes: 0 everything held, 1 a rehearsal failed, 2 usage, or the job cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..contract.exceptions import UsageError
+from .parser import add_json, add_overrides, at_least
+from .terminal import say_finding, say_json
+
+NAMES = (
+    *("kill", "kill while saving", "stop", "two kills", "cut file", "flipped bit", "full disk"),
+    *("killed rank", "paused rank", "fewer ranks"),
+)
+"""The rehearsals, listed here because ``--help`` loads no torch; the last three need several ranks."""
+
+if TYPE_CHECKING:
+    from ..job.config import RunConfig
+    from ..prove.rehearsal import Scene
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("job", metavar="JOB.json", help="the job")
+    # Three checkpoints, and two steps after each of the first two.
+    parser.add_argument(
+        "--steps", type=at_least(9), default=12, help="steps of each rehearsal; a third of them apart are checkpoints"
+    )
+    parser.add_argument(
+        "--minutes", type=at_least(0, float), default=15.0, help="time for all; what does not fit is skipped"
+    )
+    parser.add_argument("--ranks", type=at_least(1), help="number of processes; the job's own by default")
+    parser.add_argument(
+        "--keep", metavar="FOLDER", type=Path, help="a new folder that keeps the files of the rehearsals"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="REHEARSAL",
+        choices=NAMES,
+        help=f"only this one; may be repeated: {', '.join(NAMES)}",
+    )
+    add_overrides(parser)
+    add_json(parser, "print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code: 0 if everything held, 1 if a rehearsal failed.
+
+    Raises:
+        StartupContractError: The job cannot be used.
+        UsageError: The folder of ``--keep`` exists.
+    """
+    from ..job.config import resolve_run_config
+    from ..module.plugin_loading import find_trainer, on_sys_path
+    from ..prove.prove import prove
+    from ..run.proof import write_proof
+    from ..run.training import check_plugin
+
+    config = resolve_run_config(spec_path=args.job, overrides=args.set)
+    with on_sys_path([config.spec_dir, Path.cwd()]):
+        target = find_trainer(config.trainer)
+        check_plugin(config, target)
+    scene, findings = _scene(args, config), []
+    folder = _scratch(args.keep)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for finding in prove(scene, folder, minutes=args.minutes, only=args.only, keep=args.keep is not None):
+            findings.append(finding)
+            if not args.json:
+                say_finding(finding)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        if args.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    results: list[dict[str, Any]] = [finding.as_json() for finding in findings]
+    write_proof(config, target, results, steps=scene.steps, ranks=scene.ranks)
+    if args.json:
+        say_json([{"findings": results}])
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+def _scene(args: argparse.Namespace, config: RunConfig) -> Scene:
+    """Return the job as it is rehearsed: its steps, and a checkpoint after every third of them."""
+    from ..prove.rehearsal import Scene
+
+    own = config.lightning.get("callbacks") or []
+    return Scene(
+        job=Path(args.job).absolute(),
+        overrides=tuple(args.set),
+        lightning_callbacks=tuple(own if isinstance(own, list) else [own]),
+        steps=args.steps,
+        every_n_steps=args.steps // 3,
+        ranks=args.ranks,
+        seed=0 if config.seed is None else None,
+    )
+
+
+def _scratch(keep: Path | None) -> Path:
+    """Return an empty folder for the rehearsals.
+
+    Raises:
+        UsageError: `keep` exists already.
+    """
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="genlight-prove-"))
+    try:
+        keep.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"{keep} exists; name a new folder for --keep") from None
+    return keep.absolute()
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """End the command as Ctrl-C does, so that it leaves neither processes nor files."""
+    raise KeyboardInterrupt

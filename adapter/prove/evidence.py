@@ -1,0 +1,110 @@
+"""The evidence that a rehearsal leaves: the witness of every step and the final state; the first difference of two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...callbacks.checkpoint import find_final, load
+from ...callbacks.checkpoint.capture import CONTRACT_KEY
+from ...callbacks.checkpoint.format.record import digest_of
+from ...callbacks.witness.entry import Recorded, compare, file_of_rank, read_witness
+from ...reporters import read_metrics
+from ..check.snapshot import Snapshot, distance, flatten
+
+_OF_AN_ATTEMPT = ("genlight_run_state", "callbacks")
+"""Parts of a checkpoint with the number, the files and the clocks of an attempt."""
+_OF_A_START = ("elapsed_s", "metrics", "witness")
+"""Parts of the state with the duration, the speed and the identity of a training."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The results of a run that completed."""
+
+    witness: Mapping[int, Recorded]
+    """The newest entry of each step, by rank."""
+    state: Snapshot
+    """The content of the final checkpoint by path, without facts of the attempt such as its duration."""
+    repeated: int
+    """Number of steps that rank 0 trained more than once."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the final state: equal bits have equal digests."""
+        return digest_of("\n".join(f"{path} {digest}" for path, digest in self.state.digests.items()).encode())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which two runs differ."""
+
+    text: str
+    size: float
+    """Largest relative difference of floating-point values in the final states; infinite for other steps or rows."""
+
+
+def read_evidence(checkpoints: Path, events: Path) -> Evidence:
+    """Read the results of a completed run.
+
+    Raises:
+        LookupError: It has no final checkpoint, or no witness.
+        BrokenCheckpointError: Its final checkpoint is broken.
+    """
+    record = find_final(checkpoints)
+    if record is None:
+        raise LookupError("the run has no final checkpoint")
+    content = {key: value for key, value in load(record.path).items() if key not in _OF_AN_ATTEMPT}
+    if isinstance(own := content.get(CONTRACT_KEY), Mapping):
+        content[CONTRACT_KEY] = {key: value for key, value in own.items() if key not in _OF_A_START}
+    witness = {rank: read_witness(file_of_rank(checkpoints, rank)) for rank in range(record.world_size)}
+    lost = [rank for rank, recorded in witness.items() if recorded is None]
+    if lost:
+        raise LookupError(f"rank {lost[0]} of the run kept no witness of its steps")
+    steps = read_metrics(events, all_attempts=True).select(["attempt", "step"]).to_pylist()
+    trained = {(row["attempt"], row["step"]) for row in steps}
+    return Evidence(
+        witness={rank: recorded for rank, recorded in witness.items() if recorded is not None},
+        state=flatten(content, "state"),
+        repeated=len(trained) - len({step for _, step in trained}),
+    )
+
+
+def first_difference(expected: Evidence, actual: Evidence) -> Difference | None:
+    """Return the first difference of two runs: in a step, with its cause, or only in the final state.
+
+    Args:
+        expected: The run without a fault.
+        actual: The other run.
+    """
+    ours, theirs = expected.state["value"], actual.state["value"]
+    paths = expected.state.differences(actual.state)
+    measured = [path for path in paths if _is_measured(ours.get(path)) and _is_measured(theirs.get(path))]
+    size = max((distance(ours[path], theirs[path]) for path in measured), default=0.0)
+    keys = {(key, rank) for run in (expected, actual) for rank, of in run.witness.items() for key in of.entries}
+    for key, rank in sorted(keys):
+        first, second = (
+            run.witness[rank].entries.get(key) if rank in run.witness else None for run in (expected, actual)
+        )
+        if first is None or second is None:
+            verb = "did not train" if second is None else "trained in addition"
+            return Difference(f"it {verb} step {key[0]} (batch {key[2]} of epoch {key[1]}, rank {rank})", math.inf)
+        found = compare(first, second, rank=rank, facts={})
+        if found is not None:
+            return Difference(
+                f"step {found.step} of rank {rank}: {found.text}", math.inf if found.kind == "rows" else size
+            )
+    if paths:
+        more = f" and {len(paths) - 1} other values of the state differ" if len(paths) > 1 else " differs"
+        return Difference(f"at the end, {paths[0]}{more}", size)
+    return None
+
+
+def _is_measured(value: Any) -> bool:
+    """Whether `value` is a floating-point tensor or number; a counter or a random state is equal, or it differs."""
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())

@@ -1,0 +1,99 @@
+"""The faults of a rehearsal: a Lightning callback that breaks its own process."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ...callbacks.checkpoint.format.record import is_temporary
+from ..module.module import ContractModule
+from ..plumbing.threads import DaemonThreads
+
+Kind = Literal["kill", "kill while saving", "stop", "pause", "full disk"]
+
+POLL_S = 0.0002
+"""Seconds between two looks for the files of a checkpoint that is being saved."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a rehearsal."""
+
+    kind: Kind
+    """``kill``: SIGKILL at a random moment of the step. ``kill while saving``: SIGKILL as soon as the files of a
+    checkpoint appear, from this step on. ``stop``: SIGTERM. ``pause``: SIGSTOP. ``full disk``: from this step on, files
+    can only grow to half of the largest file so far."""
+    step: int
+    """The step in which it happens; steps count from 1."""
+    rank: int = 0
+
+
+def marker(folder: Path, number: int) -> Path:
+    """Return the file that exists once the fault of this number has happened."""
+    return folder / f"fault-{number}"
+
+
+class Faults(pl.Callback):
+    """Break this process in given steps, each fault once in a rehearsal.
+
+    Args:
+        folder: The folder of the rehearsal.
+        checkpoints: The folder of the run's checkpoints.
+        faults: The arguments of each `Fault`.
+    """
+
+    def __init__(self, folder: str, checkpoints: str, faults: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._folder, self._checkpoints = Path(folder), Path(checkpoints)
+        self._faults = [Fault(**fault) for fault in faults]
+        self._armed: set[int] = set()
+        self._threads = DaemonThreads(len(self._faults), "genlight-fault")
+        self._began, self._step_s = time.perf_counter(), 0.0
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, ContractModule)
+        step, now = pl_module.completed_steps + 1, time.perf_counter()
+        self._step_s, self._began = now - self._began, now
+        for number, fault in enumerate(self._faults):
+            is_due = fault.rank == trainer.global_rank and fault.step <= step and number not in self._armed
+            if is_due and not marker(self._folder, number).exists():
+                self._armed.add(number)
+                self._cause(fault.kind, marker(self._folder, number).touch)
+
+    def _cause(self, kind: Kind, note: Callable[[], None]) -> None:
+        if kind == "kill while saving":
+            self._threads.submit(lambda: self._kill_at_a_save(note))
+        elif kind == "kill":
+            # A generator of its own: the training's random numbers stay as they are.
+            delay = random.SystemRandom().uniform(0, self._step_s)
+            self._threads.submit(lambda: _kill(note, delay))
+        elif kind == "full disk":
+            note()
+            largest = max((path.stat().st_size for path in self._checkpoints.rglob("*.safetensors")), default=0)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, resource.RLIM_INFINITY))
+        else:
+            note()
+            os.kill(os.getpid(), signal.SIGTERM if kind == "stop" else signal.SIGSTOP)
+
+    def _kill_at_a_save(self, note: Callable[[], None]) -> None:
+        while not any(map(is_temporary, os.listdir(self._checkpoints))):
+            time.sleep(POLL_S)
+        _kill(note)
+
+
+def _kill(note: Callable[[], None], after_s: float = 0.0) -> None:
+    time.sleep(after_s)
+    note()
+    os.kill(os.getpid(), signal.SIGKILL)

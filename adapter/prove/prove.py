@@ -1,0 +1,203 @@
+"""The rehearsals of ``genlight prove``, in the order in which they are printed.
+
+unbroken · kill · kill while saving · stop · two kills · cut file · flipped bit · full disk; on several ranks also
+killed rank · paused rank · fewer ranks. Each breaks one run, starts it again until it has completed, and compares the
+rows and metrics of its steps and its final state with the unbroken run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...callbacks.checkpoint import list_checkpoints
+from ..check.finding import Finding
+from ..contract.exceptions import GenlightError
+from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STOPPED
+from .evidence import Difference, Evidence, first_difference
+from .faults import Fault, marker
+from .rehearsal import Attempt, OutOfTime, Rehearsal, Scene
+
+SLACK = 10.0
+"""A difference of up to this many times the one of two unbroken runs counts as none, if those differ."""
+SLOWER = 20.0
+"""An attempt may take this many times as long as the first one."""
+MIN_LIMIT_S = 60.0
+MOST_ATTEMPTS = 4
+HANG_S = 10
+"""Seconds without a step after which a rehearsal with a paused rank counts as hung."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A rehearsal with a fault."""
+
+    name: str
+    faults: Sequence[Fault]
+    codes: tuple[int, ...]
+    """Exit codes that the first attempt may have, negative for a signal."""
+    damage: Callable[[Path], None] | None = None
+    """Damages the newest record's files, after the first attempt."""
+    settings: tuple[str, ...] = ()
+    ranks_after: int | None = None
+    """Number of ranks of later attempts, if it is another one."""
+    check: Callable[[Rehearsal], str | None] = lambda _: None
+    """Returns what is wrong after the first attempt, or None."""
+
+
+def prove(
+    scene: Scene, folder: Path, *, minutes: float, only: Sequence[str] = (), keep: bool = False
+) -> Iterator[Finding]:
+    """Rehearse a job, and yield the outcome of each rehearsal when it is known.
+
+    Args:
+        scene: The job.
+        folder: An empty folder for all files of the rehearsals.
+        minutes: Time for all rehearsals; what does not fit is reported as skipped.
+        only: Names of the rehearsals, as above; empty means all that make sense.
+        keep: Whether the files of each rehearsal stay in `folder`.
+    """
+    deadline = time.monotonic() + 60 * minutes
+    runs = [Rehearsal(scene, folder / f"unbroken-{number}", limit_s=60 * minutes) for number in (1, 2)]
+    found = []
+    for run in runs:
+        outcome = _complete(run, run.start)
+        if isinstance(outcome, str):
+            yield Finding("unbroken", "fail", outcome, "Make `genlight run` of this job complete first.")
+            return
+        found.append(outcome)
+    reference, second = found
+    apart = first_difference(reference, second)
+    tolerance = SLACK * apart.size if apart else -1.0
+    yield _unbroken(apart, runs, reference)
+    limit_s = max(MIN_LIMIT_S, SLOWER * runs[0].attempts[0].seconds)
+    for case in _cases(scene.every_n_steps, len(reference.witness)):
+        if only and case.name not in only:
+            continue
+        if time.monotonic() > deadline:
+            yield Finding(case.name, "skip", f"the {minutes:g} minutes are over", "Give more --minutes.")
+            continue
+        run = Rehearsal(scene, folder / case.name.replace(" ", "-"), case.faults, case.settings, limit_s=limit_s)
+        yield _judge(case, run, reference, tolerance)
+        if not keep:
+            shutil.rmtree(run.folder)
+
+
+def _unbroken(apart: Difference | None, runs: Sequence[Rehearsal], reference: Evidence) -> Finding:
+    seconds = " and ".join(f"{run.attempts[0].seconds:.1f}" for run in runs)
+    if apart is None:
+        return Finding("unbroken", "pass", f"two runs have the same bits, {reference.digest} ({seconds} s)")
+    return Finding(
+        "unbroken",
+        "warn",
+        f"two runs without a fault differ: {apart.text}",
+        "A resume can only be compared within this difference. Take all random numbers from seeded generators, and see "
+        "`lightning.deterministic`.",
+    )
+
+
+def _cases(every: int, ranks: int) -> Iterator[_Case]:
+    """Yield the rehearsals of a job with a checkpoint after `every` steps."""
+    late, early = 2 * every + 2, every + 2
+    killed = (-9,)
+    yield _Case("kill", [Fault("kill", late)], killed)
+    yield _Case("kill while saving", [Fault("kill while saving", 2 * every)], killed)
+    yield _Case("stop", [Fault("stop", early)], (EXIT_STOPPED,), check=lambda run: _is_saved(run, early))
+    yield _Case("two kills", [Fault("kill", early), Fault("kill", late)], killed)
+    yield _Case("cut file", [Fault("kill", late)], killed, damage=_cut)
+    yield _Case("flipped bit", [Fault("kill", late)], killed, damage=_flip)
+    yield _Case(
+        "full disk", [Fault("full disk", every + 1)], (EXIT_COMPLETED, EXIT_FAILED, EXIT_STOPPED), check=_is_clean
+    )
+    if ranks > 1:
+        last = ranks - 1
+        hangs = json.dumps({"floor_s": HANG_S, "end_run": True})
+        yield _Case("killed rank", [Fault("kill", late, last)], (EXIT_FAILED,))
+        yield _Case(
+            "paused rank", [Fault("pause", late, last)], (EXIT_FAILED,), settings=(f"callbacks.WatchHangs={hangs}",)
+        )
+        yield _Case("fewer ranks", [Fault("kill", late)], killed, ranks_after=last)
+
+
+def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -> Finding:
+    def fail(detail: str) -> Finding:
+        return Finding(case.name, "fail", detail, "Resume it by hand with `--keep`, and see `genlight check`.")
+
+    try:
+        first = run.start()
+    except OutOfTime as error:
+        return fail(str(error))
+    if not marker(run.folder, 0).exists():
+        return Finding(case.name, "skip", "the fault could not happen in so few steps", "Give more --steps.")
+    if first.code not in case.codes:
+        return fail(f"exit code {first.code} instead of {' or '.join(map(str, case.codes))}:\n{first.output}")
+    if (wrong := case.check(run)) is not None:
+        return fail(wrong)
+    if case.damage is not None and not _damage_newest(run, case.damage):
+        return Finding(case.name, "skip", "there was no checkpoint to damage", "Give more --steps.")
+    outcome = _complete(run, lambda: run.start(ranks=case.ranks_after)) if first.code else _complete(run, lambda: first)
+    if isinstance(outcome, str):
+        return fail(outcome)
+    costs = (
+        f"{outcome.repeated} steps repeated, {sum(attempt.seconds for attempt in run.attempts[1:]):.1f} s to the end"
+    )
+    if case.ranks_after is not None:
+        return Finding(case.name, "pass", f"completed on {case.ranks_after}; other rows in each step, {costs}")
+    apart = first_difference(reference, outcome)
+    if apart is None:
+        return Finding(case.name, "pass", f"the same bits; {costs}")
+    if apart.size <= tolerance:
+        return Finding(case.name, "pass", f"no further apart than two unbroken runs; {costs}")
+    return fail(f"{apart.text} ({costs})")
+
+
+def _complete(run: Rehearsal, start: Callable[[], Attempt]) -> Evidence | str:
+    """Start the run until it has completed; return its evidence, or what went wrong."""
+    try:
+        attempt = start()
+        while attempt.code and len(run.attempts) < MOST_ATTEMPTS and attempt.code < 0:
+            attempt = start()
+        if attempt.code:
+            return f"exit code {attempt.code}:\n{attempt.output}"
+        return run.evidence()
+    except (OutOfTime, GenlightError, LookupError) as error:
+        return str(error)
+
+
+def _is_saved(run: Rehearsal, step: int) -> str | None:
+    """Whether a stop left the checkpoint of the step in which it came, or of a later one."""
+    newest = max((each.record.step for each in list_checkpoints(run.checkpoints) if each.record is not None), default=0)
+    return None if newest >= step else f"after the stop in step {step}, the newest checkpoint is of step {newest}"
+
+
+def _is_clean(run: Rehearsal) -> str | None:
+    """Whether a full disk left no broken checkpoint."""
+    broken = [each.path.name for each in list_checkpoints(run.checkpoints) if each.is_own_but_broken]
+    return f"it left broken checkpoints: {', '.join(broken)}" if broken else None
+
+
+def _damage_newest(run: Rehearsal, damage: Callable[[Path], None]) -> bool:
+    """Damage the largest file of the newest checkpoint; return False if there is no older one to resume from."""
+    records = [each.record for each in list_checkpoints(run.checkpoints) if each.record is not None]
+    if len(records) < 2:
+        return False
+    newest = records[-1]
+    damage(newest.path.parent / max(newest.files, key=lambda file: file.size).path)
+    return True
+
+
+def _cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
