@@ -21,6 +21,8 @@ _OF_AN_ATTEMPT = ("genlight_run_state", "callbacks")
 """Parts of a checkpoint with the number, the files and the clocks of an attempt."""
 _OF_A_START = ("elapsed_s", "metrics", "witness")
 """Parts of the state with the duration, the speed and the identity of a training."""
+_OF_RUNS = "trainer/"
+"""Prefix of metrics that genlight adds; one of them names the step before the first of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ def read_evidence(checkpoints: Path, events: Path) -> Evidence:
     lost = [rank for rank, recorded in witness.items() if recorded is None]
     if lost:
         raise LookupError(f"rank {lost[0]} of the run kept no witness of its steps")
-    steps = read_metrics(events, all_attempts=True).select(["attempt", "step"]).to_pylist()
-    trained = {(row["attempt"], row["step"]) for row in steps}
+    metrics = read_metrics(events, all_attempts=True).select(["attempt", "step", "name"]).to_pylist()
+    trained = {(row["attempt"], row["step"]) for row in metrics if not row["name"].startswith(_OF_RUNS)}
     return Evidence(
         witness={rank: recorded for rank, recorded in witness.items() if recorded is not None},
         state=flatten(content, "state"),

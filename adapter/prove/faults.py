@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import random
 import resource
@@ -19,10 +20,10 @@ from ...callbacks.checkpoint.format.record import is_temporary
 from ..module.module import ContractModule
 from ..plumbing.threads import DaemonThreads
 
-Kind = Literal["kill", "kill while saving", "stop", "pause", "full disk"]
+Kind = Literal["kill", "kill while saving", "kill after saving", "stop", "pause", "full disk"]
 
 POLL_S = 0.0002
-"""Seconds between two looks for the files of a checkpoint that is being saved."""
+"""Seconds between two looks for the files of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Fault:
 
     kind: Kind
     """``kill``: SIGKILL at a random moment of the step. ``kill while saving``: SIGKILL as soon as the files of a
-    checkpoint appear, from this step on. ``stop``: SIGTERM. ``pause``: SIGSTOP. ``full disk``: from this step on, files
-    can only grow to half of the largest file so far."""
+    checkpoint appear, from this step on. ``kill after saving``: SIGKILL once there are two checkpoints. ``stop``:
+    SIGTERM. ``pause``: SIGSTOP. ``full disk``: from this step on, files can only grow to half of the largest so far."""
     step: int
     """The step in which it happens; steps count from 1."""
     rank: int = 0
@@ -74,7 +75,9 @@ class Faults(pl.Callback):
 
     def _cause(self, kind: Kind, note: Callable[[], None]) -> None:
         if kind == "kill while saving":
-            self._threads.submit(lambda: self._kill_at_a_save(note))
+            self._threads.submit(lambda: self._kill_once(lambda names: any(map(is_temporary, names)), note))
+        elif kind == "kill after saving":
+            self._threads.submit(lambda: self._kill_once(lambda names: len(fnmatch.filter(names, "*.json")) > 1, note))
         elif kind == "kill":
             # A generator of its own: the training's random numbers stay as they are.
             delay = random.SystemRandom().uniform(0, self._step_s)
@@ -87,8 +90,9 @@ class Faults(pl.Callback):
             note()
             os.kill(os.getpid(), signal.SIGTERM if kind == "stop" else signal.SIGSTOP)
 
-    def _kill_at_a_save(self, note: Callable[[], None]) -> None:
-        while not any(map(is_temporary, os.listdir(self._checkpoints))):
+    def _kill_once(self, is_due: Callable[[list[str]], bool], note: Callable[[], None]) -> None:
+        """Kill this process as soon as the names in the folder of checkpoints are those to wait for."""
+        while not is_due(os.listdir(self._checkpoints)):
             time.sleep(POLL_S)
         _kill(note)
 

@@ -108,8 +108,8 @@ def _cases(every: int, ranks: int) -> Iterator[_Case]:
     yield _Case("kill while saving", [Fault("kill while saving", 2 * every)], killed)
     yield _Case("stop", [Fault("stop", early)], (EXIT_STOPPED,), check=lambda run: _is_saved(run, early))
     yield _Case("two kills", [Fault("kill", early), Fault("kill", late)], killed)
-    yield _Case("cut file", [Fault("kill", late)], killed, damage=_cut)
-    yield _Case("flipped bit", [Fault("kill", late)], killed, damage=_flip)
+    yield _Case("cut file", [Fault("kill after saving", 1)], killed, damage=_cut)
+    yield _Case("flipped bit", [Fault("kill after saving", 1)], killed, damage=_flip)
     yield _Case(
         "full disk", [Fault("full disk", every + 1)], (EXIT_COMPLETED, EXIT_FAILED, EXIT_STOPPED), check=_is_clean
     )
