@@ -15,14 +15,13 @@ from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.format.record import digest_of
 from ...callbacks.witness.entry import Recorded, compare, file_of_rank, read_witness
 from ...reporters import read_metrics
+from ...reporters.events.event import RESUMED_METRIC
 from ..check.snapshot import Snapshot, distance, flatten
 
 _OF_AN_ATTEMPT = ("genlight_run_state", "callbacks")
 """Parts of a checkpoint with the number, the files and the clocks of an attempt."""
 _OF_A_START = ("elapsed_s", "metrics", "witness")
 """Parts of the state with the duration, the speed and the identity of a training."""
-_OF_RUNS = "trainer/"
-"""Prefix of metrics that genlight adds; one of them names the step before the first of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def read_evidence(checkpoints: Path, events: Path) -> Evidence:
     if lost:
         raise LookupError(f"rank {lost[0]} of the run kept no witness of its steps")
     metrics = read_metrics(events, all_attempts=True).select(["attempt", "step", "name"]).to_pylist()
-    trained = {(row["attempt"], row["step"]) for row in metrics if not row["name"].startswith(_OF_RUNS)}
+    trained = {(row["attempt"], row["step"]) for row in metrics if row["name"] != RESUMED_METRIC}
     return Evidence(
         witness={rank: recorded for rank, recorded in witness.items() if recorded is not None},
         state=flatten(content, "state"),

@@ -55,7 +55,7 @@ class Fails(Sound):
 
 
 @pytest.fixture
-def prove(tmp_path, monkeypatch, capsys):
+def prove(tmp_path, monkeypatch, capfd):
     """Rehearse a class of `TRAINER`; return the exit code and the findings by rehearsal."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]))
@@ -72,7 +72,7 @@ def prove(tmp_path, monkeypatch, capsys):
         }
         (tmp_path / "job.json").write_text(json.dumps(job))
         code = main(["prove", "job.json", "--json", *arguments])
-        findings = json.loads(capsys.readouterr().out)["findings"]
+        findings = json.loads(capfd.readouterr().out)["findings"]
         return code, {each["check"]: each for each in findings}
 
     return run
@@ -95,14 +95,13 @@ def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, capfd):
     assert "the job has changed since `genlight prove` (seed)" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("rehearsal", ["kill", "flipped bit"])
-def test_a_forgotten_counter_is_named_by_its_first_effect(prove, rehearsal):
-    code, findings = prove("ForgetsItsCounter", "--only", rehearsal)
+def test_a_forgotten_counter_is_named_by_its_first_effect(prove):
+    code, findings = prove("ForgetsItsCounter", "--only", "kill")
 
     assert code == 1
     assert findings["unbroken"]["level"] == "pass"
-    assert findings[rehearsal]["level"] == "fail"
-    assert "the learning rate is 0.1, was" in findings[rehearsal]["detail"]
+    assert findings["kill"]["level"] == "fail"
+    assert "the learning rate is 0.1, was" in findings["kill"]["detail"]
 
 
 def test_a_job_that_is_not_reproducible_is_compared_within_that_difference(prove):
