@@ -23,6 +23,8 @@ from support.rank import Rank
 from support.witnessed import Hosted, Plain, Proofs, Rows
 
 STEPS = 14
+OTHER_RATE = 9
+"""The fault that trains with another learning rate."""
 
 
 class Kills(pl.Callback):
@@ -47,6 +49,8 @@ class Noisy(Hosted):
         import numpy as np
 
         np.random.random(self.draws if ctx.rank == 1 else 0)
+        if self.draws == OTHER_RATE:
+            state["optimizer"].param_groups[0]["lr"] = 0.2
         return super().train_step(batch, state, ctx)
 
 

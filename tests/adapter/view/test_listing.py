@@ -11,7 +11,7 @@ import time
 import pytest
 
 from genlight.adapter.cli import main
-from genlight.adapter.view.summary import find_runs, summary_of
+from genlight.adapter.view.summary import Starts, find_runs, summary_of
 from genlight.reporters.events.event_log import EventLog
 from support.messages import refusal
 from support.seen_runs import start, wait_for_step
@@ -194,6 +194,29 @@ def test_a_log_is_not_searched_twice_and_a_new_start_is_found(copy):
     assert summary_of(log.parent.parent, starts=starts).metadata["notes"] == "x" * 100_000
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:20]))
     assert summary_of(log.parent.parent, starts=starts).attempts == 1
+
+
+def test_the_proof_of_the_newest_attempt_is_found_in_a_long_log(tmp_path):
+    (folder := tmp_path / "run" / "metrics").mkdir(parents=True)
+
+    def write(text: str, *, lines: int) -> None:
+        with EventLog(folder / "events.jsonl", run_id="r") as log:
+            log.started(metadata={"notes": "x"})
+            if text:
+                log.finding(kind="resume_proof", level="ok", step=3, text=text)
+            for step in range(lines):
+                log.metric(name="train/loss", value=0.5, step=step)
+
+    starts: Starts = {}
+    write("", lines=10)
+    assert summary_of(tmp_path / "run", starts=starts).proof is None
+    write("proven", lines=20_000)
+    for _ in range(2):
+        summary = summary_of(tmp_path / "run", starts=starts)
+        assert summary.proof == {"level": "ok", "step": 3, "text": "proven"}
+    assert "Resumed: proven." in summary.words
+    write("", lines=10)
+    assert summary_of(tmp_path / "run", starts=starts).proof is None
 
 
 def test_a_folder_that_is_no_run_is_refused(runs, tmp_path, capsys):

@@ -186,7 +186,25 @@ class FewerThreads(Hosted):
         self.number = next(attempt_numbers)
 
 
+class Manual(Plain):
+    """Optimizes by itself, logs a loss that depends on a counter, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.count = False, 0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.count += 1
+        loss = self.body(batch).square().mean() * (1 + self.count / 100)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.lr_schedulers().step()
+        self.log("d_loss", loss)
+
+
 FAULTS = {
+    "logged loss": (Manual, rows, None, "loss", ""),
     "counter": (Counts, rows, None, "loss", ""),
     "closure": (Closure, rows, None, "loss", ""),
     "rounding": (FewerThreads, rows, None, "loss", ""),
@@ -224,6 +242,9 @@ def test_a_difference_can_end_the_run_before_it_saves(tmp_path):
         attempt(tmp_path, Counts(), rows(), on_difference="stop")
 
     assert not (tmp_path / "step-00000020.json").exists()
+    recorded = read_witness(tmp_path / FOLDER / "rank-00000")
+    assert recorded is not None
+    assert [entry.step for entry in recorded.entries.values() if entry.attempt == 2] == [11]
 
 
 def test_a_new_training_in_the_same_folder_is_compared_with_nothing(tmp_path):
