@@ -1,8 +1,8 @@
 """Rehearse a bad night with a job: kills, stops, damaged checkpoints and a full disk, in real processes.
 
 Every rehearsal runs a few steps of the job in a scratch folder, breaks it, starts it again, and compares rows,
-metrics and the final state with a run without a fault. Nothing is uploaded. The results are written to `proof.json` in
-the folder of the job's run. `genlight check` tests only the class, within one process and in seconds.
+random numbers, losses and the final state with a run without a fault. Nothing is uploaded. The results are written to
+`proof.json` in the folder of the job's run. `genlight check` tests only the class, within one process and in seconds.
 
 Exit codes: 0 everything held, 1 a rehearsal failed, 2 usage, or the job cannot be used.
 """

@@ -47,7 +47,7 @@ class Difference:
 
     text: str
     size: float
-    """Largest relative difference of floating-point values in the final states; infinite for other steps or rows."""
+    """Largest relative difference of floating-point values in the final states; infinite for other rows."""
 
 
 def read_evidence(checkpoints: Path, events: Path) -> Evidence:
@@ -87,19 +87,18 @@ def first_difference(expected: Evidence, actual: Evidence) -> Difference | None:
     paths = expected.state.differences(actual.state)
     measured = [path for path in paths if _is_measured(ours.get(path)) and _is_measured(theirs.get(path))]
     size = max((distance(ours[path], theirs[path]) for path in measured), default=0.0)
-    keys = {(key, rank) for run in (expected, actual) for rank, of in run.witness.items() for key in of.entries}
-    for key, rank in sorted(keys):
-        first, second = (
-            run.witness[rank].entries.get(key) if rank in run.witness else None for run in (expected, actual)
-        )
-        if first is None or second is None:
-            verb = "did not train" if second is None else "trained in addition"
-            return Difference(f"it {verb} step {key[0]} (batch {key[2]} of epoch {key[1]}, rank {rank})", math.inf)
-        found = compare(first, second, rank=rank, facts={})
-        if found is not None:
-            return Difference(
-                f"step {found.step} of rank {rank}: {found.text}", math.inf if found.kind == "rows" else size
-            )
+    # A resumed run has entries of other steps as well: of the first ones after its start.
+    found = [
+        difference
+        for rank in expected.witness.keys() & actual.witness.keys()
+        for first, second in [(expected.witness[rank].entries, actual.witness[rank].entries)]
+        for key in first.keys() & second.keys()
+        if (difference := compare(first[key], second[key], rank=rank, facts={})) is not None
+    ]
+    if found:
+        first_found = min(found, key=lambda each: (each.key, each.rank))
+        text = f"step {first_found.step} of rank {first_found.rank}: {first_found.text}"
+        return Difference(text, math.inf if first_found.kind == "rows" else size)
     if paths:
         more = f" and {len(paths) - 1} other values of the state differ" if len(paths) > 1 else " differs"
         return Difference(f"at the end, {paths[0]}{more}", size)

@@ -83,7 +83,10 @@ class Pace:
 
 
 def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int:
-    """Return how many steps fit into `seconds` if the last `steps` took `took_s`: 1 to `most`, and to twice `steps`."""
+    """Return how many steps fit into `seconds` if the last `steps` took `took_s` seconds.
+
+    The result is at least 1, and at most `most` and twice `steps`.
+    """
     most = max(1, min(2 * steps, most))
     return most if took_s * most <= seconds * steps else max(1, math.ceil(seconds * steps / took_s))
 

@@ -26,7 +26,8 @@ REASON_OF_SIGNAL = {signal.Signals[name]: why for name, why in _REASONS.items() 
 LEFT_AFTER_S = 1.0
 """Timeout for the end of the thread that reads arrivals."""
 REPEATS_WITHIN_S = 3.0
-"""Time in which the same signal again is not a second one: schedulers signal every process, and agents forward it."""
+"""Seconds within which a repeated signal does not count as a second one: schedulers signal every process, and agents
+forward it."""
 
 
 class StopSignals:
