@@ -207,6 +207,7 @@ def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact(write_job):
     assert run(job) == 0
     out = job.parent / "out"
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        ".witness",
         "final",
         "final.json",
         "step-00000002",
