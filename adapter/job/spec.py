@@ -147,7 +147,7 @@ class ResumeSpec(Block, frozen=True, kw_only=True):
     `stop` also ends the run, with exit code 1."""
     overlap: bool = False
     """Start from the checkpoint before the newest one, repeat the steps up to it, compare weights, optimizers, random
-    states and positions with it, and go on."""
+    states and positions with it, and continue."""
 
 
 class SampleRequest(Block, frozen=True, kw_only=True):

@@ -85,7 +85,7 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, dict | list | tuple) and len(value) > _SEARCHED_ITEMS:
         return []
     if isinstance(value, dict):
-        return list(value.values())
+        return list(dict.values(value))  # not a method of a subclass: some count what is read
     if isinstance(value, list | tuple):
         return list(value)
     if isinstance(value, types.MethodType):

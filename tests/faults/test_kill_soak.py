@@ -142,7 +142,9 @@ def assert_nothing_is_left(run):
     # A kill after the last commit and before the removal of an old checkpoint leaves both; no step remains to train.
     assert [path.stem for path in kept][-3:] == [f"step-{STEPS - CADENCE:08d}", f"step-{STEPS:08d}", "final"]
     assert len(kept) <= 4
-    assert sorted(os.listdir(checkpoints)) == sorted([*(p.stem for p in kept), *(p.name for p in kept)])
+    assert sorted(os.listdir(checkpoints)) == sorted([".witness", *(p.stem for p in kept), *(p.name for p in kept)])
+    proofs = [event for event in read_events(run.events) if event["event"] == "finding"]
+    assert [proof["text"] for proof in proofs if proof["level"] != "ok"] == [], "a restart repeats its steps"
     assert [path for path in run.artifacts.rglob("*") if path.name.startswith((".tmp-", ".ranks"))] == []
     end = time.monotonic() + LIMIT_S
     while alive := [pid for pid in run.started_pids if Path(f"/proc/{pid}").exists()]:

@@ -72,7 +72,7 @@ def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact_but_no_rank
 
     assert not ranks.folder.exists()
     kept = ("final", "step-00000002", "step-00000004")
-    assert {path.name for path in checkpoints.iterdir()} == {*kept, *(f"{name}.json" for name in kept)}
+    assert {path.name for path in checkpoints.iterdir()} == {".witness", *kept, *(f"{name}.json" for name in kept)}
     assert [path.name for path in (checkpoints.parent / "samples").iterdir()] == ["step-00000004.txt"]
     log = events_of(job)
     assert log[0]["event"] == "started"
