@@ -47,7 +47,8 @@ class Difference:
 
     text: str
     size: float
-    """Largest relative difference of floating-point values in the final states; infinite for other rows."""
+    """Largest relative difference of floating-point values in the final states; infinite for other rows or random
+    numbers."""
 
 
 def read_evidence(checkpoints: Path, events: Path) -> Evidence:
@@ -98,7 +99,7 @@ def first_difference(expected: Evidence, actual: Evidence) -> Difference | None:
     if found:
         first_found = min(found, key=lambda each: (each.key, each.rank))
         text = f"step {first_found.step} of rank {first_found.rank}: {first_found.text}"
-        return Difference(text, math.inf if first_found.kind == "rows" else size)
+        return Difference(text, math.inf if first_found.kind in ("rows", "random numbers") else size)
     if paths:
         more = f" and {len(paths) - 1} other values of the state differ" if len(paths) > 1 else " differs"
         return Difference(f"at the end, {paths[0]}{more}", size)

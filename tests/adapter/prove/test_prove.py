@@ -78,7 +78,7 @@ def prove(tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, capfd):
+def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, monkeypatch, capfd):
     code, findings = prove("Sound")
 
     assert code == 0, findings
@@ -89,6 +89,7 @@ def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, capfd):
     assert [each["check"] for each in proof["results"]] == list(findings)
     assert os.listdir(tmp_path / "runs" / "proven") == ["proof.json"]
 
+    monkeypatch.delenv("TRAINER_UPLOAD_TERMINAL_URL")
     assert main(["run", "job.json", "--set", "max_steps=1"]) == 0
     assert "genlight prove" not in capfd.readouterr().err
     assert main(["run", "job.json", "--fresh", "--set", "max_steps=1", "--set", "seed=1"]) == 0
@@ -104,11 +105,11 @@ def test_a_forgotten_counter_is_named_by_its_first_effect(prove):
     assert "the learning rate is 0.1, was" in findings["kill"]["detail"]
 
 
-def test_a_job_that_is_not_reproducible_is_compared_within_that_difference(prove):
+def test_a_job_of_other_random_numbers_in_each_run_completes_but_is_not_compared(prove):
     code, findings = prove("Unseeded", "--only", "kill")
 
-    assert (code, findings["unbroken"]["level"], findings["kill"]["level"]) == (0, "warn", "pass")
-    assert "no further apart than two unbroken runs" in findings["kill"]["detail"]
+    assert (code, findings["unbroken"]["level"], findings["kill"]["level"]) == (0, "warn", "warn")
+    assert "torch on the CPU" in findings["unbroken"]["detail"]
 
 
 def test_a_job_that_fails_without_a_fault_is_not_rehearsed(prove):

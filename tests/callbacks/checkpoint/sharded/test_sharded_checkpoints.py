@@ -17,6 +17,7 @@ from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import load, load_weights, newest_valid, read_record, verify
 from genlight.callbacks.checkpoint.export import export_lightning, export_safetensors
 from genlight.callbacks.checkpoint.loading import load_record
+from genlight.callbacks.witness.entry import FOLDER
 from support import SUPPORT
 from support.forked import Forked
 from support.messages import refusal
@@ -219,7 +220,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_after_the_same_ste
     assert "No space left on device" in second["problem"]
     assert first["problem"].startswith("CheckpointError: rank 1 could not write its part of step-00000004")
     assert first["steps"] == second["steps"]
-    assert sorted(os.listdir(ranks.folder / "full")) == ["step-00000002", "step-00000002.json"]
+    assert sorted(os.listdir(ranks.folder / "full")) == [FOLDER, "step-00000002", "step-00000002.json"]
     verify(ranks.folder / "full" / "step-00000002")
 
 
@@ -233,14 +234,14 @@ def test_final_and_older_checkpoints_follow_the_rules_of_retention(ranks):
     names = sorted(name for name in os.listdir(ranks.folder / "end") if name.endswith(".json"))
     assert names == ["final.json", "step-00000003.json"]
     assert verify(ranks.folder / "end" / "final").final
-    assert sorted(name for name in os.listdir(ranks.folder / "full")) == ["step-00000002", "step-00000002.json"]
+    assert sorted(name for name in os.listdir(ranks.folder / "full")) == [FOLDER, "step-00000002", "step-00000002.json"]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_killed_while_it_writes_leaves_the_previous_checkpoint_and_no_debris(ranks, killed):
     phase = ranks.phases[f"kill{killed}"]
     assert phase["codes"][killed] == -signal.SIGKILL
-    complete = ["step-00000002", "step-00000002.json"]
+    complete = [FOLDER, "step-00000002", "step-00000002.json"]
     debris = [name for name in phase["left"]["killed"] if name.startswith(".tmp-")]
     assert sorted({*phase["left"]["killed"]} - {*debris}) == complete
     # Debris of step 4, and of step 6 if training got that far while the writer was busy.
