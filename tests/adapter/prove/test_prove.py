@@ -78,7 +78,7 @@ def prove(tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, monkeypatch, capfd):
+def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, monkeypatch, caplog):
     code, findings = prove("Sound")
 
     assert code == 0, findings
@@ -89,11 +89,12 @@ def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, monkeypatch, 
     assert [each["check"] for each in proof["results"]] == list(findings)
     assert os.listdir(tmp_path / "runs" / "proven") == ["proof.json"]
 
+    caplog.set_level("INFO")
     monkeypatch.delenv("TRAINER_UPLOAD_TERMINAL_URL")
     assert main(["run", "job.json", "--set", "max_steps=1"]) == 0
-    assert "genlight prove" not in capfd.readouterr().err
+    assert "genlight prove" not in caplog.text
     assert main(["run", "job.json", "--fresh", "--set", "max_steps=1", "--set", "seed=1"]) == 0
-    assert "the job has changed since `genlight prove` (seed)" in capfd.readouterr().err
+    assert "the job has changed since `genlight prove` (seed)" in caplog.text
 
 
 def test_a_forgotten_counter_is_named_by_its_first_effect(prove):
