@@ -1,4 +1,4 @@
-"""The raw batches of a job in one process: how to get them, describe them, and halve them for two ranks."""
+"""The raw batches of a job in one process: how to get them, describe them, and take some of their rows."""
 
 from __future__ import annotations
 
@@ -81,18 +81,20 @@ def _repeat(make_feed: Callable[[], Iterable[Any]], epochs: int) -> Iterator[Any
 def halves(batch: Any) -> tuple[Any, Any] | None:
     """Return both halves of the rows of a raw batch, or None if its rows cannot be counted.
 
-    Works for Arrow tables and batches, tensors, arrays, lists of rows, and mappings of columns. An odd last row is
-    dropped.
+    Works for Arrow tables and batches, tensors, arrays, lists of rows, and lists and mappings of columns. An odd last
+    row is dropped.
     """
-    middle = _rows(batch) // 2
+    middle = count_rows(batch) // 2
     return (_slice(batch, 0, middle), _slice(batch, middle, middle)) if middle else None
 
 
-def _rows(batch: Any) -> int:
+def count_rows(batch: Any) -> int:
     """Return the number of rows of a raw batch; 0 if they cannot be counted."""
     if isinstance(batch, Mapping):
-        counts = {_rows(column) for column in batch.values()}
+        counts = {count_rows(column) for column in batch.values()}
         return counts.pop() if len(counts) == 1 else 0
+    if _has_columns(batch):
+        return count_rows(dict(enumerate(batch)))
     if hasattr(batch, "num_rows"):
         return int(batch.num_rows)
     if getattr(batch, "shape", None):
@@ -100,10 +102,29 @@ def _rows(batch: Any) -> int:
     return len(batch) if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else 0
 
 
+def _has_columns(batch: Any) -> bool:
+    """Whether a batch is a list of columns, as a ``DataLoader`` makes it of rows with several tensors."""
+    is_list = isinstance(batch, list | tuple) and bool(batch)
+    return is_list and all(getattr(each, "ndim", 0) > 0 for each in batch)
+
+
 def _slice(batch: Any, start: int, length: int) -> Any:
     if isinstance(batch, Mapping):
         return {name: _slice(column, start, length) for name, column in batch.items()}
+    if _has_columns(batch):
+        return [_slice(column, start, length) for column in batch]
     return batch.slice(start, length) if hasattr(batch, "num_rows") else batch[start : start + length]
+
+
+def take_rows(batch: Any, rows: Sequence[int]) -> Any:
+    """Return a raw batch of these rows of `batch`, of a kind that `count_rows` can count."""
+    if isinstance(batch, Mapping):
+        return {name: take_rows(column, rows) for name, column in batch.items()}
+    if _has_columns(batch):
+        return [take_rows(column, rows) for column in batch]
+    if hasattr(batch, "num_rows"):
+        return batch.take(pa.array(rows, pa.int64()))
+    return [batch[row] for row in rows] if isinstance(batch, list | tuple) else batch[list(rows)]
 
 
 def describe_batch(batch: Any) -> str:

@@ -59,6 +59,7 @@ COMMANDS = {
     "uploads": "list or retry what could not be uploaded",
     "check": "check a trainer class: exact resume, several ranks, half precision",
     "prove": "rehearse kills, stops and damaged checkpoints with a job",
+    "replay": "replay the steps of a run bit for bit, and show what happened in one of them",
     "compare": "compare a job's training with a plain Python loop, step by step",
 }
 _HEADINGS = {

@@ -23,13 +23,15 @@ _NOT_REHEARSED = frozenset(
 )
 _NOT_REHEARSED |= {"cancel_file_path", "max_runtime_seconds", "orchestrated", "capability_token", "file_store_url"}
 """Settings whose variables of the environment do not reach a rehearsal, like those of uploads."""
-_QUIET = (
+WITHOUT_EFFECTS = (
     "uploads=null",
     "capability_token=null",
     "orchestrated=false",
     "cancel_file_path=null",
     "max_runtime_seconds=0",
+    "lightning.logger=false",
 )
+"""Overrides with which a job sends nothing away and only ends by itself."""
 _TAIL_LINES = 12
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for an attempt that has run out of time."""
@@ -97,7 +99,7 @@ class Rehearsal:
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "genlight", "run", str(self.scene.job), *self._options(ranks)],
-                env=_environment(os.environ),
+                env=environment_of_rehearsal(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -132,14 +134,13 @@ class Rehearsal:
         ranks = ranks or scene.ranks
         settings = (
             *scene.overrides,
-            *_QUIET,
+            *WITHOUT_EFFECTS,
             f"artifacts_dir={self.folder / 'run'}",
             "resume_from_latest=true",
             "metric_every=1",
             f"max_steps={scene.steps}",
             f"checkpoint_every={scene.every_n_steps}",
             "checkpoints.keep_last=0",
-            "lightning.logger=false",
             f"lightning.callbacks={json.dumps([*scene.lightning_callbacks, breaks])}",
             *([f"lightning.devices={ranks}"] if ranks else []),
             *([f"seed={scene.seed}"] if scene.seed is not None else []),
@@ -148,7 +149,7 @@ class Rehearsal:
         return [word for setting in settings for word in ("--set", setting)]
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_of_rehearsal(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables that would send results away or put them elsewhere."""
     dropped = {
         variable for variable, name in VARIABLES.items() if name in _NOT_REHEARSED or name.startswith("uploads.")

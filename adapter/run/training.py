@@ -62,7 +62,7 @@ def train(
     here = [path for path in (config.spec_dir, working_directory()) if path is not None]
     from_ref = config.inputs.resume_checkpoint_ref is not None
     decide = functools.partial(decide_start, config, allow_changed=allow_changed, may_have_completed=may_have_completed)
-    start = Start() if from_ref else decide(import_types=lambda: _import_seeded(config, here))
+    start = Start() if from_ref else decide(import_types=lambda: import_seeded(config, here))
     if start.record is not None and start.finished_step is not None:
         return _report_finished(config, session, start.record, start.finished_step)
     session.stop.raise_if_stopped()
@@ -75,14 +75,14 @@ def train(
         place = shown_path(start.record.path)
         log.info("continuing after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
     session.preparing = "model-load"
-    target = _import_seeded(config, here)
+    target = import_seeded(config, here)
     if config.seed is not None:
         seed_everything(config.seed)  # the same state, whether the trainer was imported just now or before
     with on_sys_path(here):
         return _fit(config, session, make_trainer(target), inputs, start.record)
 
 
-def _import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
+def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
     """Set the seed and import the job's trainer. Set the seed again before constructing the trainer."""
     if config.seed is not None:
         seed_everything(config.seed)

@@ -74,7 +74,7 @@ class Witness:
         recorded = _read(path, self.run) if run else None
         before = {} if recorded is None else recorded.header.attempts
         self._attempt = max(before, default=0) + 1
-        self._facts = {**before, self._attempt: _facts_of_attempt(trainer)}
+        self._facts = {**before, self._attempt: facts_of_attempt(trainer)}
         self._limits = ""
         self._expected = self._comparable(recorded, trainer.world_size)
         steps = sorted({key[0] for key in self._expected})
@@ -235,7 +235,7 @@ def _read(path: Path, run: str) -> Recorded | None:
     return recorded
 
 
-def _facts_of_attempt(trainer: pl.Trainer) -> dict[str, Any]:
+def facts_of_attempt(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what may change the exact numbers of an attempt, with the names of the ``started`` event."""
     versions = installed_packages()
     return {

@@ -1,0 +1,210 @@
+"""``genlight replay``: the same bits, or the step from which on they differ; the module and the rows of a nan."""
+
+from __future__ import annotations
+
+import json
+import math
+import pdb  # noqa: T100  # its functions are replaced
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from genlight.adapter.cli import main
+from genlight.adapter.contract.exceptions import UsageError
+from genlight.adapter.prove.replay import replay
+from genlight.adapter.prove.step_view import RowSearch, find_rows
+from support.jobs import run, write_job
+from support.messages import refusal
+from support.trainer_class import Trains
+
+pytestmark = pytest.mark.promise(name="resume")
+
+
+class Sound(Trains):
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor([[float(value) for value in row["x"]] for row in raw])
+
+
+class Forgets(Sound):
+    """Has a counter that no checkpoint holds; a replay starts it at zero."""
+
+    steps = 0
+
+    def loss(self, batch, state):
+        self.steps += 1
+        return super().loss(batch, state) * (1 + self.steps)
+
+
+class Raises(Sound):
+    def train_step(self, batch, state, ctx):
+        if float(batch[0, 0]) == 11.0:
+            raise ZeroDivisionError("no batch is good enough")
+        return super().train_step(batch, state, ctx)
+
+
+def batches(nan=None, steps=16, rows=8):
+    values = [[{"x": [float(step), row / 8], "id": 100 * step + row} for row in range(rows)] for step in range(steps)]
+    if nan is not None:
+        step, row = nan
+        values[step - 1][row]["x"][1] = "nan"
+    return values
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Run a job of this module's classes with a checkpoint after every fifth step; return the folder of the run."""
+
+    def train(name="Sound", code=0, **fields):
+        defaults = {"max_steps": 12, "checkpoint_every": 5, "mock_batches": batches(), "seed": 1}
+        job = write_job(tmp_path, trainer=f"{__name__}:{name}", metric_every=1, **{**defaults, **fields})
+        assert run(job, "checkpoints.keep_last=0") == code
+        return tmp_path / "out"
+
+    return train
+
+
+def content(folder: Path):
+    return {
+        path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_the_steps_have_the_same_bits_and_the_run_is_not_touched(train, tmp_path, capfd):
+    folder = train()
+    before = content(folder)
+
+    assert main(["replay", str(folder), "--step", "8", "--json"]) == 0
+
+    result = json.loads(capfd.readouterr().out)
+    assert content(folder) == before
+    assert (result["is_same"], result["witness"]) == (True, "steps 6 to 8 have the same bits as in the run")
+    assert (result["record"], result["error"], result["search"]) == ("step-00000005", "", None)
+    assert (
+        result["rows"] == "list of 8: dict: x list of 2, id int, dict: x list of 2, id int, dict: x list of 2, id int"
+    )
+    modules = {each["name"]: each for each in result["modules"]}
+    assert list(modules) == [*(f'state["model"].{layer}' for layer in range(3)), 'state["model"]']
+    assert modules['state["model"].0'].keys() == modules['state["model"].2'].keys() == {"name", "output", "gradient"}
+    assert modules['state["model"]']["output"] == modules['state["model"].2']["output"] > 0
+    log = [json.loads(line) for line in (folder / "metrics" / "events.jsonl").read_text().splitlines()]
+    of_run = {event["name"]: event["value"] for event in log if event["event"] == "metric" and event["step"] == 8}
+    assert result["metrics"]["train/loss"] == of_run["train/loss"]
+
+    assert main(["replay", str(folder), "--step", "8"]) == 0
+    assert "ok  steps 6 to 8 have the same bits" in capfd.readouterr().out
+
+
+def test_a_forgotten_counter_is_not_the_same_from_its_first_step(train, tmp_path, capfd):
+    folder = train("Forgets")
+
+    assert main(["replay", str(folder), "--step", "8", "--json"]) == 1
+
+    result = json.loads(capfd.readouterr().out)
+    assert result["is_same"] is False
+    assert result["witness"].startswith("step 6 is not the same as in the run: the loss is ")
+
+
+def test_the_cause_of_a_nan_is_named_by_module_and_row(train, tmp_path):
+    folder = train(mock_batches=batches(nan=(8, 5)))
+
+    result = replay(folder, 8, tmp_path / "scratch")
+
+    assert result.is_same is True
+    assert result.first_nonfinite == 'output of state["model"].0'
+    assert (result.search.groups, result.ids, result.search.is_confirmed) == (((5, 5),), [705], True)
+    assert result.search.trials <= 2 * math.log2(8) + 4
+    assert result.as_json()["metrics"]["train/loss"] == "NaN"
+
+
+def test_weights_that_were_not_finite_before_the_step_blame_no_row(train, tmp_path):
+    folder = train(mock_batches=batches(nan=(7, 5)))
+
+    result = replay(folder, 8, tmp_path / "scratch")
+
+    assert result.first_nonfinite == 'weight before of state["model"].0.weight'
+    assert result.search is None
+
+
+def test_an_exception_of_the_step_is_the_result(train, tmp_path, monkeypatch):
+    folder = train("Raises", code=1)
+    opened = []
+    monkeypatch.setattr(pdb, "post_mortem", opened.append)
+
+    result = replay(folder, 12, tmp_path / "scratch", with_debugger=False)
+
+    assert "step 12: ZeroDivisionError: no batch is good enough (test_replay.py:" in result.error
+    assert result.is_same is True
+    assert opened == []
+
+
+def test_the_debugger_opens_in_the_step_and_after_its_exception(train, tmp_path, monkeypatch):
+    folder = train("Raises", code=1)
+    calls, opened = [], []
+    monkeypatch.setattr(pdb, "runcall", lambda function, *given: calls.append(function.__name__) or function(*given))
+    monkeypatch.setattr(pdb, "post_mortem", opened.append)
+
+    result = replay(folder, 12, tmp_path / "scratch", with_debugger=True)
+
+    assert (calls, len(opened)) == (["train_step"], 1)
+    assert "ZeroDivisionError" in result.error
+
+
+def test_without_a_witness_nothing_is_compared(train, tmp_path):
+    folder = train()
+    shutil.rmtree(folder / "checkpoints" / ".witness")
+
+    result = replay(folder, 8, tmp_path / "scratch")
+
+    assert (result.is_same, result.witness) == (
+        None,
+        "not compared: the witness of the run has no entry for these steps",
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "overrides"),
+    [
+        (99, ()),
+        (3, ()),
+        (8, ("lightning.devices=2", "lightning.strategy=ddp")),
+    ],
+    ids=["beyond the run", "no checkpoint before it", "two ranks"],
+)
+def test_what_cannot_be_replayed_is_refused(train, tmp_path, step, overrides):
+    folder = train()
+
+    with refusal(UsageError):
+        replay(folder, step, tmp_path / "scratch", overrides=overrides)
+
+
+def test_a_run_without_its_job_is_refused(train, tmp_path, capfd):
+    folder = train()
+    (folder / "job.json").unlink()
+
+    assert main(["replay", str(folder), "--step", "8"]) == 2
+    assert "Only a run of `genlight run`" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", str(tmp_path / "nothing"), "--step", "8"])
+
+
+@pytest.mark.parametrize("count", [1, 7, 64])
+def test_each_single_row_is_found_within_the_budget(count):
+    for row in range(count):
+        found = find_rows(count, lambda rows, row=row: row in rows)
+
+        assert found.groups == ((row, row),)
+        assert found.trials <= 2 * math.ceil(math.log2(count)) + 4
+        assert found.is_confirmed == (count > 1)
+
+
+def test_rows_that_cannot_be_told_apart_are_a_group():
+    assert find_rows(8, lambda rows: {2, 6} <= set(rows)).groups == ((0, 7),)
+    assert find_rows(8, lambda rows: not {1, 6}.isdisjoint(rows)).groups == ((1, 1), (6, 7))
+    assert find_rows(8, lambda rows: False) == RowSearch(trials=1, problem="the repeated step does not fail")
