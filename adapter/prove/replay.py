@@ -27,12 +27,14 @@ from ...callbacks.checkpoint import list_checkpoints, newest_valid
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.selection import folder_of_checkpoints
+from ...callbacks.finite import are_finite
 from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.witness.entry import Difference, Entry, Key, Recorded, compare, file_of_rank, read_witness
 from ...callbacks.witness.recording import Sources, read_batch
 from ...callbacks.witness.witness import facts_of_attempt
 from ..check.batches import count_rows, describe_batch, take_rows
 from ..check.isolation import quiet, where_raised
+from ..check.snapshot import live_weights
 from ..contract.exceptions import TrainingCanceled, UsageError
 from ..helpers import seed_everything
 from ..inputs.materialize import materialize_inputs
@@ -111,6 +113,8 @@ class _Observer(pl.Callback):
         self._equal: list[int] = []
         self._difference: Difference | None = None
         self._sources: Sources | None = None
+        self._broken_by = 0
+        """The first step after which a weight was not finite."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -129,6 +133,8 @@ class _Observer(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.running_step = pl_module.completed_steps + 1
+        if not self._broken_by and not are_finite(list(live_weights(pl_module.discovered).values())):
+            self._broken_by = self.running_step - 1
         if self.running_step != self.result.step:
             return
         # A class may change a raw batch in place.
@@ -173,7 +179,8 @@ class _Observer(pl.Callback):
         self._watching.__exit__(None, None, None)
         self.result.modules = [{"name": name, **norms} for name, norms in self._view.by_module().items()]
         if (first := self._view.first_nonfinite) is not None:
-            self.result.first_nonfinite = f"{first.kind} of {first.name}"
+            since = f"; weights are not finite since step {self._broken_by}" if first.kind == "weight before" else ""
+            self.result.first_nonfinite = f"{first.kind} of {first.name}{since}"
 
     def _search(self, module: Any) -> RowSearch:
         before, count = self._before, count_rows(self._raw)

@@ -21,7 +21,7 @@ from ...callbacks.checkpoint.codec.tensors import is_plain
 from ...callbacks.checkpoint.rank_state import capture_rng, restore_rng
 from ...callbacks.optimizer_state import parameters_of
 from ..check.snapshot import live_weights
-from ..discovery.discover import Discovered
+from ..discovery.discover import Discovered, Found
 
 Kind = Literal["weight before", "output", "gradient at output", "gradient", "weight after"]
 
@@ -138,7 +138,7 @@ class SavedState:
     def __init__(self, discovered: Discovered) -> None:
         tensors = [*live_weights(discovered).values(), *(found.value for found in discovered.tensors)]
         self._tensors = [(each, _copy(each), _copy(each.grad)) for each in tensors if not is_lazy(each)]
-        stateful = (*discovered.optimizers, *discovered.schedulers, *discovered.scalers)
+        stateful: tuple[Found[Any], ...] = (*discovered.optimizers, *discovered.schedulers, *discovered.scalers)
         self._states = [(found.value, tree_map(_copy, found.value.state_dict())) for found in stateful]
         self._random = capture_rng()
 

@@ -128,7 +128,7 @@ def test_weights_that_were_not_finite_before_the_step_blame_no_row(train, tmp_pa
 
     result = replay(folder, 8, tmp_path / "scratch")
 
-    assert result.first_nonfinite == 'weight before of state["model"].0.weight'
+    assert result.first_nonfinite == 'weight before of state["model"].0.weight; weights are not finite since step 7'
     assert result.search is None
 
 
