@@ -8,13 +8,18 @@ import pdb  # noqa: T100  # its functions are replaced
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 
+from genlight.adapter.check.batches import count_rows, take_rows
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import UsageError
+from genlight.adapter.discovery.discover import discover
+from genlight.adapter.prove import replay as replay_module
 from genlight.adapter.prove.replay import replay
-from genlight.adapter.prove.step_view import RowSearch, find_rows
+from genlight.adapter.prove.step_view import RowSearch, StepView, find_rows
+from genlight.callbacks.witness.witness import facts_of_attempt
 from support.jobs import run, write_job
 from support.messages import refusal
 from support.trainer_class import Trains
@@ -28,6 +33,15 @@ class Sound(Trains):
 
     def prepare_batch(self, raw, state, ctx):
         return torch.tensor([[float(value) for value in row["x"]] for row in raw])
+
+
+class Consumes(Sound):
+    """Changes its raw batches."""
+
+    def prepare_batch(self, raw, state, ctx):
+        rows = super().prepare_batch(raw, state, ctx)
+        raw.clear()
+        return rows
 
 
 class Forgets(Sound):
@@ -78,12 +92,12 @@ def content(folder: Path):
 
 def test_the_steps_have_the_same_bits_and_the_run_is_not_touched(train, tmp_path, capfd):
     folder = train()
-    before = content(folder)
+    before = content(tmp_path)
 
     assert main(["replay", str(folder), "--step", "8", "--json"]) == 0
 
     result = json.loads(capfd.readouterr().out)
-    assert content(folder) == before
+    assert content(tmp_path) == before
     assert (result["is_same"], result["witness"]) == (True, "steps 6 to 8 have the same bits as in the run")
     assert (result["record"], result["error"], result["search"]) == ("step-00000005", "", None)
     assert (
@@ -109,10 +123,11 @@ def test_a_forgotten_counter_is_not_the_same_from_its_first_step(train, tmp_path
     result = json.loads(capfd.readouterr().out)
     assert result["is_same"] is False
     assert result["witness"].startswith("step 6 is not the same as in the run: the loss is ")
+    assert "Before it" not in result["witness"]
 
 
 def test_the_cause_of_a_nan_is_named_by_module_and_row(train, tmp_path):
-    folder = train(mock_batches=batches(nan=(8, 5)))
+    folder = train("Consumes", mock_batches=batches(nan=(8, 5)))
 
     result = replay(folder, 8, tmp_path / "scratch")
 
@@ -142,6 +157,28 @@ def test_an_exception_of_the_step_is_the_result(train, tmp_path, monkeypatch):
     assert "step 12: ZeroDivisionError: no batch is good enough (test_replay.py:" in result.error
     assert result.is_same is True
     assert opened == []
+    assert main(["replay", str(folder), "--step", "12"]) == 1
+
+
+def test_a_class_that_cannot_be_set_up_raises_its_error(train, tmp_path, monkeypatch):
+    folder = train()
+    monkeypatch.setattr(Sound, "model", lambda self: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        replay(folder, 8, tmp_path / "scratch")
+
+
+def test_the_step_of_a_checkpoint_is_replayed_from_the_one_before(train, tmp_path):
+    assert replay(train(), 10, tmp_path / "scratch").record == "step-00000005"
+
+
+def test_another_number_of_ranks_is_not_compared(train, tmp_path, monkeypatch):
+    folder = train()
+    monkeypatch.setattr(replay_module, "facts_of_attempt", lambda trainer: {**facts_of_attempt(trainer), "ranks": 2})
+
+    result = replay(folder, 8, tmp_path / "scratch")
+
+    assert (result.is_same, result.witness) == (None, "not compared: the run had 1 ranks, the replay has 2")
 
 
 def test_the_debugger_opens_in_the_step_and_after_its_exception(train, tmp_path, monkeypatch):
@@ -208,3 +245,53 @@ def test_rows_that_cannot_be_told_apart_are_a_group():
     assert find_rows(8, lambda rows: {2, 6} <= set(rows)).groups == ((0, 7),)
     assert find_rows(8, lambda rows: not {1, 6}.isdisjoint(rows)).groups == ((1, 1), (6, 7))
     assert find_rows(8, lambda rows: False) == RowSearch(trials=1, problem="the repeated step does not fail")
+
+
+def test_a_view_reads_gradients_at_the_update_and_leaves_no_hook():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    view = StepView(discover({"model": model, "optimizer": optimizer}, object()))
+    with view.watching():
+        model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    count = len(view.values)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+    assert view.by_module()['state["model"]']["gradient"] == pytest.approx(math.sqrt(26))
+    assert len(view.values) == count
+
+
+def test_a_view_tells_backward_from_forward_and_overflow_from_infinity():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Identity())
+    view = StepView(discover({"model": model}, object()))
+    with view.watching():
+        (model(torch.full((4, 1), 1e30)) * math.inf).sum().backward()
+
+    assert view.first_nonfinite.kind == "gradient at output"
+    assert math.isinf(next(value.norm for value in view.values if value.kind == "output"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (pa.record_batch({"id": [1, 2, 3]}), pa.record_batch({"id": [1, 3]})),
+        (pa.table({"id": [1, 2, 3]}), pa.table({"id": [1, 3]})),
+        ([{"id": 1}, {"id": 2}, {"id": 3}], [{"id": 1}, {"id": 3}]),
+    ],
+)
+def test_rows_of_batches_are_taken(batch, expected):
+    assert (count_rows(batch), take_rows(batch, [0, 2])) == (3, expected)
+
+
+@pytest.mark.parametrize("make", [list, lambda pair: dict(zip("xy", pair, strict=True))], ids=["list", "mapping"])
+def test_rows_of_columns_of_tensors_are_taken(make):
+    batch = make([torch.arange(6).reshape(3, 2), torch.arange(3)])
+    taken = take_rows(batch, [0, 2])
+
+    assert count_rows(batch) == 3
+    assert [column.tolist() for column in (taken.values() if isinstance(taken, dict) else taken)] == [
+        [[0, 1], [4, 5]],
+        [0, 2],
+    ]
