@@ -118,6 +118,10 @@ class _Observer(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Callbacks are in their final order now. A later one may draw random numbers after the witness was taken.
+        callbacks = callbacks_of(trainer)
+        callbacks.remove(self)
+        callbacks.insert(callbacks.index(savers_of(trainer)[0]) + 1, self)
         if self._recorded is None:
             return
         entries, facts, now = self._recorded.entries, self._recorded.header.attempts, facts_of_attempt(trainer)
@@ -287,7 +291,7 @@ def _train(config: RunConfig, plugin: Any, record: CheckpointRecord, observer: _
     callbacks, savers = callbacks_of(trainer), savers_of(trainer)
     # Those of users may write into, or remove files from, the folder of the run.
     callbacks[:] = [each for each in callbacks if each in savers or not isinstance(each, LightningCheckpoint)]
-    callbacks.insert(callbacks.index(savers[0]) + 1, observer)  # where the run took its witness
+    callbacks.append(observer)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=str(record.path))
     except _Done:

@@ -8,6 +8,7 @@ import pdb  # noqa: T100  # its functions are replaced
 import shutil
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pyarrow as pa
 import pytest
 import torch
@@ -42,6 +43,13 @@ class Consumes(Sound):
         rows = super().prepare_batch(raw, state, ctx)
         raw.clear()
         return rows
+
+
+class Draws(pl.Callback):
+    """Draws random numbers after the checkpoint of the step was saved."""
+
+    def on_train_batch_end(self, *_):
+        torch.rand(1)
 
 
 class Forgets(Sound):
@@ -124,6 +132,16 @@ def test_a_forgotten_counter_is_not_the_same_from_its_first_step(train, tmp_path
     assert result["is_same"] is False
     assert result["witness"].startswith("step 6 is not the same as in the run: the loss is ")
     assert "Before it" not in result["witness"]
+
+
+def test_random_numbers_are_compared_where_the_run_took_its_witness(train, tmp_path):
+    callbacks = [{"class_path": f"{__name__}.Draws"}]
+    folder = train(lightning={"accelerator": "cpu", "callbacks": callbacks})
+
+    result = replay(folder, 8, tmp_path / "scratch")
+
+    assert "step 6 is not the same" in result.witness
+    assert "the random state of torch on the CPU differs" in result.witness
 
 
 def test_the_cause_of_a_nan_is_named_by_module_and_row(train, tmp_path):
