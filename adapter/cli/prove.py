@@ -13,8 +13,9 @@ import argparse
 import shutil
 import signal
 import tempfile
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..contract.exceptions import UsageError
 from .parser import add_json, add_overrides, at_least
@@ -76,14 +77,18 @@ def run(args: argparse.Namespace) -> int:
         check_plugin(config, target)
     scene, findings = _scene(args, config), []
     folder = _scratch(args.keep)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    interrupted = threading.Event()
+    before = {number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for finding in prove(scene, folder, minutes=args.minutes, only=args.only, keep=args.keep is not None):
+        for finding in prove(
+            scene, folder, minutes=args.minutes, only=args.only, keep=args.keep is not None, interrupted=interrupted
+        ):
             findings.append(finding)
             if not args.json:
                 say_finding(finding)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if args.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     results: list[dict[str, Any]] = [finding.as_json() for finding in findings]
@@ -122,8 +127,3 @@ def _scratch(keep: Path | None) -> Path:
     except FileExistsError:
         raise UsageError(f"{keep} exists; name a new folder for --keep") from None
     return keep.absolute()
-
-
-def _interrupt(*_: object) -> NoReturn:
-    """End the command as Ctrl-C does, so that it leaves neither processes nor files."""
-    raise KeyboardInterrupt

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,13 @@ class _Case:
 
 
 def prove(
-    scene: Scene, folder: Path, *, minutes: float, only: Sequence[str] = (), keep: bool = False
+    scene: Scene,
+    folder: Path,
+    *,
+    minutes: float,
+    only: Sequence[str] = (),
+    keep: bool = False,
+    interrupted: threading.Event,
 ) -> Iterator[Finding]:
     """Rehearse a job, and yield the outcome of each rehearsal when it is known.
 
@@ -60,10 +67,14 @@ def prove(
         folder: An empty folder for all files of the rehearsals.
         minutes: Time for all rehearsals; what does not fit is reported as skipped.
         only: Names of the rehearsals, as above; empty means all that make sense.
+        interrupted: Ends the rehearsals once it is set, with KeyboardInterrupt.
         keep: Whether the files of each rehearsal stay in `folder`.
     """
     deadline = time.monotonic() + 60 * minutes
-    runs = [Rehearsal(scene, folder / f"unbroken-{number}", limit_s=60 * minutes) for number in (1, 2)]
+    runs = [
+        Rehearsal(scene, folder / f"unbroken-{number}", limit_s=60 * minutes, interrupted=interrupted)
+        for number in (1, 2)
+    ]
     found = []
     for run in runs:
         outcome = _complete(run, run.start)
@@ -82,7 +93,7 @@ def prove(
         if time.monotonic() > deadline:
             yield Finding(case.name, "skip", f"the {minutes:g} minutes are over", "Give more --minutes.")
             continue
-        run = Rehearsal(scene, folder / case.name.replace(" ", "-"), case.faults, case.settings, limit_s=limit_s)
+        run = Rehearsal(scene, folder / case.name.replace(" ", "-"), case.faults, case.settings, limit_s, interrupted)
         yield _judge(case, run, reference, tolerance)
         if not keep:
             shutil.rmtree(run.folder)

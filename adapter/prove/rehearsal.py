@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,6 +34,8 @@ WITHOUT_EFFECTS = (
 )
 """Overrides with which a job sends nothing away and only ends by itself."""
 _TAIL_LINES = 12
+POLL_S = 0.2
+"""Seconds between two looks whether the rehearsal was interrupted."""
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for an attempt that has run out of time."""
 
@@ -81,6 +84,8 @@ class Rehearsal:
     """Further settings, as of ``--set``."""
     limit_s: float = 600.0
     """Seconds after which an attempt is ended."""
+    interrupted: threading.Event = field(default_factory=threading.Event)
+    """Ends the attempt once it is set. A signal handler that raised could do so before the process is known here."""
     attempts: list[Attempt] = field(default_factory=list)
 
     @property
@@ -93,6 +98,7 @@ class Rehearsal:
 
         Raises:
             OutOfTime: It did not end within `limit_s`; it was ended.
+            KeyboardInterrupt: `interrupted` was set; it was ended.
         """
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         began, output = time.monotonic(), self.folder / f"attempt-{len(self.attempts) + 1}.log"
@@ -106,7 +112,7 @@ class Rehearsal:
                 start_new_session=True,  # its other ranks end with it
             )
             try:
-                code = process.wait(self.limit_s)
+                code = self._wait(process, began + self.limit_s)
             except subprocess.TimeoutExpired:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -119,6 +125,15 @@ class Rehearsal:
         attempt = Attempt(code, time.monotonic() - began, _tail(output))
         self.attempts.append(attempt)
         return attempt
+
+    def _wait(self, process: subprocess.Popen[bytes], until: float) -> int:
+        while not self.interrupted.is_set():
+            try:
+                return process.wait(min(POLL_S, max(0.0, until - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= until:
+                    raise
+        raise KeyboardInterrupt
 
     def evidence(self) -> Evidence:
         """Read the results of the completed run, as `read_evidence` does."""
