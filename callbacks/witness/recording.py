@@ -6,7 +6,6 @@ they have arrived. Of a large tensor, evenly spaced elements are hashed, so that
 
 from __future__ import annotations
 
-import array
 import ctypes
 import random
 import struct
@@ -61,7 +60,7 @@ class Reading:
         hasher = xxhash.xxh3_64()
         for part in self._rows:
             hasher.update(bytes_of(part.read()) if isinstance(part, LateCopy) else part)
-        losses = _numbers_in(self._losses.read()) if isinstance(self._losses, LateCopy) else self._losses
+        losses = self._losses.read().numpy().tolist() if isinstance(self._losses, LateCopy) else self._losses
         change = {"losses": _digest_of_numbers(losses), "loss": losses[0]} if losses else {}
         return msgspec.structs.replace(self._entry, rows=hasher.intdigest(), **change)
 
@@ -110,10 +109,6 @@ _OF_LIGHTNING = ("_trainer", "_fabric", "_jit_example_inputs")
 """Attributes of a LightningModule that lead to the trainer, with its loaders and callbacks."""
 
 
-def _numbers_in(tensor: torch.Tensor) -> Sequence[float]:
-    return struct.unpack(f"{len(tensor)}{'d' if tensor.dtype == torch.float64 else 'f'}", bytes_of(tensor))
-
-
 def _digest_of_numbers(numbers: Sequence[float]) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(numbers)}d", *numbers))
 
@@ -127,13 +122,13 @@ def _rates(trainer: pl.Trainer) -> list[float]:
 def _random_digests(sources: Sources) -> tuple[int, ...]:
     """Return the digests of `Entry.random`. Reading a state of CUDA does not wait: torch keeps it on the host."""
     version, words, gauss = random.getstate()
-    hasher = xxhash.xxh3_64(array.array("L", words).tobytes())
+    hasher = xxhash.xxh3_64(struct.pack(f"{len(words)}L", *words))
     hasher.update(f"{version} {gauss}".encode())
     on_devices = random_states().values() if sources.has_accelerator else ()
     return (
         hasher.intdigest(),
         xxhash.xxh3_64_intdigest(_state_of_numpy()),
-        xxhash.xxh3_64_intdigest(bytes_of(torch.get_rng_state())),
+        xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data),
         _digest_of_states([state for states in on_devices for state in states]),
         _digest_of_states([generator.get_state() for generator in sources.of_loaders]),
         _digest_of_states([state_of(generator) for generator in sources.of_model]),
