@@ -278,6 +278,11 @@ def distance(a: Any, b: Any, *, at_least: float = 0.0) -> float:
     return apart / size if size > 0 else math.inf
 
 
+def is_real(value: Any) -> bool:
+    """Whether `value` is a floating-point number or tensor; a counter or a random state either is equal or differs."""
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
+
+
 def as_numbers(value: Any) -> Tensor:
     """Return a tensor or a number in double precision on the CPU; complex values stay complex."""
     tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")

@@ -35,7 +35,7 @@ from ..feed.data_module import MockDataModule
 from ..module.module import ContractModule
 from ..module.plugin_loading import load_trainer_plugin, on_sys_path
 from .isolation import quiet, seeded, turn_off_dropout
-from .snapshot import EVERYTHING, Snapshot, snapshot
+from .snapshot import EVERYTHING, Snapshot, is_real, snapshot
 
 WORLD_SIZE = 2
 RESUMED = " resumed"
@@ -330,12 +330,8 @@ def _train_rank(name: str, subject: Subject, batches: list[Any], **checkpoints: 
         if name != SHARDED:
             raise
         return {REFUSED: {REFUSED: f"{type(error).__name__}: {error}"}}
-    numbers = {path: value for path, value in values.items() if _is_number(value)}
+    numbers = {path: value for path, value in values.items() if is_real(value)}
     return {**state.values, "value": numbers}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
 if __name__ == "__main__":

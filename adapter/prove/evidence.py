@@ -1,4 +1,4 @@
-"""The evidence that a rehearsal leaves: the witness of every step and the final state; the first difference of two."""
+"""The evidence that a rehearsal leaves, the witness of its steps and its final state; how two of them differ first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from ...callbacks.checkpoint import find_final, load
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
@@ -16,7 +13,7 @@ from ...callbacks.checkpoint.format.record import digest_of
 from ...callbacks.witness.entry import Recorded, compare, file_of_rank, read_witness
 from ...reporters import read_metrics
 from ...reporters.events.event import RESUMED_METRIC
-from ..check.snapshot import Snapshot, distance, flatten
+from ..check.snapshot import Snapshot, distance, flatten, is_real
 
 _OF_AN_ATTEMPT = ("genlight_run_state", "callbacks")
 """Parts of a checkpoint with the number, the files and the clocks of an attempt."""
@@ -86,7 +83,7 @@ def first_difference(expected: Evidence, actual: Evidence) -> Difference | None:
     """
     ours, theirs = expected.state["value"], actual.state["value"]
     paths = expected.state.differences(actual.state)
-    measured = [path for path in paths if _is_measured(ours.get(path)) and _is_measured(theirs.get(path))]
+    measured = [path for path in paths if is_real(ours.get(path)) and is_real(theirs.get(path))]
     size = max((distance(ours[path], theirs[path]) for path in measured), default=0.0)
     # A resumed run has entries of other steps as well: of the first ones after its start.
     found = [
@@ -104,8 +101,3 @@ def first_difference(expected: Evidence, actual: Evidence) -> Difference | None:
         more = f" and {len(paths) - 1} other values of the state differ" if len(paths) > 1 else " differs"
         return Difference(f"at the end, {paths[0]}{more}", size)
     return None
-
-
-def _is_measured(value: Any) -> bool:
-    """Whether `value` is a floating-point tensor or number; a counter or a random state is equal, or it differs."""
-    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
