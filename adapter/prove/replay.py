@@ -29,7 +29,16 @@ from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.selection import folder_of_checkpoints
 from ...callbacks.finite import are_finite
 from ...callbacks.hook.events import callbacks_of, run_state_of
-from ...callbacks.witness.entry import Difference, Entry, Key, Recorded, compare, file_of_rank, read_witness
+from ...callbacks.witness.entry import (
+    Difference,
+    Entry,
+    Key,
+    Recorded,
+    compare,
+    describe_steps,
+    file_of_rank,
+    read_witness,
+)
 from ...callbacks.witness.recording import Sources, read_batch
 from ...callbacks.witness.witness import facts_of_attempt
 from ..check.batches import count_rows, describe_batch, take_rows
@@ -211,7 +220,10 @@ class _Observer(pl.Callback):
             self.result.error = f"step {self.running_step}: {text}"
             if self.running_step == self.result.step:
                 self._read_view()
-        same = f"{_named(self._equal)} the same bits as in the run" if self._equal else ""
+        same = ""
+        if self._equal:
+            named, has, compared = describe_steps(self._equal)
+            same = f"{named}{compared} {has} the same bits as in the run"
         if (found := self._difference) is not None:
             text = f"step {found.step} is not the same as in the run: {found.text}{same and f'. Before it, {same}'}"
         elif same:
@@ -333,11 +345,3 @@ def _ids_of(batch: Any, rows: Sequence[int]) -> list[Any]:
         return []
     as_list = getattr(ids, "to_pylist", None) or getattr(ids, "tolist", None)
     return list(ids) if as_list is None else as_list()
-
-
-def _named(steps: Sequence[int]) -> str:
-    first, last = steps[0], steps[-1]
-    if first == last:
-        return f"step {first} has"
-    compared = f" ({len(steps)} of them compared)" if len(steps) < last - first + 1 else ""
-    return f"steps {first} to {last}{compared} have"

@@ -348,14 +348,17 @@ class Proof:
 
     def _equal(self) -> str:
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
-        first, last = self.steps[0], self.steps[-1]
         if self.against:
-            return f"step {last}, repeated after the restart, has every value of {self.against}{ranks}"
-        named = f"step {first}" if first == last else f"steps {first} to {last}"
-        has = "has" if first == last else "have"
-        count = len(self.steps)
-        compared = f" ({count} of them compared)" if count < last - first + 1 else ""
+            return f"step {self.steps[-1]}, repeated after the restart, has every value of {self.against}{ranks}"
+        named, has, compared = describe_steps(self.steps)
         return f"{named}, repeated after the restart, {has} the same bits{ranks}{compared}{self.limits}"
+
+
+def describe_steps(steps: Sequence[int]) -> tuple[str, str, str]:
+    """Return the words for compared steps, in order: their name, ``has`` or ``have``, and a remark on gaps in them."""
+    first, last, count = steps[0], steps[-1], len(steps)
+    compared = f" ({count} of them compared)" if count < last - first + 1 else ""
+    return (f"step {first}", "has", compared) if first == last else (f"steps {first} to {last}", "have", compared)
 
 
 def summarize(of_ranks: Sequence[tuple[Iterable[int], Difference | None]], limits: str = "") -> Proof | None:
