@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import random
 import resource
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.record import is_temporary
+from ...callbacks.checkpoint.format.record import is_temporary, record_paths
 from ..module.module import ContractModule
 from ..plumbing.threads import DaemonThreads
 
@@ -75,11 +74,11 @@ class Faults(pl.Callback):
 
     def _cause(self, kind: Kind, note: Callable[[], None]) -> None:
         if kind == "kill while saving":
-            self._threads.submit(lambda: self._kill_once(lambda names: any(map(is_temporary, names)), note))
+            self._kill_once(lambda: any(map(is_temporary, os.listdir(self._checkpoints))), note)
         elif kind == "kill after saving":
-            self._threads.submit(lambda: self._kill_once(lambda names: len(fnmatch.filter(names, "*.json")) > 1, note))
+            self._kill_once(lambda: len(record_paths(self._checkpoints)) > 1, note)
         elif kind == "kill":
-            # A generator of its own: the training's random numbers stay as they are.
+            # Not the global generator, so that the training draws the same numbers as without a fault.
             delay = random.SystemRandom().uniform(0, self._step_s)
             self._threads.submit(lambda: _kill(note, delay))
         elif kind == "full disk":
@@ -90,11 +89,15 @@ class Faults(pl.Callback):
             note()
             os.kill(os.getpid(), signal.SIGTERM if kind == "stop" else signal.SIGSTOP)
 
-    def _kill_once(self, is_due: Callable[[list[str]], bool], note: Callable[[], None]) -> None:
-        """Kill this process as soon as the names in the folder of checkpoints are those to wait for."""
-        while not is_due(os.listdir(self._checkpoints)):
-            time.sleep(POLL_S)
-        _kill(note)
+    def _kill_once(self, is_due: Callable[[], bool], note: Callable[[], None]) -> None:
+        """Watch from a thread, and kill this process as soon as `is_due` returns True."""
+
+        def watch() -> None:
+            while not is_due():
+                time.sleep(POLL_S)
+            _kill(note)
+
+        self._threads.submit(watch)
 
 
 def _kill(note: Callable[[], None], after_s: float = 0.0) -> None:

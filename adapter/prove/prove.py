@@ -2,7 +2,7 @@
 
 unbroken · kill · kill while saving · stop · two kills · cut file · flipped bit · full disk; on several ranks also
 killed rank · paused rank · fewer ranks. Each breaks one run, starts it again until it has completed, and compares the
-rows and metrics of its steps and its final state with the unbroken run.
+witness of its steps and its final state with the unbroken run.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _complete(run: Rehearsal, start: Callable[[], Attempt]) -> Evidence | str:
 
 def _is_saved(run: Rehearsal, step: int) -> str | None:
     """Whether a stop left the checkpoint of the step in which it came, or of a later one."""
-    newest = max((each.record.step for each in list_checkpoints(run.checkpoints) if each.record is not None), default=0)
+    newest = max((record.step for record in run.records()), default=0)
     return None if newest >= step else f"after the stop in step {step}, the newest checkpoint is of step {newest}"
 
 
@@ -198,7 +198,7 @@ def _is_clean(run: Rehearsal) -> str | None:
 
 def _damage_newest(run: Rehearsal, damage: Callable[[Path], None]) -> bool:
     """Damage the largest file of the newest checkpoint; return False if there is no older one to resume from."""
-    records = [each.record for each in list_checkpoints(run.checkpoints) if each.record is not None]
+    records = run.records()
     if len(records) < 2:
         return False
     newest = records[-1]

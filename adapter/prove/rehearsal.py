@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...callbacks.checkpoint import CheckpointRecord, list_checkpoints
 from ..job.sources import VARIABLES
 from .evidence import Evidence, read_evidence
 from .faults import Fault, Faults
@@ -92,6 +93,10 @@ class Rehearsal:
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.folder / "run" / "checkpoints"
+
+    def records(self) -> list[CheckpointRecord]:
+        """Return the records of its checkpoints that can be read, oldest first."""
+        return [each.record for each in list_checkpoints(self.checkpoints) if each.record is not None]
 
     def start(self, *, ranks: int | None = None) -> Attempt:
         """Start the job in its folder, or start it again there, and wait for its end.

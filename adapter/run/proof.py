@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...reporters.events.run_metadata import installed_packages, numerics, source_digest
+from ...reporters.events.run_metadata import PACKAGES_OF_NUMBERS, installed_packages, numerics, source_digest
 from ..job.config import RunConfig
 from ..job.identity import differing_fields
 from ..plumbing.durable import make_directory, write_bytes_durably
@@ -17,8 +17,8 @@ from ..plumbing.safe_open import read_regular
 NAME = "proof.json"
 _COMMENT = "Written by `genlight prove`."
 _LARGEST_BYTES = 4 << 20
-_PACKAGES = ("genlight", "lightning", "numpy", "pyarrow", "torch")
-"""Packages whose version is part of what was proven."""
+_PACKAGES = (*PACKAGES_OF_NUMBERS, "pyarrow")
+"""Packages whose version is part of what was proven; pyarrow reads the rows."""
 
 
 def write_proof(config: RunConfig, target: object, results: Sequence[Mapping[str, Any]], **facts: Any) -> None:

@@ -16,7 +16,7 @@ from ..checkpoint.capture import CONTRACT_KEY, capture
 from ..checkpoint.codec.tensors import Entry as Tensor, bytes_of
 from ..checkpoint.contents import read_contents, sliced_tensors
 from ..checkpoint.format.headers import TypedShape
-from ..checkpoint.format.record import CheckpointRecord, FileEntry, RecordMeta, digest_of
+from ..checkpoint.format.record import MODEL_FILE, CheckpointRecord, FileEntry, RecordMeta, digest_of
 from ..checkpoint.loading import read_tensors
 from ..checkpoint.rank_state import WITNESS
 from ..checkpoint.storage import Staging
@@ -81,7 +81,7 @@ def _differences(state: Mapping[str, Any], record: CheckpointRecord, *, is_first
             yield entry.key
     if not is_first:
         return
-    stored: dict[tuple[str, str], str] = {("model.safetensors", left.key): left.xxh3_128 for left in record.left_out}
+    stored: dict[tuple[str, str], str] = {(MODEL_FILE, left.key): left.xxh3_128 for left in record.left_out}
 
     def read(record: CheckpointRecord, file: FileEntry) -> dict[str, TypedShape]:
         tensors, header = read_tensors(record, file)

@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ...reporters.events.run_metadata import PACKAGES_OF_NUMBERS, installed_packages, numerics
-from ..hook.cadence import NEVER
+from ..hook.cadence import next_multiple
 from ..hook.events import callbacks_of, run_state_of
 from ..log_metrics import LogMetrics
 from ..rank_channel import Channel
@@ -147,7 +147,7 @@ class Witness:
         if self._pending or step < self._saves[-1] + FIRST_STEPS:
             self.next_step = step + 1
             return
-        self.next_step = (step // self._cadence + 1) * self._cadence if self._cadence else NEVER
+        self.next_step = next_multiple(step, self._cadence)
         at = bisect.bisect_right(self._steps, step)
         if at < len(self._steps):
             self.next_step = min(self.next_step, self._steps[at])
