@@ -65,7 +65,7 @@ class Line(pl.LightningModule):
 
 
 class SlowInEvaluation(Line):
-    """An evaluation takes longer than a millisecond, the resolution of events."""
+    """An evaluation that takes at least 10 ms."""
 
     def on_test_epoch_end(self):
         time.sleep(0.01)
@@ -167,7 +167,7 @@ def test_an_evaluation_after_the_fit_is_another_attempt_and_takes_nothing_of_it_
     account, summary = account_of(path), summary_of(tmp_path)
     assert account is not None
     assert account.seconds["lost"] == 0
-    assert account.seconds["evaluation"] > 0
+    assert account.seconds["evaluation"] >= 0.009  # both ends are in whole milliseconds
     assert (summary.state, summary.step, summary.attempts) == ("completed", 4, 1)
     assert "stage" not in summary.metadata
 
