@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 
 import pytest
 
@@ -12,6 +11,7 @@ from device.lost import LAST_STEP
 from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
 from support.device import PROCESS_GROUP, Waiting, reason_to_skip
+from support.ports import free_port
 from support.rank_processes import run_ranks_to_their_ends
 
 pytestmark = pytest.mark.promise(name="ranks")
@@ -47,12 +47,9 @@ def run_with_lost_rank(folder, strategy, lost, sign):
     }
     path = folder / "job.json"
     path.write_text(json.dumps(job))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     codes, outputs = run_ranks_to_their_ends(
         "device.lost",
-        port,
+        free_port(),
         path,
         world_size=2,
         timeout_s=200,

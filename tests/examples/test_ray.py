@@ -16,7 +16,7 @@ import pytest
 
 from genlight.adapter import read_events
 from support.forked import Forked
-from support.slurm_cluster import free_ports
+from support.ports import free_port
 from support.snippets import blocks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -101,7 +101,7 @@ def run_straight(folder):
     settings = ("lightning.devices=2", "lightning.strategy=ddp", "run_id=straight", "max_steps=40")
     words = ["run", "demo/job.json", *(word for setting in settings for word in ("--set", setting))]
     names = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "straight"}
-    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = []
     for rank in range(2):
         environ = os.environ | {

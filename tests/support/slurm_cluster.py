@@ -11,6 +11,8 @@ import socket
 import subprocess
 import time
 
+from support.ports import free_port
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("n9", "n10")
 PATIENCE_S = 120
@@ -82,7 +84,7 @@ class Cluster:
             (self.folder / name).mkdir(mode=0o700)
         (self.folder / "munge/key").write_bytes(os.urandom(1024))
         (self.folder / "munge/key").chmod(0o600)
-        ports = free_ports(3)
+        ports = [free_port() for _ in range(3)]
         (self.folder / "slurm.conf").write_text(
             CONFIGURATION.format(
                 host=socket.gethostname().partition(".")[0], user="root", folder=self.folder,
@@ -171,11 +173,3 @@ class Cluster:
 
     def logs(self):
         return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted((self.folder / "log").glob("*")))
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

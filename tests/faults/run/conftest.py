@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
 from support.forked import Forked
 from support.loopback import serving
+from support.ports import free_port
 
 HERE = Path(__file__).parent
 
@@ -159,11 +159,8 @@ def torchrun_environs():
     """Return the environment variables that torchrun sets for each of `world` processes."""
 
     def environs(world):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         names = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "test"}
-        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         own = [names | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
         return [{name: str(value) for name, value in rank.items()} for rank in own]
 

@@ -15,7 +15,7 @@ import pytest
 from genlight.adapter import read_events
 from genlight.adapter.plumbing import durable
 from support.forked import fork_server
-from support.slurm_cluster import free_ports
+from support.ports import free_port
 
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 
@@ -70,7 +70,7 @@ class Nodes:
 
     def __init__(self, folder):
         self.folder = folder
-        self.port = free_ports(1)[0]
+        self.port = free_port()
         self.agents = []
 
     def start(self):

@@ -4,11 +4,12 @@ import functools
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 import yaml
+
+from support.ports import free_port
 
 pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
 
@@ -24,9 +25,7 @@ def pods(job):
         config_map = {"data": {"job.json": job.spec.read_text()}}
         spec = mount(config_map["data"], job.folder / "etc")
         pod = manifest["spec"]["template"]["spec"]["containers"][0]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         place |= {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks * manifest["spec"]["completions"])}
         environ = {variable["name"]: variable.get("value") for variable in pod["env"]} | place
         environ.pop("TRAINER_CAPABILITY_TOKEN")
