@@ -136,7 +136,7 @@ class ContractFitLoop(FitLoop):
     def _load_combined_loader_states(self) -> None:
         if self._combined_loader is not None:  # Lightning makes its iterators right after this
             loaders = self._combined_loader.flattened
-            positioned = [with_position(loader, self.trainer.world_size) for loader in loaders]
+            positioned = [with_position(loader) for loader in loaders]
             if any(new is not old for new, old in zip(positioned, loaders, strict=True)):
                 self._combined_loader.flattened = positioned
         # Lightning loads them only within an epoch; a loader that counts epochs needs them between epochs too.

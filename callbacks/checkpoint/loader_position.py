@@ -34,6 +34,7 @@ from .positioned_loader import (
     is_own_position,
     is_stateful,
     with_position,
+    without_order,
 )
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def keep_positions(
     def load_states() -> None:  # the last step of Lightning before it makes iterators
         combined = loop._combined_loader
         assert combined is not None
-        found = [with_position(loader, trainer.world_size) for loader in combined.flattened]
+        found = [with_position(loader) for loader in combined.flattened]
         positioned = [loader for loader in found if isinstance(loader, PositionedLoader)]
         if positioned:
             combined.flattened = found
@@ -192,7 +193,8 @@ def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts
     of_ranks = parts.pop(WORKERS, [])
     for state, workers in zip(states, of_ranks[rank] if rank < len(of_ranks) else (), strict=False):
         if workers is not None:
-            state[WORKERS] = workers
+            is_other_share = len(of_ranks) != trainer.world_size and is_own_position(state)
+            state[WORKERS] = without_order(workers) if is_other_share else workers
 
 
 def _fetched_ahead(loop: FitLoop) -> list[Any] | None:

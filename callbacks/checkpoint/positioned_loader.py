@@ -2,7 +2,8 @@
 
 A plain ``DataLoader`` yields the same batches as in a plain loop, including workers and shuffling. Its position is
 added: the random state from which the sampler drew the order of the epoch, and the number of batches taken. A resume
-draws that order again and skips the rows of those batches without reading them.
+draws that order again and skips the rows of those batches without reading them. `sampler_order` proves that it is the
+same order.
 
 The random states of data workers belong to the position. A worker prepares batches ahead of training, so this process
 cannot ask it for the state that belongs to the batch it has just trained. Instead, each worker attaches its random
@@ -19,21 +20,13 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
@@ -42,6 +35,7 @@ from ...adapter.contract.exceptions import InputError
 from ...adapter.plumbing.devices import isolated_random_numbers
 from ...adapter.plumbing.generators import held_generators, set_state, state_as_arrays
 from ..lightning_internals import require_names
+from .sampler_order import SamplerOrder
 
 log = logging.getLogger(__name__)
 
@@ -51,26 +45,36 @@ WORKERS = "genlight_workers"
 """Key in a loader's state for the states of its workers and its dataset, which differ between ranks."""
 
 require_names("torch", _MultiProcessingDataLoaderIter, "_try_put_index", "_prefetch_factor")
+require_names("torch", DataLoader, "_get_iterator", "_index_sampler")
 
-_SAME_ON_ALL_RANKS = (SequentialSampler, DistributedSampler)
-_DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_ITERATION = ("__iter__", "_get_iterator", "_index_sampler")
+"""Methods of a ``DataLoader`` that decide what it delivers."""
+_ORDER = ("begun", "source", "progress")
+"""Keys of `WORKERS` for the order of rows."""
+_NEEDS_NO_PROOF = (SequentialSampler, DistributedSampler)
+"""Samplers whose order follows from the position that all ranks share."""
 
 
-def with_position(loader: Any, world_size: int) -> Any:
-    """Return `loader` with a position if it is a plain ``DataLoader`` over rows whose order torch decides.
+def with_position(loader: Any) -> Any:
+    """Return `loader` with a position if it is a ``DataLoader`` over rows that iterates as torch does.
 
-    Any other loader is returned unchanged. On several ranks a checkpoint has one position for all of them, so loaders
-    whose order differs between ranks get none. Loaders of torchdata have a position; they also keep the random states
-    of their workers.
+    Any other loader is returned unchanged. Loaders of torchdata have a position; they also keep the random states of
+    their workers.
     """
-    if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__):
+    kind = type(loader)
+    if any(base.__module__.startswith("torchdata.stateful_dataloader") for base in kind.__mro__):
         return loader if isinstance(loader, KeepsWorkers) else extend_loader(loader, KeepsWorkers)
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader) or isinstance(loader, PositionedLoader):
         return loader
-    kinds = _SAME_ON_ALL_RANKS if world_size > 1 else (*_SAME_ON_ALL_RANKS, *_DRAW_FROM_TORCH)
-    is_plain = type(loader.batch_sampler) is BatchSampler or loader.batch_sampler is None
-    is_in_order = loader.in_order or loader.num_workers < 2
-    return PositionedLoader(loader) if is_plain and is_in_order and type(loader.sampler) in kinds else loader
+    if isinstance(loader.dataset, IterableDataset) or (loader.num_workers > 1 and not loader.in_order):
+        return loader
+    if is_stateful(loader) or any(getattr(kind, name) is not getattr(DataLoader, name) for name in _ITERATION):
+        return loader
+    if kind is DataLoader:
+        return PositionedLoader(loader)
+    extended: Any = object.__new__(type(kind.__name__, (PositionedLoader, kind), {"__module__": kind.__module__}))
+    PositionedLoader.__init__(extended, loader)
+    return extended
 
 
 def is_stateful(loader: Any) -> bool:
@@ -81,6 +85,11 @@ def is_stateful(loader: Any) -> bool:
 def is_own_position(state: Any) -> bool:
     """Whether `state` is the position of a `PositionedLoader`."""
     return isinstance(state, dict) and _BEGUN in state
+
+
+def without_order(workers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state for `WORKERS` without the order of rows, which is another one on another number of ranks."""
+    return {name: value for name, value in workers.items() if name not in _ORDER}
 
 
 def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
@@ -109,6 +118,11 @@ class PositionedLoader(DataLoader[Any]):
         self._begun: dict[str, Any] | None = None
         """Random states with which the epoch was begun; None between epochs."""
         self._batches = 0
+        self._order = SamplerOrder(self.sampler if self.batch_sampler is None else self.batch_sampler)
+        self._source: dict[str, Any] | None = None
+        """What else decided the order of this epoch."""
+        self._progress: dict[str, Any] | None = None
+        """What the order had handed out at the checkpoint; None if that is unknown."""
         self._resumes = False
         self._workers = WorkerStates()
         self._started: dict[str, Any] | None = None
@@ -124,23 +138,23 @@ class PositionedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # All of this happens at the first batch, as in a plain loop: Lightning makes iterators that it does not use.
         restored, self._to_restore = self._to_restore or {}, None
+        batches = self._rest(self._begun, restored) if self._resumes and self._begun is not None else None
         for generator, state in zip(self._own_generators(), restored.get("own", ()), strict=False):
             set_state(generator, state)
-        if self._resumes and self._begun is not None:
-            batches = self._rest(self._begun, restored)
-        else:
-            if self.persistent_workers and restored.get("started") is not None:
+        if batches is None:
+            if self.persistent_workers and self._iterator is None and restored.get("started") is not None:
                 self._iterator = self._start(restored)
             batches = self._whole_pass()
         self._resumes = False
         for delivery in batches:
             batch = self._workers.take(delivery)
+            self._order.note_delivery()
             self._batches += 1
             yield batch
         self._begun, self._batches = None, 0
 
     def _whole_pass(self) -> Iterator[Any]:
-        self._begun, self._batches = self._random_states(), 0
+        self._begun, self._source, self._batches = self._random_states(), self._order.begin(), 0
         self._is_seeded = self._iterator is None
         if self._iterator is not None:
             # An epoch that was cut has left batches with the workers, which have drawn numbers for them. torch would
@@ -154,9 +168,17 @@ class PositionedLoader(DataLoader[Any]):
         with self._workers.attached(self):
             return super().__iter__()
 
-    def _rest(self, begun: Mapping[str, Any], restored: Mapping[str, Any]) -> Iterator[Any]:
-        """Return the remaining batches of an epoch."""
-        order = self._order(begun)
+    def _rest(self, begun: Mapping[str, Any], restored: Mapping[str, Any]) -> Iterator[Any] | None:
+        """Return the remaining batches of an epoch; None if its order cannot be repeated."""
+        order = self._repeated_order(begun)
+        if order is None:
+            log.warning(
+                "The run continues within an epoch, but the %s does not repeat the order of that epoch: it depends on "
+                "more than random numbers and the numbers and lists among its attributes. The loader starts with a "
+                "first batch. Give the loader `state_dict` and `load_state_dict`, or save between epochs.",
+                type(self._order.sampler).__name__,
+            )
+            return None
         batches = self._start({"started": begun, **restored})
         # Each worker gets the same batches as in an uninterrupted run, also in later epochs.
         hand_out(batches, order, first_worker=self._batches)
@@ -164,17 +186,19 @@ class PositionedLoader(DataLoader[Any]):
             self._iterator = batches
         return cast("Iterator[Any]", batches)
 
-    def _order(self, begun: Mapping[str, Any]) -> Iterator[Any]:
+    def _repeated_order(self, begun: Mapping[str, Any]) -> Iterator[Any] | None:
         """Return the order of an epoch without the batches already taken; generators end up as after those batches."""
+        if self._progress is None and type(self.sampler) not in _NEEDS_NO_PROOF:
+            return None
         with isolated_random_numbers():
             self._set_random_states(begun)
-            if self._is_seeded:
-                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-            order = iter(self._index_source)
-            deque(islice(order, self._batches), maxlen=0)
-            first = [] if self._batches else list(islice(order, 1))  # the order is drawn with its first item
-        # Ask for no item earlier than an uninterrupted run: after its last one, a sampler of torch draws once more.
-        return chain(first, order)
+            if self._source is not None:
+                self._order.set_source_state(self._source)
+            return self._order.rest(self._batches, self._progress, after_begin=self._draw_seed)
+
+    def _draw_seed(self) -> None:
+        if self._is_seeded:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
 
     def _start(self, restored: Mapping[str, Any]) -> Any:
         """Return an iterator whose workers continue from `restored`. Its first pass is empty, later ones complete."""
@@ -182,7 +206,7 @@ class PositionedLoader(DataLoader[Any]):
         self._started = restored["started"]
         loader: DataLoader[Any] = object.__new__(DataLoader)
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
-        indices = _HeldBack(self._index_source)
+        indices = _HeldBack(self._order)
         vars(loader).update(vars(self) | {name: indices, "_iterator": None})
         with isolated_random_numbers(), self._workers.attached(loader, restored.get("states", ())):
             self._set_random_states(restored["started"])
@@ -200,20 +224,19 @@ class PositionedLoader(DataLoader[Any]):
                 self._rest(self._begun, restored)  # the workers had some of these batches to make
             else:
                 prefetched = self.num_workers * (self.prefetch_factor or 0)
-                deque(islice(self._order(self._begun), prefetched), maxlen=0)
+                deque(islice(self._repeated_order(self._begun) or (), prefetched), maxlen=0)
         self._resumes = False
 
     @property
-    def _index_source(self) -> Any:
-        """The sampler that chooses the rows of each batch."""
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
+    @override
+    def _index_sampler(self) -> Any:
+        return self._order
 
     def _random_states(self) -> dict[str, Any]:
-        states = [generator.get_state() for generator in generators_of([self])]
-        return {"torch": torch.get_rng_state(), "generators": states}
+        return {"host": _random_states(), "generators": [each.get_state() for each in generators_of([self])]}
 
     def _set_random_states(self, states: Mapping[str, Any]) -> None:
-        torch.set_rng_state(states["torch"].cpu())
+        _restore_random_states(states["host"])
         for generator, state in zip(generators_of([self]), states["generators"], strict=True):
             generator.set_state(state.cpu())
 
@@ -229,9 +252,10 @@ class PositionedLoader(DataLoader[Any]):
         return {
             _BEGUN: self._begun,
             "batches": self._batches,
-            "rows": len(self.sampler),  # type: ignore[arg-type]
+            "rows": sized_len(self.sampler if type(self.sampler) in _NEEDS_NO_PROOF else self.dataset),
             "batch_size": self.batch_size,
             "sampler": type(self.sampler).__name__,
+            "batch_sampler": type(self.batch_sampler).__name__,
             "is_seeded": self._is_seeded,
             WORKERS: self._to_restore if self._to_restore is not None else self._state_of_workers(),
         }
@@ -244,6 +268,9 @@ class PositionedLoader(DataLoader[Any]):
             "draws": self._workers.draws,
             "started": self._started if are_needed else None,
             "states": list(self._workers.states) if are_needed else [],
+            "begun": self._begun,
+            "source": self._order.source_state() if self._begun is None else self._source,
+            "progress": None if self._begun is None else self._order.progress(),
             "own": [state_as_arrays(generator) for generator in self._own_generators()],
         }
 
@@ -254,7 +281,7 @@ class PositionedLoader(DataLoader[Any]):
             InputError: The loader has another number of rows on this rank, another sampler or another batch size.
         """
         now = self.state_dict()
-        names = [name for name in ("rows", "batch_size", "sampler") if state[name] != now[name]]
+        names = [name for name in ("rows", "batch_size", "sampler", "batch_sampler") if state[name] != now[name]]
         if state[_BEGUN] is not None and names:
             changed = ", ".join(f"{name} was {state[name]} and is {now[name]}" for name in names)
             raise InputError(
@@ -262,14 +289,19 @@ class PositionedLoader(DataLoader[Any]):
                 "the sampler and the number of ranks of the checkpoint, or from a checkpoint between epochs."
             )
         self._begun, self._batches = state[_BEGUN], state["batches"]
-        self._is_seeded = state.get("is_seeded", True)
+        self._is_seeded = state["is_seeded"]
         self._resumes = self._begun is not None
         self._load_state_of_workers(state.get(WORKERS))
 
     def _load_state_of_workers(self, saved: dict[str, Any] | None) -> None:
-        self._to_restore, self.lost_on_resume = saved, None
-        if saved is None:  # of an older release, or saved on fewer ranks
+        self._to_restore, self.lost_on_resume, self._source, self._progress = saved, None, None, None
+        if saved is None:  # saved on fewer ranks
             return
+        self._source, self._progress = saved.get("source"), saved.get("progress")
+        if self._begun is not None:
+            self._begun = saved.get("begun", self._begun)  # a sampler may draw other numbers on each rank
+        elif self._source is not None:
+            self._order.set_source_state(self._source)
         self._workers.draws = saved["draws"]
         now = {name: getattr(self, name) for name in ("num_workers", "persistent_workers")}
         changed = [name for name, value in now.items() if saved[name] != value]

@@ -11,8 +11,7 @@ import sys
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from genlight.callbacks.checkpoint import Checkpoint, newest_valid
 from support.rank import Rank
@@ -42,7 +41,21 @@ class Noise(Dataset):
         return 64  # eight batches an epoch, so that no window is cut
 
     def __getitem__(self, index):
-        return torch.rand(4) + random.random()
+        return torch.rand(4) + random.random() + index / 64
+
+
+class HalfInOwnOrder(Sampler):
+    """The rows of a rank, in an order that it draws by itself."""
+
+    def __init__(self, rank):
+        self.rows = list(range(rank, 64, 2))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        random.shuffle(self.rows)
+        return iter(self.rows)
 
 
 class Killed(Exception):
@@ -67,7 +80,7 @@ def main(rank, directory, what):
     checkpoint = Checkpoint(directory, save_final=False)
     others = [KillAfterSave(checkpoint)] if what == "kill" else []
     resume_from = newest_valid(directory)[0].path if what == "resume" else None
-    sampler = DistributedSampler(Noise(), 2, rank.number)  # one rank alone takes its half
+    sampler = HalfInOwnOrder(rank.number)  # one rank alone takes its half
     loader = DataLoader(Noise(), 4, sampler=sampler, num_workers=2, persistent_workers=True)
     with contextlib.suppress(Killed):
         strategy = rank.strategy(find_unused_parameters=True)

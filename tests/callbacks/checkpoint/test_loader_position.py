@@ -21,7 +21,7 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.arrow_feed import ArrowFeed
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import newest_valid
-from genlight.callbacks.checkpoint.positioned_loader import PositionedLoader, with_position
+from genlight.callbacks.checkpoint.positioned_loader import with_position
 from support.messages import refusal
 from support.resumed_fit import Sees, seed, trainer_with_checkpoints
 from support.trainers import quiet_trainer
@@ -163,7 +163,7 @@ def test_a_plain_loop_gets_the_same_rows(tmp_path):
 def test_a_resume_takes_another_number_of_workers_and_draws_no_more_than_a_loader_that_was_not_left(batch_size):
     def made(workers=0):
         generator = torch.Generator().manual_seed(7)
-        return with_position(DataLoader(Rows(), batch_size, shuffle=True, generator=generator, num_workers=workers), 1)
+        return with_position(DataLoader(Rows(), batch_size, shuffle=True, generator=generator, num_workers=workers))
 
     first, whole = made(), made(workers=1)
     batches = iter(first)
@@ -180,13 +180,13 @@ def test_a_resume_takes_another_number_of_workers_and_draws_no_more_than_a_loade
 
 
 def test_other_rows_are_refused_within_an_epoch_alone():
-    first = with_position(loader("shuffled"), 1)
+    first = with_position(loader("shuffled"))
     between = first.state_dict()
     next(iter(first))
-    other = with_position(DataLoader(Rows(11), 3, shuffle=True), 1)
+    other = with_position(DataLoader(Rows(11), 3, shuffle=True))
 
     with refusal(InputError):
-        with_position(loader("shuffled", 2), 1).load_state_dict(first.state_dict())
+        with_position(loader("shuffled", 2)).load_state_dict(first.state_dict())
     with refusal(InputError):
         other.load_state_dict(first.state_dict())
     other.load_state_dict(between)
@@ -453,10 +453,20 @@ class Endless(IterableDataset[Any]):
         yield from iter(int, 1)
 
 
-@pytest.mark.parametrize(("given", "world_size"), [(DataLoader(Endless()), 1), (loader("shuffled"), 2), ([1, 2], 1)])
-def test_what_draws_another_order_or_has_no_rows_stays_as_it_is(given, world_size):
-    assert with_position(given, world_size) is given
-    assert isinstance(with_position(loader("distributed"), world_size), PositionedLoader)
+class IteratesItself(DataLoader[Any]):
+    """A subclass that decides by itself what it delivers."""
+
+    def __iter__(self) -> Any:
+        return map(torch.neg, super().__iter__())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [DataLoader(Endless()), IteratesItself(Rows()), DataLoader(Rows(), num_workers=2, in_order=False), [1, 2]],
+    ids=["stream", "own iteration", "any order", "list"],
+)
+def test_a_loader_that_torch_does_not_drive_row_by_row_stays_as_it_is(given):
+    assert with_position(given) is given
 
 
 @pytest.mark.parametrize("cut", [4, 5, 9])
