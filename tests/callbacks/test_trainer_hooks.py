@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from genlight.adapter import HookOrderError, RunState, StepContext, StepResult, TrainingJobSpec
+from genlight.adapter import HookOrderError, RunState, StepContext, TrainingJobSpec
 from genlight.adapter.check.plain_loop import plain_steps
 from genlight.callbacks import (
     Checkpoint,
@@ -28,7 +28,7 @@ from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS, should_run, tr
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events
 from support.messages import refusal
-from support.trainer_class import Stateless
+from support.trainer_class import Stateless, Trains
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="old names")
@@ -297,23 +297,16 @@ class Learns(Collects):
     """Trains its policy on the random data of a rollout."""
 
     evaluate = None
+    loss = Trains.loss
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "model": state["policy"]}
 
     def rollout(self, state, ctx):
         return [torch.randn(4, 1), torch.randn(4, 1)], {"reward": [1.0, 2.0], "agent_steps": 8}
 
-    def train_step(self, batch, state, ctx):
-        state["optimizer"].zero_grad()
-        loss = (state["policy"](batch) - batch).square().mean()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult(metrics={"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {"policy": state["policy"].state_dict(), "optimizer": state["optimizer"].state_dict()}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["policy"].load_state_dict(payload["policy"])
-        state["optimizer"].load_state_dict(payload["optimizer"])
+    train_step = Trains.train_step
 
 
 def test_every_event_has_the_losses_of_its_step_without_another_callback(fit_plain) -> None:
@@ -357,20 +350,6 @@ def test_each_epoch_has_a_checkpoint_then_an_evaluation_then_metrics(tmp_path, c
     ]
     assert "Linear has 2 parameters, of which 2 train" in caplog.text
     assert "epoch 4  train/loss" in caplog.text
-
-
-def test_a_run_resumes_exactly_from_a_checkpoint_of_the_hook(tmp_path) -> None:
-    def final(folder, steps, resume=None):
-        torch.manual_seed(3)
-        _, module = run(Learns(), [CheckpointHook()], steps=steps, callbacks=[Checkpoint(folder)], resume=resume)
-        return [each.clone() for each in module.contract_state["policy"].parameters()]
-
-    expected = final(tmp_path / "reference", 8)
-    final(tmp_path / "parts", 4)
-    (tmp_path / "parts" / "final.json").unlink()
-    torch.manual_seed(99)
-    resumed = final(tmp_path / "parts", 8, resume=str(tmp_path / "parts" / "step-00000004.json"))
-    assert all(torch.equal(left, right) for left, right in zip(expected, resumed, strict=True))
 
 
 def test_a_checkpoint_hook_without_a_checkpoint_callback_is_refused() -> None:

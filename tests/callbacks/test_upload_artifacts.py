@@ -101,14 +101,10 @@ def test_checkpoints_of_lightning_are_not_uploaded_and_are_named(fit, chaos, tmp
     assert "does not send files of ModelCheckpoint: give the trainer a `Checkpoint`" in caplog.text
 
 
-def test_metrics_of_a_plain_module_arrive_at_the_cadence(fit, chaos):
+def test_a_run_that_ends_well_is_reported_completed_after_its_metrics_and_checkpoints(fit, chaos):
     fit()
     assert [message["step"] for message in chaos.messages("/metrics")] == [2, 4, 6]
     assert all(message["metrics"]["loss"] >= 0 for message in chaos.messages("/metrics"))
-
-
-def test_a_run_that_ends_well_is_reported_completed_after_its_checkpoints(fit, chaos):
-    fit()
     (terminal,) = chaos.messages("/terminal")
     assert (terminal["status"], terminal["step"], terminal["error"]) == ("completed", 6, "")
     assert terminal["final_checkpoint"] == "ref-step-00000006-step-00000006.json"
@@ -149,18 +145,6 @@ def test_the_event_and_the_terminal_message_of_a_failure_agree(fit, chaos, tmp_p
     assert last["category"] == (category or text.partition(":")[0])
     assert last["resumable"]
     assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
-
-
-def test_refused_credentials_end_the_run_and_the_next_one_delivers_the_queue(fit, chaos, tmp_path):
-    chaos.control(tokens=["another"])
-    with refusal(UploadError):
-        fit()
-    assert chaos.state["applied"] == []
-    chaos.control(tokens=None)
-    fit(every=0)
-    steps = [message["step"] for message in chaos.messages("/checkpoint")]
-    assert steps[0] == 2
-    assert [message["status"] for message in chaos.messages("/terminal")] == ["completed"]
 
 
 def test_a_refused_checkpoint_ends_the_run_early_and_is_in_event_and_terminal_message(fit, chaos, tmp_path):
@@ -296,17 +280,6 @@ def test_a_resumed_run_does_not_report_the_metrics_of_its_checkpoint_as_its_own(
     resumes = Checkpoint(tmp_path / "run" / "saved", save_final=False)
     fit(steps=6, every=0, metric_every=0, callbacks=[Reports(tmp_path / "own"), resumes], ckpt_path=record)
     assert [(m["step"], m["metrics"]) for m in chaos.messages("/metrics")] == [(6, {"train/loss": 6.0})]
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_every_checkpoint_arrives_whatever_retention_keeps(fit, chaos, tmp_path, asynchronous):
-    own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, keep_last=2, asynchronous=asynchronous)
-    fit(every=0, callbacks=[own])
-    messages = chaos.messages("/checkpoint")
-    assert [(m["step"], m["final"]) for m in messages] == [*((step, False) for step in range(1, 7)), (6, True)]
-    assert chaos.messages("/terminal")[0]["final_checkpoint_ref"] == "ref-final-final.json"
-    names = chaos.files()
-    assert all(f"step-{step:08d}-model.safetensors" in names for step in range(1, 7))
 
 
 def refuse_link(*_, **__):

@@ -9,26 +9,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 
 from genlight.adapter import (
     ContractError,
     ContractModule,
     MockDataModule,
     StepContext,
-    StepResult,
     TrainingJobSpec,
-    build_default_adamw_bundle,
-    load_trainable_module_checkpoint,
     run_training_loop,
-    save_trainable_module_checkpoint,
 )
 from genlight.adapter.module.trainer_files import check_result
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, DurableCheckpointIO, UploadArtifacts
 from genlight.callbacks.checkpoint import read_record, verify
 from genlight.reporters import EventLogger, read_events
-from support.trainer_class import Counts, Trains
+from support.trainer_class import Counts
 from support.upload_server import TOKEN
 
 pytestmark = pytest.mark.promise(name="checkpoint")
@@ -223,13 +218,6 @@ def test_a_resume_from_an_older_record_calls_load_checkpoint_with_the_folder_bes
     assert (project.events[-1]["event"], project.events[-1]["step"]) == ("completed", 4)
 
 
-def test_an_older_record_that_was_named_is_resumed_from_likewise(project: Any) -> None:
-    """The path names a record in another folder than the run's."""
-    folder = older_run(project.folder / "moved")
-    assert project.run(max_steps=4, resume_checkpoint_path="moved/step-00000002.json") == 0
-    assert project.calls("load_checkpoint")[0]["checkpoint_dir"] == str(folder / "step-00000002")
-
-
 def test_a_resume_that_finds_no_folder_for_files_that_were_written_is_refused(project: Any) -> None:
     """It would train on from fresh weights."""
     older_run(project.out / "checkpoints", primary="weights.txt", files=False)
@@ -301,67 +289,6 @@ def test_the_primary_path_of_an_older_record_moves_with_its_folder(tmp_path: Pat
     assert record.primary_path == folder / "step-00000002" / "weights.txt"
 
 
-class Adapts(Trains):
-    """A LoRA-like trainer of the older runtime that restores its weights only from its own files."""
-
-    def setup(self, ctx: StepContext) -> None:
-        torch.manual_seed(len(ctx.job.run_id))
-
-    def configure(self, ctx: StepContext) -> dict[str, Any]:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
-        bundle = build_default_adamw_bundle(model, hyperparams={"lr": 0.1, "max_steps": 4})
-        return {"model": model, "optimizer": bundle.optimizer, "scheduler": bundle.scheduler}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: StepContext) -> Any:
-        return torch.ones(1, 2)
-
-    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
-        result = super().train_step(batch, state, ctx)
-        state["scheduler"].step()
-        return result
-
-    def state_dict(self, state: Any) -> dict[str, Any]:
-        return {"scheduler": state["scheduler"].state_dict()}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: StepContext) -> None:
-        state["scheduler"].load_state_dict(payload["scheduler"])
-
-    def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Any, ctx: StepContext) -> None:
-        load_trainable_module_checkpoint(
-            module=state["model"], optimizer=state["optimizer"], checkpoint_dir=checkpoint_dir
-        )
-        self.loaded = {name: value.clone() for name, value in state["model"].named_parameters()}
-        self.rate = state["optimizer"].param_groups[0]["lr"]
-
-
-@pytest.mark.parametrize("through", ["ckpt_path", "load_from_checkpoint"])
-def test_lightnings_own_ways_to_resume_take_an_older_record(fit: Any, quiet: Any, tmp_path: Path, through: str) -> None:
-    """Weights and optimizer from the files of the trainer, the steps from the record."""
-    before = Adapts()
-    job = TrainingJobSpec("older", max_steps=2)
-    _, module = fit(before, steps=2, job=job)
-    state = module.contract_state
-    save_trainable_module_checkpoint(
-        module=state["model"], optimizer=state["optimizer"], output_dir=tmp_path / "step-00000002", step=2
-    )
-    payload = json.loads(json.dumps(before.state_dict(state)))
-    record = tmp_path / "step-00000002.json"
-    record.write_text(json.dumps({"step": 2, "run_id": "older", "state": payload}))
-    after, job = Adapts(), TrainingJobSpec("r", max_steps=4)
-    if through == "ckpt_path":
-        plugin = DurableCheckpointIO()
-        trainer = pl.Trainer(**quiet, max_steps=4, max_epochs=1, plugins=[plugin])
-        trainer.fit(ContractModule(after, job), BatchStream(range(9)), ckpt_path=record)
-        assert trainer.global_step == 4
-    else:
-        ContractModule.load_from_checkpoint(record, plugin=after, job=job)
-    trained = {name: value for name, value in state["model"].named_parameters() if value.requires_grad}
-    assert trained
-    for name, value in trained.items():
-        assert torch.equal(after.loaded[name], value)
-    assert after.rate == pytest.approx(0.05)
-
-
 # with the caller's own reporter and writer
 
 
@@ -389,6 +316,20 @@ class Loads(Counts):
 
     def load_checkpoint(self, *, state: Any, checkpoint_dir: str, payload: Any, ctx: StepContext) -> None:
         self.loaded = (checkpoint_dir, payload)
+
+
+@pytest.mark.parametrize("through", ["ckpt_path", "load_from_checkpoint"])
+def test_lightnings_own_ways_to_resume_take_an_older_record(quiet: Any, tmp_path: Path, through: str) -> None:
+    """The payload and the step come from the record, the weights from the files of the trainer."""
+    folder = older_run(tmp_path / "moved")
+    record, trainer_class, job = folder / "step-00000002.json", Loads(), TrainingJobSpec("r", max_steps=4)
+    if through == "ckpt_path":
+        trainer = pl.Trainer(**quiet, max_steps=4, max_epochs=1, plugins=[DurableCheckpointIO()])
+        trainer.fit(ContractModule(trainer_class, job), BatchStream(range(9)), ckpt_path=record)
+        assert trainer.global_step == 4
+    else:
+        ContractModule.load_from_checkpoint(record, plugin=trainer_class, job=job)
+    assert trainer_class.loaded == (str(folder / "step-00000002"), {"steps": 2})
 
 
 def loop(trainer: Any, **options: Any) -> Calls:

@@ -111,14 +111,6 @@ def test_a_trainer_without_evaluate_is_refused_at_the_start_of_a_training_that_e
         fit(counting_trainer(), [Evaluate(2, critical=critical)])
 
 
-def test_an_evaluation_at_a_cadence_keeps_random_numbers_and_puts_its_scores_in_the_run_state(fit, evaluated):
-    before = torch.get_rng_state()
-    trainer, _ = fit(evaluated, [Evaluate(2)], steps=5)
-
-    assert run_state_of(trainer).eval_scores == {"steps": 4.0, "half": 0.5}
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("scores", "said"),
     [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -232,6 +234,57 @@ class MomentsInBfloat16(Plain):
         state["optimizer"].load_state_dict(payload["optimizer"])
 
 
+class Noisy:
+    """Draws from its own generator."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.Generator(np.random.MT19937(5))
+
+
+class Draws(Plain):
+    """Draws from one generator of each kind in each step; they are in the state, on the class and in an object."""
+
+    pick = random.Random(7)
+
+    def configure(self, ctx: Any) -> Any:
+        self.old = np.random.RandomState(3)
+        Draws.pick.seed(7)
+        kept = [np.random.default_rng(2), Noisy()]
+        noise = torch.Generator().manual_seed(1)
+        return {**super().configure(ctx), "noise": noise, "kept": kept, "system": random.SystemRandom(), "step": 0}
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        drawn = [state["kept"][0].normal(), self.old.uniform(), self.pick.gauss(0, 1), state["kept"][1].rng.normal()]
+        noise = torch.randn(batch.shape, generator=state["noise"])
+        return super().loss(batch + noise + float(sum(drawn)), state)
+
+
+class RestoresOneItself(Draws):
+    """A class may restore a generator itself, because genlight once did not find generators."""
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"noise": state["noise"].get_state()}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["noise"].set_state(payload["noise"])
+
+
+class PutsAnotherInItsPlace(Draws):
+    """Makes a separate generator for each second step, seeded by its number."""
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        if state["step"] % 2 == 0:
+            state["noise"] = torch.Generator().manual_seed(state["step"])
+        state["step"] += 1
+        return super().loss(batch, state)
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        state["step"] = payload["step"]
+
+
 class Scripted(Plain):
     def configure(self, ctx: Any) -> Any:
         model = torch.jit.script(nn.Linear(3, 1))
@@ -247,18 +300,32 @@ def fit(folder: Path, plugin: Any, resume_from: Path | None = None) -> Any:
     return module.contract_state
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [Wrapped, WrapsAll, WrapsGroups, WrapsOther, Scheduled, InBfloat16, Averaged, MastersInFp32, MomentsInBfloat16],
-)
+def assert_equal_weights(whole: Any, resumed: Any) -> None:
+    weights = (state["model"].state_dict().values() for state in (whole, resumed))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+OPTIMIZERS = [
+    Wrapped,
+    WrapsAll,
+    WrapsGroups,
+    WrapsOther,
+    Scheduled,
+    InBfloat16,
+    Averaged,
+    MastersInFp32,
+    MomentsInBfloat16,
+]
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, Draws, RestoresOneItself, PutsAnotherInItsPlace])
 def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> None:
     """Resume at the third of five steps. The zoo covers open windows and optimizers keyed by address."""
     whole = fit(tmp_path, kind())
 
     resumed = fit(tmp_path, kind(), tmp_path / "step-00000003.json")
 
-    weights = (state["model"].parameters() for state in (whole, resumed))
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert_equal_weights(whole, resumed)
     kept = (leaf for state in (whole, resumed) for leaf in tree_leaves(state["optimizer"].state_dict()))
     types = [leaf.dtype for leaf in kept if isinstance(leaf, torch.Tensor)]
     assert types[: len(types) // 2] == types[len(types) // 2 :]
@@ -381,8 +448,5 @@ class CompiledPart(Plain):
 @pytest.mark.parametrize("compiles", [True, False])
 def test_a_part_may_be_compiled_in_one_attempt_and_not_in_the_next(tmp_path: Path, compiles: bool) -> None:
     whole = fit(tmp_path, CompiledPart(compiles=compiles))
-
     resumed = fit(tmp_path, CompiledPart(compiles=not compiles), tmp_path / "step-00000003.json")
-
-    weights = (state["model"].state_dict().values() for state in (whole, resumed))
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert_equal_weights(whole, resumed)

@@ -26,6 +26,8 @@ from support.messages import refusal
 from support.trainer_class import Counts
 from support.trainers import quiet_trainer
 
+from .test_loop_ends import Lazy, LazyUnsized
+
 pytestmark = pytest.mark.promise(name="equal")
 
 
@@ -103,19 +105,6 @@ def test_a_source_that_ends_early_completes_there(tmp_path: Path, caplog: pytest
     assert "ended at step 3 of 10" in caplog.text
 
 
-def test_a_one_pass_source_ends_the_run(tmp_path: Path) -> None:
-    """An exhausted generator ends the run, although epochs are not limited."""
-    module = ContractModule(Counting(), TrainingJobSpec("once", 10))
-    batches = iter(range(3))
-
-    class OnePass:
-        def __iter__(self) -> Iterator[int]:
-            return batches
-
-    trainer_of(tmp_path, max_steps=10).fit(module, OnePass())
-    assert (module.completed_steps, module.stopped) == (3, "data_exhausted")
-
-
 @pytest.mark.parametrize("source", [Counted(0), DataLoader([], batch_size=None)], ids=["unsized", "sized"])
 @pytest.mark.filterwarnings("ignore:Total length of:UserWarning")
 def test_an_empty_source_is_an_input_error(tmp_path: Path, source: Any) -> None:
@@ -147,7 +136,7 @@ def a_table() -> ArrowFeed:
 
 @pytest.mark.parametrize(
     "source",
-    [lambda: Resumable(5), lambda: MockDataModule(range(5)).feed, lambda: SizedResumable(5), a_table],
+    [lambda: LazyUnsized(5), lambda: MockDataModule(range(5)).feed, lambda: Lazy(5), a_table],
     ids=["unsized", "mock", "sized", "arrow"],
 )
 @pytest.mark.parametrize("saved_at", range(1, 12))
@@ -168,33 +157,6 @@ def test_a_run_resumed_after_any_step_is_the_run_that_was_not_interrupted(
     assert trainer.global_step == 12
 
 
-class Resumable:
-    """A loader with a position, without a length."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.next, self.fresh = count, 0, True
-
-    def __iter__(self) -> Iterator[int]:
-        start, self.fresh = (self.next if self.fresh else 0), False
-        for number in range(start, self.count):
-            self.next = number + 1
-            yield number
-        self.next = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next, self.fresh = state["next"], True
-
-
-class SizedResumable(Resumable):
-    """A loader with a position and a length."""
-
-    def __len__(self) -> int:
-        return self.count
-
-
 @pytest.mark.parametrize(
     "batches",
     [
@@ -209,11 +171,3 @@ def test_a_list_of_batches_that_lightning_would_take_for_loaders_is_refused(batc
     trainer = quiet_trainer(max_steps=1)
     with refusal(InputError):
         trainer.fit(ContractModule(Counting(), TrainingJobSpec("r", 1)), batches)
-
-
-def test_the_suggested_loader_for_a_list_of_batches_works():
-    batches = pa.table({"x": [1.0, 2.0, 3.0]}).to_batches(max_chunksize=1)
-    trainer = quiet_trainer(max_steps=3)
-    counting = Counting()
-    trainer.fit(ContractModule(counting, TrainingJobSpec("r", 3)), DataLoader(batches, batch_size=None))
-    assert counting.seen == [1.0, 2.0, 3.0]

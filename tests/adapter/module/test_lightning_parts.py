@@ -25,49 +25,37 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StartupContractError, StepResult, TrainingJobSpec
-from support.trainer_class import Stateless
+from support.trainer_class import Trains
 from support.trainers import quiet_trainer
 
 
-class Regression(Stateless):
+class Regression(Trains):
     """A linear regression with its own AdamW and scheduler, as a user would write it."""
 
-    def __init__(self, loss: Any = None) -> None:
-        self.loss = loss
+    def __init__(self, reported: float | None = None) -> None:
+        self.reported = reported
         self.seen: list[int] = []
 
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.1)
+
     def configure(self, ctx: Any) -> dict[str, Any]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        }
+        state = super().configure(ctx)
+        return {**state, "scheduler": torch.optim.lr_scheduler.StepLR(state["optimizer"], 1, gamma=0.5)}
 
     def prepare_batch(self, raw: torch.Tensor, state: Any, ctx: Any) -> torch.Tensor:
         self.seen.append(int(raw[0, 0]))
-        return raw
+        return raw / 100
 
     def train_step(self, batch: torch.Tensor, state: Any, ctx: Any) -> StepResult:
-        loss = state["model"](batch / 100).pow(2).mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
+        result = super().train_step(batch, state, ctx)
         state["scheduler"].step()
-        return StepResult(metrics={"loss": loss.detach() if self.loss is None else self.loss})
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {"model": state["model"].state_dict()}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        state["model"].load_state_dict(payload["model"])
+        return result if self.reported is None else StepResult({"loss": self.reported})
 
 
 def batches(number: int = 10) -> DataLoader[Any]:
     """Batches of two rows that carry their number."""
-    return DataLoader([torch.full((2, 4), float(i)) for i in range(number)], batch_size=None)
+    return DataLoader([torch.full((2, 2), float(i)) for i in range(number)], batch_size=None)
 
 
 def fit(
@@ -82,13 +70,6 @@ def fit(
     return trainer, module
 
 
-def rows(root: Path) -> list[dict[str, str]]:
-    """The lines of the CSV logger below `root`."""
-    (path,) = root.rglob("metrics.csv")
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization:UserWarning")
 def test_model_checkpoint_monitors_the_loss_of_any_step(tmp_path: Path) -> None:
     """A monitor sees the metrics of the current step, also between metric cadences."""
@@ -99,42 +80,35 @@ def test_model_checkpoint_monitors_the_loss_of_any_step(tmp_path: Path) -> None:
     assert checkpoint.best_model_score is not None
 
 
-def test_early_stopping_ends_the_run_as_completed(tmp_path: Path) -> None:
-    """A loss that never falls stops the run at the end of the second epoch, with its reason."""
-    stopping = EarlyStopping("train/loss", patience=1, check_on_train_epoch_end=True)
-    trainer, module = fit(tmp_path, stopping, steps=100, plugin=Regression(loss=1.0))
-    assert trainer.global_step == 20
-    assert module.stopped == "should_stop"
-
-
-def test_learning_rate_monitor_logs_the_trainers_own_scheduler(tmp_path: Path) -> None:
-    """The trainer's scheduler halves the rate at every step."""
-    fit(tmp_path, LearningRateMonitor("step"), logger=CSVLogger(tmp_path))
-    rates = [float(row["lr-AdamW"]) for row in rows(tmp_path) if row.get("lr-AdamW")]
-    assert rates == pytest.approx([0.1 * 0.5**k for k in range(6)])
+@pytest.mark.parametrize(
+    ("stopping", "step"),
+    [(EarlyStopping("train/loss", patience=1, check_on_train_epoch_end=True), 20), (Timer(timedelta(0)), 0)],
+    ids=["early stopping", "timer"],
+)
+def test_a_stop_of_a_callback_ends_the_run_as_completed(tmp_path: Path, stopping: pl.Callback, step: int) -> None:
+    """A loss that never falls stops at the end of the second epoch, a timer without time before the first step."""
+    trainer, module = fit(tmp_path, stopping, steps=100, plugin=Regression(reported=1.0))
+    assert (trainer.global_step, module.stopped) == (step, "should_stop")
 
 
 @pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`:UserWarning")
-def test_throughput_monitor_counts_the_rows_of_raw_batches(tmp_path: Path) -> None:
-    """The monitor logs samples that grow by the batch size at every step."""
-    fit(tmp_path, ThroughputMonitor(batch_size_fn=len, window_size=2), logger=CSVLogger(tmp_path))
-    samples = [float(row["train/samples"]) for row in rows(tmp_path) if row.get("train/samples")]
-    assert samples == [2.0 * k for k in range(1, 7)]
+def test_monitors_and_loggers_get_their_values(tmp_path: Path) -> None:
+    """Metrics arrive at the cadence of two steps, the values of the monitors in each step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    monitors = (LearningRateMonitor("step"), ThroughputMonitor(len, window_size=2), DeviceStatsMonitor(cpu_stats=True))
+    fit(tmp_path, *monitors, logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path)])
+    (path,) = tmp_path.rglob("metrics.csv")
+    rows = list(csv.DictReader(path.read_text().splitlines()))
 
-def test_device_stats_monitor_logs_cpu_figures(tmp_path: Path) -> None:
-    """The monitor logs around every step."""
-    fit(tmp_path, DeviceStatsMonitor(cpu_stats=True), logger=CSVLogger(tmp_path))
-    assert any("cpu_percent" in name for row in rows(tmp_path) for name, value in row.items() if value)
-
-
-def test_timer_ends_the_run_as_completed(tmp_path: Path) -> None:
-    """A timer that has run out before the first step stops after it."""
-    timer = Timer(timedelta(0))
-    trainer, module = fit(tmp_path, timer, steps=50)
-    assert trainer.global_step < 50
-    assert module.stopped == "should_stop"
-    assert timer.time_elapsed() > 0
+    assert [int(row["step"]) for row in rows if row["train/loss"] and row["train/lr"]] == [2, 4, 6]
+    rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
+    assert rates == pytest.approx([0.1 * 0.5**k for k in range(6)]), "the rate of the trainer's own scheduler"
+    assert [float(row["train/samples"]) for row in rows if row["train/samples"]] == [2.0 * k for k in range(1, 7)]
+    assert any("cpu_percent" in name for row in rows for name, value in row.items() if value)
+    accumulator = EventAccumulator(str(next(tmp_path.rglob("events.out.*")).parent))
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Scalars("train/loss")] == [2, 4, 6]
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
@@ -146,25 +120,6 @@ def test_progress_bars_show_the_loss(tmp_path: Path, bar: type[pl.Callback], cap
     assert "train/loss" in out + err
 
 
-def test_csv_logger_gets_metrics_at_the_cadence_only(tmp_path: Path) -> None:
-    """Six steps with a cadence of two give three lines, with loss and learning rate."""
-    fit(tmp_path, logger=CSVLogger(tmp_path))
-    lines = rows(tmp_path)
-    assert [int(line["step"]) for line in lines] == [2, 4, 6]
-    assert all(line["train/loss"] and line["train/lr"] for line in lines)
-
-
-def test_tensorboard_logger_writes_scalars(tmp_path: Path) -> None:
-    """The event file holds the loss at the steps of the cadence."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    fit(tmp_path, logger=TensorBoardLogger(tmp_path))
-    (folder,) = {path.parent for path in tmp_path.rglob("events.out.*")}
-    accumulator = EventAccumulator(str(folder))
-    accumulator.Reload()
-    assert [event.step for event in accumulator.Scalars("train/loss")] == [2, 4, 6]
-
-
 def test_torchs_profiler_traces_steps_and_the_run_ends_well(tmp_path: Path) -> None:
     """It starts at Lightning's name for a training step, and fails at the end if that name never came."""
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace", emit_nvtx=False)
@@ -173,32 +128,18 @@ def test_torchs_profiler_traces_steps_and_the_run_ends_well(tmp_path: Path) -> N
     assert list(tmp_path.glob("*trace*"))
 
 
-def test_simple_profiler_measures_the_steps(tmp_path: Path) -> None:
-    """Every hook goes through the profiler, and training is the same."""
-    trainer, profiled = fit(tmp_path, profiler="simple")
-    durations = trainer.profiler.recorded_durations  # type: ignore[attr-defined]
-    assert len(durations["run_training_batch"]) == 6
-    _, plain = fit(tmp_path)
-    assert torch.equal(profiled.contract_state["model"].weight, plain.contract_state["model"].weight)
-
-
-def test_fast_dev_run_trains_so_many_batches(tmp_path: Path) -> None:
-    """fast_dev_run=2 trains two batches and writes nothing."""
-    trainer, module = fit(tmp_path, steps=50, fast_dev_run=2)
-    assert trainer.global_step == 2
-    assert module.plugin.seen == [0, 1]  # type: ignore[attr-defined]
-
-
-def test_limit_train_batches_cuts_every_epoch(tmp_path: Path) -> None:
-    """Every epoch has three batches."""
-    _, module = fit(tmp_path, steps=7, limit_train_batches=3)
-    assert module.plugin.seen == [0, 1, 2, 0, 1, 2, 0]  # type: ignore[attr-defined]
-
-
-def test_overfit_batches_repeats_the_first_ones(tmp_path: Path) -> None:
-    """All epochs have the same two batches."""
-    _, module = fit(tmp_path, steps=5, overfit_batches=2)
-    assert module.plugin.seen == [0, 1, 0, 1, 0]  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({"fast_dev_run": 2}, [0, 1]),
+        ({"limit_train_batches": 3}, [0, 1, 2, 0, 1, 2, 0]),
+        ({"overfit_batches": 2}, [0, 1, 0, 1, 0, 1, 0]),
+    ],
+    ids=str,
+)
+def test_settings_that_limit_batches_hold(tmp_path: Path, settings: dict[str, Any], seen: list[int]) -> None:
+    _, module = fit(tmp_path, steps=7, **settings)
+    assert module.plugin.seen == seen  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -248,14 +248,6 @@ def test_logging_and_checkpoints_are_on_by_default(run, tmp_path: Path, capfd) -
     assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")] == [100]
 
 
-def test_logging_writes_lines_at_its_cadence(run, capfd) -> None:
-    run([LoggingCallback(2)], steps=5)
-
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("step ")]
-    assert [line.split("  ")[0] for line in lines] == ["step 2", "step 4"]
-    assert "loss 8" in lines[0]
-
-
 @pytest.mark.parametrize(("every", "most", "kept"), [(2, 2, {6, 8}), (1, None, set(range(1, 9)))])
 def test_checkpoints_are_saved_by_genlight_and_the_newest_are_kept(run, tmp_path: Path, every, most, kept) -> None:
     run([CheckpointCallback(every, save_best=False, max_checkpoints=most, output_dir=tmp_path / "c")], steps=8)
@@ -302,15 +294,6 @@ def test_early_stopping_heartbeats_diagnosis_and_progress_work(run, tmp_path: Pa
     assert "vanishing_gradients" in [event["artifacts"].get("fault") for event in events]
     assert len({event["run_id"] for event in events}) == 1
     assert "Digits  step 30/200" in capfd.readouterr().err
-
-
-def test_telemetry_has_arguments_for_file_and_run_id(run, tmp_path: Path) -> None:
-    arguments = {"run_id": "mine", "metrics_path": tmp_path / "own.jsonl", "scenario": "digits"}
-    run([HeartbeatCallback(2, **arguments), DiagnosisCallback(2, gradient_min_norm=1e9, **arguments)], steps=4)
-
-    events = read_events(tmp_path / "own.jsonl")
-    assert {event["event"] for event in events} == {"heartbeat", "diagnostic"}
-    assert {(event["run_id"], event["scenario"]) for event in events} == {("mine", "digits")}
 
 
 def test_a_second_argument_needs_its_name() -> None:

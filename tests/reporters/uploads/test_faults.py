@@ -1,6 +1,5 @@
 """The uploader against a server and a network that fail, one fault at a time."""
 
-import logging
 import os
 import shutil
 import time
@@ -366,34 +365,6 @@ def test_a_redirect_that_keeps_the_method_takes_the_bytes_along_and_leaves_the_t
     assert len(other.requests()) == 4
     assert all("authorization" in request["headers"] for request in chaos.requests())
     assert not any("authorization" in request["headers"] for request in other.requests())
-
-
-def test_neither_token_nor_query_is_in_any_text_or_file(chaos, uploader_for, enqueue, config_for, caplog, tmp_path):
-    caplog.set_level(logging.DEBUG)
-    chaos.control(tokens=["another"], script=["500", "429"])
-    secret = "sig=s3cret"
-    uploader = uploader_for(
-        chaos, checkpoint_url=f"{chaos.url}/checkpoint?{secret}", metrics_url=f"{chaos.url}/m?{secret}"
-    )
-    enqueue(uploader)
-    uploader.enqueue_metrics({"a": 1.0}, 1)
-    result = uploader.settle()
-    terminal = uploader.deliver_terminal("failed", 1, error="upload: x")
-    shown = [
-        caplog.text,
-        repr(result),
-        str(result),
-        repr(uploader.failure),
-        repr(terminal),
-        repr(uploader.config),
-    ]
-    for path in (tmp_path / "run").rglob("*"):
-        if path.is_file():
-            shown.append(path.read_bytes().decode("latin-1"))
-    assert "HTTP 401" in shown[2]
-    for text in shown:
-        assert uploader.config.token not in text
-        assert "s3cret" not in text
 
 
 def test_a_store_that_knows_nothing_of_a_file_contradicts_nothing(chaos, uploader_for, enqueue):
