@@ -1,4 +1,4 @@
-"""Peak memory of a rank that averages gradients: genlight, and bare ``DistributedDataParallel``.
+"""Peak memory of a rank: genlight under DDP and FSDP 2, bare ``DistributedDataParallel`` and ``fully_shard``.
 
     python examples/benchmarks/exchange_memory.py
 
@@ -33,8 +33,11 @@ HOSTS: dict[str, dict[str, Any]] = {
     "bare DDP": {},
     "bare DDP, gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "genlight": {},
+    "bare fully_shard": {},
+    "genlight, FSDP 2": {},
+    "genlight, FSDP 2, reshard_after_forward=True": {"reshard_after_forward": True},
 }
-"""Hosts, with the arguments of their DDP."""
+"""Hosts, with the arguments of their DDP or FSDP 2."""
 
 
 def taken_mib(host: str, rank: int, store: str) -> tuple[float, float]:
@@ -61,9 +64,10 @@ def train(host: str, rank: int, width: int) -> float:
     import torch
     from lightning.pytorch.strategies import DDPStrategy
     from step_cost.ranks import Environment
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from genlight.adapter import ContractModule, TrainingJobSpec
+    from genlight.adapter import ContractModule, FSDP2Strategy, TrainingJobSpec
 
     class Watched(Mlp):
         """Reads the resident size at the end of each forward."""
@@ -77,10 +81,12 @@ def train(host: str, rank: int, width: int) -> float:
     batch = torch.randn(ROWS, width)
     settings = HOSTS[host]
     if host.startswith("genlight"):
+        strategy: Any = FSDP2Strategy(**settings) if "FSDP" in host else DDPStrategy(**settings)
+        strategy.cluster_environment = Environment(rank, 2)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=DDPStrategy(cluster_environment=Environment(rank, 2), **settings),
+            strategy=strategy,
             max_steps=STEPS,
             logger=False,
             enable_checkpointing=False,
@@ -92,6 +98,8 @@ def train(host: str, rank: int, width: int) -> float:
         return sizes[-1]
 
     def wrap(model: Any) -> Any:
+        if host == "bare fully_shard":
+            return fully_shard(model)
         return model if host == "one rank alone" else DistributedDataParallel(model, **settings)
 
     by_hand = Watched(1, wrap, width=width)
@@ -129,7 +137,7 @@ def main() -> None:
     if chosen.host is not None:
         peak, forward = taken_mib(chosen.host, chosen.rank, chosen.store)
         if chosen.rank == 0:
-            print(f"{chosen.host:36}{peak:8.0f} MiB{forward:8.0f} MiB", flush=True)
+            print(f"{chosen.host:46}{peak:8.0f} MiB{forward:8.0f} MiB", flush=True)
         os._exit(0)  # do not wait for the other rank, since it may have ended
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 * 2**10)}
     for host in HOSTS:

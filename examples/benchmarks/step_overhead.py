@@ -3,6 +3,7 @@
     python examples/benchmarks/step_overhead.py --json step_overhead.json --plot step_overhead.png
     python examples/benchmarks/step_overhead.py --ranks 2
     python examples/benchmarks/step_overhead.py --ranks 2 --norms
+    python examples/benchmarks/step_overhead.py --ranks 2 --layers 10 --width 1448
     python examples/benchmarks/step_overhead.py --scale 1000000
     python examples/benchmarks/step_overhead.py --device cuda --trace step.json
 
@@ -19,6 +20,7 @@ torchtnt, accelerate and transformers take part if they are installed, and the p
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 import tempfile
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_cost import device, norms, ranks, report, scale, start_up
+from step_cost import device, layers, norms, ranks, report, scale, start_up
 from step_cost.alternating import Alternation, Pair, figures
 from step_cost.hosts import Host, hosts_of_one
 
@@ -51,6 +53,8 @@ def measured(hosts: dict[str, Host], chosen: argparse.Namespace) -> dict[str, di
 def measure_steps(chosen: argparse.Namespace, found: dict[str, Any]) -> None:
     """Measure every host and its floor, on one rank or several."""
     of_ranks = norms.hosts_with_norms if chosen.norms else ranks.hosts_of_ranks
+    if chosen.layers:
+        of_ranks = functools.partial(layers.hosts_with_layers, layers=chosen.layers, width=chosen.width)
     hosts = hosts_of_one() if chosen.ranks == 1 else of_ranks(chosen.rank, chosen.ranks)
     hosts = {name: host for name, host in hosts.items() if any(text in name for text in chosen.only or [""])}
     found["hosts"] = measured(hosts, chosen)
@@ -86,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--block", type=int, default=100, help="steps from one turn to the next")
     parser.add_argument("--ranks", type=int, default=1, help="processes, connected by gloo")
     parser.add_argument("--norms", action="store_true", help="with --ranks: a small ResNet with batch norms instead")
+    parser.add_argument("--layers", type=int, help="with --ranks: so many linear layers instead, DDP and FSDP 2")
+    parser.add_argument("--width", type=int, default=16, help="with --layers: their width")
     parser.add_argument("--data-ms", type=float, default=0.0, help="how long each batch is waited for")
     parser.add_argument("--startup", type=int, default=5, metavar="ROUNDS", help="rounds of start-up times; 0: none")
     parser.add_argument("--only", action="append", help="hosts whose name has this text; may be repeated")

@@ -303,7 +303,5 @@ ZOO = trainers(globals())
 OUTPUTS = r"torch has no such operation on sharded parameters.*or use `strategy: ddp`"
 REFUSED = {
     "Codebook": r'state\["model"\], its codes: a module writes to its own parameters in its forward.*`strategy: ddp`',
-    "ReturnsObject": OUTPUTS,
-    "ReturnsView": OUTPUTS,
     "NamesInputsOfBackward": r"gradients of parameters are requested.*or use `strategy: ddp`",
 }

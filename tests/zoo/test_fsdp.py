@@ -15,6 +15,7 @@ MODULES = {module.__name__: module for module in (fsdp_hosted, fsdp_stale_weight
 TOLERANCE = {"zoo.fsdp_weights": 2e-5, "zoo.fsdp_stale_weights": 1e-6}
 """Tolerance by module, relative to the largest value of a tensor."""
 BLOCKS, KEPT, EACH = {"units": ["Linear"]}, {"reshard_after_forward": False}, {"replicas": 2}
+FREED = {"reshard_after_forward": True}
 RESNET = "zoo.fsdp_values:ResNet"
 """Its statistics of norms are those of each rank's rows, so it is compared with torch's DDP."""
 ODD = [
@@ -35,8 +36,8 @@ STALE = [
     if name not in fsdp_stale_weights.LOOKING or name.endswith("FirstZeroedForwardedBackwardedSteppedLast")
 ]
 SHARDINGS = [
-    *((name, settings) for settings in (BLOCKS, KEPT, EACH) for name in ODD),
-    *((name, settings) for settings in (BLOCKS, KEPT) for name in STALE),
+    *((name, settings) for settings in (BLOCKS, KEPT, FREED, EACH) for name in ODD),
+    *((name, settings) for settings in (BLOCKS, KEPT, FREED) for name in STALE),
     ("zoo.fsdp_hosted:EncoderPart", {"units": ["Sequential"]}),
     ("zoo.fsdp_hosted:Clip", BLOCKS),
     ("zoo.fsdp_hosted:ModuleListOfBlocks", KEPT),
@@ -54,6 +55,8 @@ RESUMED = {
 }
 EXPERTS = "zoo.fsdp_values:Experts"
 REFUSED = {f"{path}:{name}": text for path, module in MODULES.items() for name, text in module.REFUSED.items()}
+REFUSED_SETTINGS = [(f"zoo.fsdp_hosted:{name}", FREED) for name in ("ReturnsObject", "ReturnsView")]
+"""Classes whose outputs torch does not see, so that backward does not gather weights that a forward has freed."""
 RIGHT = [
     f"{path}:{name}"
     for path, module in MODULES.items()
@@ -71,11 +74,12 @@ def two_ranks(tmp_path_factory):
     """The outcomes of all classes from one pair of processes, since starting a pair takes seconds."""
     jobs = [{"key": name, "name": name} for name in dict.fromkeys((*RIGHT, RESNET, *RESUMED))]
     jobs += [{"key": key_of(name, settings), "name": name, "sharding": settings} for name, settings in SHARDINGS]
+    refused = [{"key": key_of(*pair), "name": pair[0], "sharding": pair[1]} for pair in REFUSED_SETTINGS]
     jobs += [{"key": f"resumed {name}", "name": name, "interrupted": 2, **more} for name, more in RESUMED.items()]
     jobs += [{"key": "torch's ResNet", "name": RESNET, "strategy": "torch's own"}]
     jobs += [{"key": "unused", "name": EXPERTS, "sharding": {"unused_parameters": True}}]
     # All ranks get the error at the same point, so that another run can follow.
-    jobs += [{"key": name, "name": name} for name in REFUSED]
+    jobs += [{"key": name, "name": name} for name in REFUSED] + refused
     jobs = [{"strategy": "fsdp", **job} for job in jobs]
     return runs.on_two_ranks(tmp_path_factory.mktemp("fsdp"), jobs, timeout_s=600)
 
@@ -102,6 +106,13 @@ def test_unsupported_classes_and_diverged_ranks_end_on_all_ranks_with_a_named_ca
     for rank in two_ranks:
         assert isinstance(rank[name], str)
         assert re.search(REFUSED[name], rank[name]), rank[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "settings"), REFUSED_SETTINGS, ids=str)
+def test_settings_that_a_class_cannot_have_end_on_all_ranks_with_a_named_cause(two_ranks, name, settings):
+    for rank in two_ranks:
+        assert re.search(fsdp_hosted.OUTPUTS, rank[key_of(name, settings)])
 
 
 @pytest.mark.slow

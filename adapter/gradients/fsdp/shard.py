@@ -58,7 +58,7 @@ class Sharding:
     reduce_dtype: str | None = None
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
     cpu_offload: bool = False
     ignored: Sequence[str] = ()
     forward_methods: Sequence[str] = ()
@@ -151,9 +151,9 @@ def _shard_unit(unit: nn.Module, mesh: DeviceMesh, sharding: Sharding, whole: Co
     fully_shard(
         unit,
         mesh=mesh,
-        # Torch does not reshard the outermost unit by default; we do. Outside of calls the trainer then sees only
-        # shards, so that writes to weights (swapping in an average, clipping) are never lost.
-        reshard_after_forward=sharding.reshard_after_forward,
+        # Outside of training the class sees only shards, so that writes to weights (swapping in an average, clipping)
+        # are never lost; `ShardedStep` keeps gathered weights in steps.
+        reshard_after_forward=True,
         mp_policy=sharding.mixed_precision,
         offload_policy=CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
         ignored_params={p for p in unit.parameters() if p in whole},

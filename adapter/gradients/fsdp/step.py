@@ -69,6 +69,9 @@ class _Unit:
         assert isinstance(module, nn.Module)
         self.module, self.path, self.is_root = module, path, is_root
         self.sharding = sharding_of(module)
+        reshards = self.sharding.reshard_after_forward
+        self.keeps = is_root if reshards is None else not reshards
+        """Whether gathered weights are kept after a forward until backward has used them."""
         self.agree: Callable[[str], None] = lambda _: None
         self.depth = 0
         """Number of running calls; a unit may call itself."""
@@ -96,6 +99,7 @@ class _Unit:
         self.module.unshard()
         self.gathered = [part._parameters[name] for part, name in self.places]  # type: ignore[misc]
         self.module.reshard()
+        self.module.set_reshard_after_forward(not self.keeps, recurse=False)
         with contextlib.suppress(AttributeError):  # torch 2.13 and later
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         begin: RemovableHandle = self.module.register_forward_pre_hook(outside_of_graphs(self._begin), prepend=True)
@@ -131,7 +135,9 @@ class _Unit:
         return gradient.redistribute(placements=self.shards[index].placements)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; from now on weights are never kept."""
+        self.module.reshard()
+        self.module.set_reshard_after_forward(True, recurse=False)
         while self._undo:
             self._undo.pop()()
 
@@ -154,7 +160,7 @@ class _Unit:
         for (part, name), shard in zip(self.places, self.shards, strict=True):
             if id(part._parameters.get(name)) != id(shard):
                 raise refusal("other parameters", f"{self.path} in `train_step`")
-        if not self.sharding.reshard_after_forward:
+        if self.keeps:
             self.module.reshard()  # weights may have changed since
         self.agree(f"call {self.path}")
 
@@ -177,18 +183,20 @@ class _Unit:
         if current_graph_task_id() != -1:
             return
         self.depth -= 1
-        if self.depth == 0:
+        if self.depth == 0 and torch.is_grad_enabled():
             self.show_shards()
+        elif self.depth == 0:  # no backward needs them
+            self.module.reshard()
 
     def show_shards(self) -> None:
         """Replace the tensors that are kept for backward by shards, so that the trainer never writes to the former."""
-        if not self.sharding.reshard_after_forward:
+        if self.keeps:
             self._put(self.shards)
 
     def show_kept(self) -> None:
         """Replace the shards by the tensors that are kept for backward, as FSDP 2 needs it during backward."""
         is_kept = any(gathered.untyped_storage().size() for gathered in self.gathered)
-        if is_kept and not self.sharding.reshard_after_forward:
+        if is_kept and self.keeps:
             self._put(self.gathered)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
@@ -302,6 +310,7 @@ class ShardedStep(StepPart):
         for unit in self._units:
             if unit.depth:
                 raise refusal("failed call", f"{unit.path} in `train_step`")
+            unit.module.reshard()  # it is still gathered after a forward without a backward
         self._agree(END_OF_STEP)
         self._agree.end_step(failed=False)
 
@@ -344,7 +353,7 @@ class ShardedStep(StepPart):
         for unit in self._units:
             if unit.is_root and (is_unreduced or self._keeps_graph):
                 reduce_sharded_gradients(unit.module)
-            if unit.sharding.reshard_after_forward:
+            if not unit.keeps:
                 unit.module.reshard()  # after a call within the backward call it is still gathered
         had = iter(self._had)
         used = []

@@ -32,7 +32,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         output_dtype: Type to which outputs of units are cast; None keeps their type.
         cast_forward_inputs: Whether inputs of units are cast to `param_dtype`.
         reshard_after_forward: Whether units free gathered weights after their forward and gather them again in
-            backward: this costs time and saves memory.
+            backward: this costs time and saves memory. None, the default, means all units but the outermost ones, as
+            in torch: backward needs the weights of an outermost unit right after its forward.
         cpu_offload: Whether shards, their gradients and optimizer states are kept in host memory.
         replicas: Number of copies of the weights. With more than one, each copy is sharded over a part of the ranks
             (HSDP), for example over the ranks of a node; the first `world_size / replicas` ranks have the first copy.
@@ -55,7 +56,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_dtype: str | None = None,
         output_dtype: str | None = None,
         cast_forward_inputs: bool = True,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         cpu_offload: bool = False,
         replicas: int = 1,
         ignored: Sequence[str] = (),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from genlight.adapter.contract.exceptions import ContractError, StartupContractError
@@ -17,7 +18,9 @@ from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.fsdp import tensors
 from genlight.adapter.gradients.fsdp.shard import Sharding, shard
 from genlight.adapter.gradients.fsdp.state import whole_metrics
+from genlight.adapter.gradients.fsdp.step import ShardedStep
 from genlight.adapter.gradients.fsdp.strategy import FSDP2Strategy
+from genlight.adapter.gradients.step_part import BackwardCall
 from genlight.adapter.gradients.torch_internals import require_fsdp
 from genlight.adapter.module.supported import check_strategy
 from support.messages import refusal
@@ -317,6 +320,43 @@ def test_weights_that_change_after_a_forward_without_backward_count_in_the_next(
 
     assert not torch.equal(doubled, before)
     torch.testing.assert_close(state["model"](x).detach(), before)
+
+
+@pytest.mark.promise(name="speed")
+@pytest.mark.parametrize(
+    ("setting", "units", "gathers"), [(None, (), 1), (False, (), 1), (True, (), 2), (None, ("Block",), 5)]
+)
+def test_a_step_gathers_the_weights_of_an_outermost_unit_once(mesh, monkeypatch, setting, units, gathers):
+    state = trained({"model": network()})
+    discovered = discover(state)
+    shard(discovered, mesh, Sharding(reshard_after_forward=setting, units=units))
+    gathered = []
+    unsharded = FSDPParamGroup._to_unsharded
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", lambda group: gathered.append(group) or unsharded(group))
+    part = ShardedStep(discovered, [state["opt"]], several_ranks=False, group=None, device=torch.device("cpu"))
+    call = BackwardCall((), (), retain_graph=False, create_graph=False)
+    part.open()
+    try:
+        del gathered[:]
+        part.begin(1)
+        loss = state["model"](torch.ones(2, 4)).square().mean()
+        part.before_backward(call)
+        loss.backward()
+        part.leave_backward(failed=False)
+        part.after_backward()
+        state["opt"].step()
+        assert len(gathered) == gathers
+        state["model"](torch.ones(2, 4))  # without a backward
+        part.end()
+        assert not any(group.is_unsharded for group in gathered)
+        with torch.no_grad():
+            state["model"](torch.ones(2, 4))
+        assert not any(group.is_unsharded for group in gathered)
+        state["model"](torch.ones(2, 4))  # of an evaluation with gradients
+    finally:
+        part.close()
+    assert not any(group.is_unsharded for group in gathered)
+    assert all(isinstance(p, DTensor) for p in state["model"].parameters())
 
 
 class Agreement:
