@@ -57,10 +57,11 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
     """Deliver one of genlight's own events to every callback that has it."""
+    module = trainer.lightning_module
     for callback in callbacks_of(trainer):
         method = getattr(callback, event, None)
         if method is not None:
-            method(trainer, trainer.lightning_module, *args)
+            method(trainer, module, *args)
 
 
 def is_own_loop(trainer: pl.Trainer) -> bool:

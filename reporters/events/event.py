@@ -6,6 +6,7 @@ with sorted keys.
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Final, Literal, TypedDict, get_args
 
 import msgspec
@@ -204,10 +205,17 @@ def event_faults(event: object) -> list[str]:
     except (ValueError, RecursionError) as error:
         return [str(error)]
     assert isinstance(event, dict), "only an object becomes a struct"
-    known = {"event", *kind.__struct_fields__}
-    faults = [f"`{name}` is missing" for name in sorted(_required(kind) - event.keys())]
-    return faults + [f"`{name}` is not a field of {event['event']!r}" for name in event if name not in known]
+    return key_faults(kind, event)
 
 
+def key_faults(kind: type[Event], event: dict[str, Any]) -> list[str]:
+    """Return the required keys that an event of this kind lacks, and its unknown keys, as reasons to reject it."""
+    required = _required(kind)
+    faults = [f"`{name}` is missing" for name in sorted(required - event.keys())]
+    unknown = event.keys() - required - _OPTIONAL.intersection(kind.__struct_fields__)
+    return faults + [f"`{name}` is not a field of {event['event']!r}" for name in event if name in unknown]
+
+
+@functools.cache
 def _required(kind: type[Event]) -> frozenset[str]:
     return frozenset({"event", *kind.__struct_fields__}) - _OPTIONAL

@@ -28,12 +28,13 @@ from .event import (
     Event,
     Failed,
     Finding,
+    Metadata,
     Metric,
     Sample,
     Started,
     decode_event,
 )
-from .json_lines import LineFile, encode_json, storable
+from .json_lines import LineFile, encode_lines, storable
 from .reader import starts_of
 from .validation import Phase, Rules
 
@@ -73,6 +74,8 @@ class EventLog:
         self._last_seq_found: int = 0 if self._file.last is None else self._file.last.seq
         self.attempt = 1 + len(starts_of(self._file.path, self.run_id))
         self._rules = Rules()
+        self._place: dict[str, Any] = {"run_id": self.run_id, "seq": 0, "timestamp_ms": 0}
+        """Fields of every event; `_append` sets the last two."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
@@ -122,7 +125,8 @@ class EventLog:
         if not self.run_id or run_id not in {None, self.run_id}:
             raise EventLogError(f"run {run_id!r} cannot start in the event log of run {self.run_id!r}: {self.path}")
         attempt = self.attempt if self.attempt > 1 else msgspec.UNSET
-        self._write(Started, {"attempt": attempt, "metadata": dict(metadata) if metadata else msgspec.UNSET})
+        about = cast("Metadata", dict(metadata)) if metadata else msgspec.UNSET
+        self._write(Started(**self._place, attempt=attempt, metadata=about))
         self._file.sync()
 
     def metric(self, *, name: str, value: Any, step: int) -> None:
@@ -141,12 +145,13 @@ class EventLog:
 
         Raises the same errors as `metric`.
         """
-        step = checked_step(step)
-        fields = [
-            {"name": checked_text("name", name), "step": step, **value_fields(name, value)}
+        step, place = checked_step(step), self._place
+        events = [
+            Metric(**place, name=checked_text("name", name), step=step, **value_fields(name, value))
             for name, value in values.items()
         ]
-        self._write(Metric, *fields)
+        if events:
+            self._write(*events)
 
     def checkpoint(self, *, path: str | os.PathLike[str], step: int) -> None:
         """Report a durable checkpoint; the log then accepts no further metric of its step.
@@ -157,13 +162,13 @@ class EventLog:
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
         text = _path_text("path", path)
-        self._write(Checkpoint, {"path": text, "step": checked_step(step)})
+        self._write(Checkpoint(**self._place, path=text, step=checked_step(step)))
         self.last_checkpoint = text
         self._file.sync()
 
     def sample(self, *, path: str | os.PathLike[str], step: int) -> None:
         """Report a sample; raises the same errors as `checkpoint`."""
-        self._write(Sample, {"path": _path_text("path", path), "step": checked_step(step)})
+        self._write(Sample(**self._place, path=_path_text("path", path), step=checked_step(step)))
 
     def finding(self, *, kind: str, level: Literal["ok", "warn", "fail"], step: int, text: str) -> None:
         """Report a finding, for example of kind ``resume_proof``.
@@ -173,8 +178,8 @@ class EventLog:
             ValueError: `step` is negative, or a text empty.
             EventLogError: The attempt has not started or is over, or the line could not be written.
         """
-        texts = {"kind": checked_text("kind", kind), "text": checked_text("text", text)}
-        self._write(Finding, {**texts, "level": level, "step": checked_step(step)})
+        texts: dict[str, Any] = {"kind": checked_text("kind", kind), "text": checked_text("text", text)}
+        self._write(Finding(**self._place, **texts, level=level, step=checked_step(step)))
 
     def completed(
         self,
@@ -201,7 +206,7 @@ class EventLog:
         final = None if final_checkpoint is None else _path_text("final_checkpoint", final_checkpoint)
         reason = msgspec.UNSET if stopped is None else checked_text("stopped", stopped)
         known = msgspec.UNSET if finite else False
-        self._write(Completed, {"step": step, "final_checkpoint": final, "stopped": reason, "finite": known})
+        self._write(Completed(**self._place, step=step, final_checkpoint=final, stopped=reason, finite=known))
         self._file.sync()
 
     def failed(
@@ -225,7 +230,8 @@ class EventLog:
             category = cast("StopReason", error) if error in STOP_REASONS else "train-step"
         if category not in STOP_REASONS and not error.startswith(f"{category}:"):
             error = f"{category}:{error}"
-        self._write(Failed, {"step": step, "error": error, "category": category, "resumable": bool(resumable)})
+        end: dict[str, Any] = {"step": step, "error": error, "category": category, "resumable": bool(resumable)}
+        self._write(Failed(**self._place, **end))
         self._file.sync()
 
     def record_failure(self, failure: Failure, step: int) -> None:
@@ -255,39 +261,41 @@ class EventLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, kind: type[Event], *fields: Mapping[str, Any]) -> None:
-        """Write an event for each of `fields`, or none if the rules refuse one of them.
+    def _write(self, *events: Event) -> None:
+        """Write `events`, which get their place, or none of them if the rules refuse one.
 
-        If an interrupt arrives, an event is either written and the phase changed, or neither.
+        If an interrupt arrives, events are either written and the phase changed, or neither.
         """
         if self._file.closed:  # checked before the lock: a thread may have held the lock when this process was forked
-            raise EventLogError(
-                f"cannot write {kind.__name__.lower()!r} to {self.path}: the log is closed in process {os.getpid()}"
-            )
+            raise self._refusal(events[0], f"the log is closed in process {os.getpid()}")
         # The block must not contain a loop: in Python 3.13.0 an exception that a signal handler raises at the end of a
         # loop would leave the block without releasing the lock.
         with self._lock:
-            self._append(kind, fields)
+            self._append(events)
 
-    def _append(self, kind: type[Event], fields: Sequence[Mapping[str, Any]]) -> None:
-        name, log, phase = kind.__name__.lower(), self._file, self._rules.phase
-        if phase == "ended" or (kind is Started and phase != "new"):
-            state = "already has its terminal event" if phase == "ended" else "has already started"
-            raise EventLogError(f"cannot write {name!r} to {log.path}: the attempt {state}")
-        common: dict[str, Any] = {"run_id": self.run_id, "timestamp_ms": _timestamp_ms(time_ns())}
-        events = [kind(seq=seq, **common, **each) for seq, each in enumerate(fields, start=self.seq + 1)]
+    def _append(self, events: Sequence[Event]) -> None:
+        log, rules = self._file, self._rules
+        phase, seq, timestamp_ms = rules.phase, self._last_seq_found + log.lines, _timestamp_ms(time_ns())
         for event in events:
-            if fault := self._rules.fault(event):
-                raise EventLogError(f"cannot write {name!r} to {log.path}: {fault[1]}")
-        for event in events:
-            phase, lines = self._rules.phase, log.lines
-            try:
-                self._rules.take(event)
-                log.append(encode_json(event) + b"\n")
-            except BaseException:
-                if log.lines == lines:
-                    self._rules.phase = phase
-                raise
+            event.seq = seq = seq + 1
+            event.timestamp_ms = timestamp_ms
+            if phase == "ended" or (phase != "new" and type(event) is Started):
+                state = "already has its terminal event" if phase == "ended" else "has already started"
+                raise self._refusal(event, f"the attempt {state}")
+            if fault := rules.fault(event):
+                raise self._refusal(event, fault[1])
+        lines = log.lines
+        try:
+            for event in events:
+                rules.take(event)
+            log.append(encode_lines(events), len(events))
+        except BaseException:
+            if log.lines == lines:
+                rules.phase = phase
+            raise
+
+    def _refusal(self, event: Event, why: str) -> EventLogError:
+        return EventLogError(f"cannot write {type(event).__name__.lower()!r} to {self.path}: {why}")
 
 
 def _timestamp_ms(now_ns: int) -> int:
@@ -336,7 +344,7 @@ def checked_step(value: Any, name: str = "step") -> int:
     return int(step)
 
 
-def value_fields(name: str, value: Any) -> dict[str, float | str | None]:
+def value_fields(name: str, value: Any) -> dict[str, Any]:
     """Return `value` and, if it is not finite, `value_text` of a metric: a number, numpy scalar or one-element tensor.
 
     Raises:

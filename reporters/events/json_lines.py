@@ -1,8 +1,8 @@
 """Files of JSON lines. One process writes at a time, any process may read, and readers see only complete lines.
 
-The lock is on the file itself, so no lock file can go stale. A line reaches the kernel in one ``write``, so a killed
-process leaves either all of it or nothing. The next writer cuts off a line that a full disk or a power cut tore, and
-readers skip it.
+The lock is on the file itself, so no lock file can go stale. Lines that are appended together reach the kernel in one
+``write``, so a killed process leaves no half of a line. The next writer cuts off a line that a full disk or a power cut
+tore, and readers skip it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LONGEST_LINE = 16 << 20
 """Maximum size of a line in bytes. No run writes such long lines, but a log may come from an unknown source."""
 StrPath = str | os.PathLike[str]
-_encode = msgspec.json.Encoder(order="sorted").encode
+_encoder = msgspec.json.Encoder(order="sorted")
 decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 """Return the JSON object on a line. Raises ValueError, or RecursionError if it is nested too deeply."""
 
@@ -37,9 +37,17 @@ decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 def encode_json(value: object) -> bytes:
     """Return compact JSON with sorted keys; a non-finite number becomes null, and texts become `storable`."""
     try:
-        return _encode(value)
+        return _encoder.encode(value)
     except UnicodeEncodeError:
-        return _encode(storable(msgspec.to_builtins(value)))
+        return _encoder.encode(storable(msgspec.to_builtins(value)))
+
+
+def encode_lines(values: Sequence[object]) -> bytes:
+    """Return a line for each of `values`, as by `encode_json`."""
+    try:
+        return _encoder.encode_lines(values)
+    except UnicodeEncodeError:
+        return _encoder.encode_lines(storable(msgspec.to_builtins(values)))
 
 
 def storable(value: Any) -> Any:
@@ -215,11 +223,11 @@ class LineFile:
         except OSError:
             return False
 
-    def append(self, line: bytes) -> None:
-        """Write a line, including its newline, completely or not at all.
+    def append(self, lines: bytes, count: int = 1) -> None:
+        """Write `count` lines, including their newlines, completely or not at all.
 
         Raises:
-            EventLogError: The file is closed, or the line could not be written and was removed again.
+            EventLogError: The file is closed, or the lines could not be written and were removed again.
         """
         lock = self._lock
         if lock is None or lock.descriptor < 0:
@@ -228,8 +236,8 @@ class LineFile:
             self._cut_off()
         before = self.size, self.lines
         try:
-            write_all(lock.descriptor, line)
-            self.size, self.lines = self.size + len(line), self.lines + 1
+            write_all(lock.descriptor, lines)
+            self.size, self.lines = self.size + len(lines), self.lines + count
         except BaseException as error:
             # This also handles a KeyboardInterrupt between the write and its bookkeeping.
             self.size, self.lines = before

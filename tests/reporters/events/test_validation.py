@@ -140,6 +140,20 @@ def test_white_space_within_a_text_is_no_fault(path):
     assert validate_events(path) == []
 
 
+@pytest.mark.parametrize("value", ["5e-1", "0.50", "1E2", "7"])
+def test_other_ways_to_write_a_number_or_a_text_are_no_fault(path, value):
+    write(path, STARTED, METRIC | {"name": "é"}, SAMPLE)
+    path.write_text(path.read_text().replace(":0.5", f":{value}"))
+    assert validate_events(path) == []
+
+
+def test_all_faults_of_a_line_are_found(path):
+    write(path, STARTED)
+    line = json.dumps({"seq": 7} | METRIC | {"run_id": "q", "extra": 1})[:-1] + ',"extra":2}'
+    path.write_text(path.read_text() + line + "\n")
+    assert [rule for _, rule in rules(path)] == ["json", "sorted", "compact", "schema", "seq", "run_id"]
+
+
 def test_a_torn_tail_is_no_violation(path):
     write(path, STARTED)
     with path.open("a") as file:
