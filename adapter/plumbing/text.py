@@ -57,7 +57,10 @@ def is_storable(text: str) -> bool:
 
 def printable(value: object) -> str:
     """Return `value` as text, with control characters escaped, so that a file cannot control the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value))
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def folder_name(run_id: str) -> str:
