@@ -136,6 +136,7 @@ def _watched_ranks(session: Session, trainer: pl.Trainer) -> Iterator[None]:
     absent = warn_of_absent_ranks(trainer.global_rank, trainer.world_size)
     checks = [stopped_before_meeting(session.stop), failed_ranks(files, processes), absent]
     if files is not None:
+        session.watch.pause = files.await_exit
         checks.append(paused_ranks(lambda: files.processes, session.stop))
         session.before_exit.append(lambda: kill_paused(files.processes))
     session.before_exit.append(processes.kill)

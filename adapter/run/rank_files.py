@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import select
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,9 @@ class RankFiles:
         self._began_s = time.time() - process_age_s() if began_s is None else began_s
         self._present = set[Path]()
         self._ignored = set[Path]()
+        self.has_exited = False
+        """Whether `await_exit` has seen a process end; `lost` then tells whether that was a loss."""
+        self._exits = select.poll()
 
     # Failures
 
@@ -131,6 +135,15 @@ class RankFiles:
                 self._present.add(path)
                 if (process := holding_process(path)) is not None:
                     self.processes[_rank_of(path)] = process
+                    with contextlib.suppress(OSError):  # this system cannot report its exit, or it has ended
+                        self._exits.register(os.pidfd_open(process), select.POLLIN)
+
+    def await_exit(self, seconds: float) -> None:
+        """Wait `seconds`, or until a process of this machine that `scan_locks` has seen ends."""
+        for descriptor, _ in self._exits.poll(seconds * 1000):
+            self.has_exited = True
+            self._exits.unregister(descriptor)
+            os.close(descriptor)
 
     def lost(self) -> dict[int, str]:
         """Return the hosts, by rank, of ranks that left behind their lock and no record: they were killed."""

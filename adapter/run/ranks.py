@@ -50,7 +50,10 @@ Check = Callable[[], Exception | None]
 POLL_S = 0.1
 """Seconds between two rounds of checks."""
 SCAN_LOCKS_EVERY_S = 1.0
-"""Seconds between two scans of the locks; testing the lock of another machine uses the network."""
+"""Seconds between two scans of the locks; testing the lock of another machine uses the network.
+
+A process of this machine that ends is seen at once (`RankFiles.await_exit`).
+"""
 HEARD_WITHIN_S = 2.0
 """How long a failing rank zero waits for the record of an earlier failure elsewhere."""
 WAITS_SILENTLY_S = 10.0
@@ -81,6 +84,8 @@ class RankWatch:
 
     def __init__(self, end: Callable[[Exception], None]) -> None:
         self._end = end
+        self.pause: Callable[[float], object] = time.sleep
+        """Waits between two rounds of checks; it may return early."""
         self._checks: list[Check] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -103,8 +108,9 @@ class RankWatch:
         self._closed.set()
 
     def _poll(self) -> None:
-        while not self._closed.wait(POLL_S):
-            for check in tuple(self._checks):
+        while not self._closed.is_set():
+            self.pause(POLL_S)
+            for check in tuple(self._checks) if not self._closed.is_set() else ():
                 error = check()
                 if error is not None and check in self._checks and not self._closed.is_set():
                     self._end(error)
@@ -259,6 +265,8 @@ def failed_ranks(files: RankFiles | None, processes: RankProcesses) -> Check:
 
     def check() -> Exception | None:
         nonlocal scan_at, lost
+        if files is not None and files.has_exited:  # it leaves no further record
+            files.has_exited, lost = False, _lost_rank(files)
         failure = _recorded_failure(files, processes) or lost
         if failure is not None:
             stopped = failure.exit_code == EXIT_STOPPED

@@ -259,7 +259,7 @@ class Session:
         try:
             error = self.cause = self._stop_that_caused(error) or error
             own = self._without_false_hope(self._describe(error))
-            first = self._first_cause(own)
+            first = own if isinstance(error, FailedElsewhere) else self._first_cause(own)
             if first != own:
                 error = self.cause = FailedElsewhere(first)
             return self._fix_exit_code(self._report(error, first))

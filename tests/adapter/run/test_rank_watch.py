@@ -236,3 +236,37 @@ def test_a_rank_of_another_launcher_that_is_killed_ends_the_run_though_training_
     rank.kill()
     rank.communicate()
     assert "rank 3 on n10 ended without a report" in str(first_found(check))
+
+
+@pytest.fixture
+def seen_rank(notes, rank, monkeypatch):
+    """A process of this machine whose lock is seen once, and a check that asks for locks no more."""
+    monkeypatch.setattr(ranks, "have_met", lambda: True)
+    monkeypatch.setattr(ranks, "SCAN_LOCKS_EVERY_S", float("inf"))
+    check = failed_ranks(notes, processes())
+    assert check() is None
+    if not notes.processes:
+        pytest.skip("this system hides which process holds a lock")
+    return rank, check
+
+
+def test_a_killed_process_of_this_machine_is_named_as_soon_as_it_has_ended(notes, seen_rank):
+    rank, check = seen_rank
+    rank.kill()
+    notes.await_exit(60.0)
+    assert "rank 3 on n10 ended without a report" in str(check())
+    notes.await_exit(0.0)
+    assert not notes.has_exited, "an exit is seen once"
+
+
+@pytest.mark.parametrize("leaves", ["a record", "nothing, as planned"])
+def test_a_process_of_this_machine_that_ends_by_itself_is_no_loss(notes, seen_rank, leaves):
+    rank, check = seen_rank
+    if leaves == "a record":
+        notes.record(3, FAILURE)
+        rank.kill()
+    else:
+        rank.communicate("")
+    notes.await_exit(60.0)
+    found = check()
+    assert "bad row (rank 3)" in str(found) if leaves == "a record" else found is None
