@@ -167,8 +167,9 @@ def _losses(outputs: Any) -> Sequence[float] | LateCopy:
     if not tensors:
         return [float(value) for value in found]
     place = tensors[0].device
-    is_double = place.type == "cpu" or any(value.dtype == torch.float64 for value in tensors)
-    kind = torch.float64 if is_double else torch.float32
+    if place.type == "cpu":
+        return [float(value.double().numpy()) for value in tensors if value.device == place]
+    kind = torch.float64 if any(value.dtype == torch.float64 for value in tensors) else torch.float32
     return LateCopy(torch.stack([value.to(kind) for value in tensors if value.device == place]))
 
 
@@ -235,8 +236,10 @@ def _leaf(value: Any) -> list[Part]:
         if not is_plain(value):
             return [about]
         sample = _sample(value.detach().resolve_conj().resolve_neg())
+        if sample.device.type != "cpu":
+            return [about, LateCopy(sample)]
         # A copy: the loader may use the memory again before values on a device have arrived.
-        return [about, bytes(bytes_of(sample)) if sample.device.type == "cpu" else LateCopy(sample)]
+        return [about, ctypes.string_at(sample.data_ptr(), sample.nbytes)]
     if isinstance(value, np.ndarray | np.generic):
         array_ = np.asarray(value)
         about = f"{array_.dtype} {array_.shape}".encode()

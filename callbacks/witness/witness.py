@@ -1,7 +1,9 @@
 """Keep the witness of this rank while a run trains, and compare the steps that a resumed run repeats.
 
-A run that was killed repeats the steps after its newest checkpoint. It has written an entry for some of them: at the
-cadence of metrics, and for the first steps after each checkpoint. A repeated step must have the same entry.
+A run that was killed repeats the steps after its newest checkpoint. It has written an entry for some of them: for the
+first steps after each checkpoint, then at the cadence of metrics, and the more rarely the farther the checkpoint is
+behind. Only the number of the step decides, so that all ranks and all attempts have entries for the same steps. A
+repeated step must have the same entry.
 """
 
 from __future__ import annotations
@@ -44,8 +46,11 @@ LEAST_CADENCE = 10
 """If metrics have a shorter cadence, entries have its first multiple from here on, because they cost more."""
 _KEPT_CHECKPOINTS = 2
 """Checkpoints after whose older one entries are kept: a resume may fall back to it."""
-_DENSE_ENTRIES = 1024
-"""Entries between two checkpoints after which the cadence doubles, so that the file stays small."""
+_DENSE_ENTRIES = 32
+"""Entries at one cadence after a checkpoint. Then it doubles, and again whenever the distance to the checkpoint has.
+
+So steps of any length take at most 1% longer, the file stays small, and the distance between two entries is at most a
+sixteenth of that to the checkpoint."""
 
 
 class Witness:
@@ -63,10 +68,9 @@ class Witness:
         self.next_step = 0
         """The step at which `observe` has something to do next."""
         self._channel = channel
-        self._every = self._cadence = witness_cadence(trainer)
+        self._every = witness_cadence(trainer)
         self._start = trainer.global_step
         self._saves = deque([self._start], maxlen=_KEPT_CHECKPOINTS + 1)
-        self._since_save = 0
         self._pending: deque[Reading] = deque()
         self._sources: Sources | None = None
         self._is_unreadable = False
@@ -118,7 +122,8 @@ class Witness:
         """
         step = trainer.global_step
         key = step, trainer.current_epoch, index
-        is_at_cadence = self._cadence > 0 and step % self._cadence == 0
+        cadence = self._cadence(step)
+        is_at_cadence = cadence > 0 and step % cadence == 0
         if is_at_cadence or step <= self._saves[-1] + FIRST_STEPS or key in self._expected:
             self._read(trainer, module, outputs, batch, key)
         if self._pending:
@@ -139,15 +144,18 @@ class Witness:
         except Exception as error:  # noqa: BLE001 - batches and generators are objects of users, and may raise anything
             self._is_unreadable = True
             log.warning("This attempt keeps no further witness: batch %d cannot be read: %r", key[2], error)
-        self._since_save += 1
-        if self._since_save % _DENSE_ENTRIES == 0:
-            self._cadence *= 2
+
+    def _cadence(self, step: int) -> int:
+        """Return the distance between entries at `step`: the cadence of metrics; far from a checkpoint a multiple."""
+        dense = self._every * _DENSE_ENTRIES
+        behind = step - self._saves[-1]
+        return self._every << (behind // dense).bit_length() if behind >= dense > 0 else self._every
 
     def _plan(self, step: int) -> None:
         if self._pending or step < self._saves[-1] + FIRST_STEPS:
             self.next_step = step + 1
             return
-        self.next_step = next_multiple(step, self._cadence)
+        self.next_step = next_multiple(step, self._cadence(step))
         at = bisect.bisect_right(self._steps, step)
         if at < len(self._steps):
             self.next_step = min(self.next_step, self._steps[at])
@@ -189,7 +197,7 @@ class Witness:
     def note_save(self, step: int) -> None:
         """A checkpoint of `step` was begun: note the first steps after it, and forget those before the last two."""
         self._saves.append(step)
-        self._since_save, self._cadence, self._sources, self.next_step = 0, self._every, None, 0
+        self._sources, self.next_step = None, 0
         if len(self._saves) > _KEPT_CHECKPOINTS:
             self._file.drop(before=self._saves[0])
 

@@ -63,6 +63,15 @@ def test_steps_between_those_of_the_cadence_count_as_a_range(tmp_path):
     assert "11 of them" in proof.text
 
 
+def test_entries_become_rarer_the_farther_the_checkpoint_is_behind(tmp_path):
+    attempt(tmp_path, Hosted(), rows(), steps=700, every_n_steps=400, trainer={"log_every_n_steps": 10})
+
+    recorded = read_witness(tmp_path / FOLDER / "rank-00000")
+    assert recorded is not None
+    before = [*range(1, 11), *range(20, 321, 10), *range(340, 400, 20), 400]
+    assert [entry.step for entry in recorded.entries.values()] == [*before, *range(401, 411), *range(420, 701, 10)]
+
+
 def test_steps_that_two_attempts_trained_are_compared_with_both(tmp_path):
     attempt(tmp_path, Hosted(), rows(), until=19)
     (first,) = attempt(tmp_path, Hosted(), rows(), steps=14)
