@@ -67,10 +67,13 @@ def _load_configuration(text: str) -> Any:
     """Load a YAML text.
 
     Raises:
-        yaml.YAMLError: It has a key twice, or is a job, whose ``trainer`` is the name of a class.
+        yaml.YAMLError: It has a key twice, is nested too deeply, or is a job, whose ``trainer`` is the name of a class.
     """
-    value = _load_yaml(text)
-    _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader))
+    try:
+        value = _load_yaml(text)
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader))
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
     if isinstance(value, dict) and "run_id" in value and isinstance(value.get("trainer"), str):
         raise yaml.YAMLError("it is a job; run it with `genlight run JOB.json`")
     return value

@@ -197,6 +197,7 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
         ("--config list.yaml", "Unexpected config: - a"),
         ("--config empty.yaml", "Unexpected config: "),
         ("--config twice.yaml", "the key 'a' appears twice\n  in \"<unicode string>\", line 3, column 5"),
+        ("--config deep.yaml", "it is nested too deeply"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_one_short_error_and_exit_code_2(genlight, tmp_path, arguments, said):
@@ -208,6 +209,7 @@ def test_an_argument_that_cannot_be_used_is_one_short_error_and_exit_code_2(genl
         "list.yaml": b"- a\n- b",
         "empty.yaml": b"",
         "twice.yaml": b"t:\n  - a: 1\n    a: 3",
+        "deep.yaml": b"model: " + b"{a: " * 3000 + b"1" + b"}" * 3000,
     }.items():
         (tmp_path / name).write_bytes(content)
 
