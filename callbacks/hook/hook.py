@@ -8,7 +8,7 @@ themselves:
   summed up at the end; training continues. A critical hook's exception ends the run.
 - **rank**: with ``ranks = "zero"`` the events of other ranks are not delivered.
 - **order**: a hook that `reads` a field of the run state runs after the hooks that `writes` it, whatever the order of
-  registration. Other callbacks keep their places.
+  registration. Other callbacks keep their places, but run before a hook that saves checkpoints.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import GenlightError, HookOrderError, TrainingCanceled
@@ -307,6 +308,13 @@ def order_callbacks(trainer: pl.Trainer) -> None:
     ordered = iter(in_order([callback for callback in registered if isinstance(callback, Hook)]))
     # A new list, because Lightning is iterating over the old one while it calls `setup`.
     callbacks = [next(ordered) if isinstance(callback, Hook) else callback for callback in registered]
+    # What other callbacks change after a step belongs in its checkpoint. Lightning puts checkpoint callbacks last, but
+    # a hook that reads what they write runs even later.
+    is_saver = [isinstance(callback, Hook) and isinstance(callback, LightningCheckpoint) for callback in callbacks]
+    first = is_saver.index(True) if any(is_saver) else len(callbacks)
+    before, behind = callbacks[:first], callbacks[first:]
+    before += [callback for callback in behind if not isinstance(callback, Hook | LightningCheckpoint)]
+    callbacks = [*before, *(callback for callback in behind if isinstance(callback, Hook | LightningCheckpoint))]
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
     setattr(trainer, _ORDERED_ATTRIBUTE, callbacks)
 

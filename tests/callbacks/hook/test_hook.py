@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 from hypothesis import given, settings, strategies as st
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint, ModelCheckpoint
 
 from genlight.adapter.contract.exceptions import HookOrderError, TrainingCanceled
 from genlight.callbacks import Evaluate, LogMetrics
@@ -392,6 +393,16 @@ def test_the_order_is_computed_once_and_again_if_callbacks_are_added():
     order_callbacks(trainer)
 
     assert callbacks_of(trainer) == [writer, early, reader]
+
+
+def test_a_saver_runs_after_all_callbacks_that_are_no_hooks_and_before_its_readers():
+    class Saves(Hook, LightningCheckpoint):
+        writes = ("x",)
+
+    reader, saver, other = reading("R", reads=("x",)), Saves(), ModelCheckpoint()
+    early, late = pl.Callback(), pl.Callback()
+
+    assert ordered(early, reader, saver, late, other) == [early, late, saver, reader, other]
 
 
 FIELDS = st.lists(st.sampled_from("abcde"), max_size=3, unique=True).map(tuple)
