@@ -1,8 +1,7 @@
-"""The rehearsals of ``genlight prove``, in the order in which they are printed.
+"""The rehearsals of ``genlight prove``: two unbroken runs, and one for each of `_cases`.
 
-unbroken · kill · kill while saving · stop · two kills · cut file · flipped bit · full disk; on several ranks also
-killed rank · paused rank · fewer ranks. Each breaks one run, starts it again until it has completed, and compares the
-witness of its steps and its final state with the unbroken run.
+Each case breaks one run, starts it again until it has completed, and compares the witness of its steps and its final
+state with the unbroken run.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def prove(
         scene: The job.
         folder: An empty folder for all files of the rehearsals.
         minutes: Time for all rehearsals; what does not fit is reported as skipped.
-        only: Names of the rehearsals, as above; empty means all that make sense.
+        only: Names of `rehearsals`; empty means all that make sense.
         interrupted: Ends the rehearsals once it is set, with KeyboardInterrupt.
         keep: Whether the files of each rehearsal stay in `folder`.
     """
@@ -87,7 +86,10 @@ def prove(
     tolerance = SLACK * apart.size if apart else -1.0
     yield _unbroken(apart, runs, reference)
     limit_s = max(MIN_LIMIT_S, SLOWER * runs[0].attempts[0].seconds)
-    for case in _cases(scene.every_n_steps, len(reference.witness)):
+    cases = list(_cases(scene.every_n_steps, len(reference.witness)))
+    for name in [name for name in only if name not in [case.name for case in cases]]:
+        yield Finding(name, "skip", "the job has one rank", "Give --ranks 2.")
+    for case in cases:
         if only and case.name not in only:
             continue
         if time.monotonic() > deadline:
@@ -133,6 +135,11 @@ def _cases(every: int, ranks: int) -> Iterator[_Case]:
             "paused rank", [Fault("pause", late, last)], (EXIT_FAILED,), settings=(f"callbacks.WatchHangs={hangs}",)
         )
         yield _Case("fewer ranks", [Fault("kill", late)], killed, ranks_after=last)
+
+
+def rehearsals() -> list[str]:
+    """Return the names of all rehearsals with a fault, in their order."""
+    return [case.name for case in _cases(every=1, ranks=2)]
 
 
 def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -> Finding:
