@@ -69,6 +69,8 @@ class BuiltSettings:
         self._built = copy.deepcopy(self._live())
         self._in_effect = {path: dict(_texts(settings)) for path, settings in self._built.items()}
         self._keep = frozenset(keep)
+        self.kept: list[str] = []
+        """Settings of `configure` that the last resume put in place of the checkpoint's, as `keep` asked; in words."""
         known = {name for path, _ in self._optimizers for each in self._of_groups(path) for name in self._built[each]}
         unknown = sorted(self._keep - known - {SCHEDULE, SCALER})
         if unknown:
@@ -89,7 +91,7 @@ class BuiltSettings:
             logs: Whether this rank logs.
         """
         before = {path: dict(_texts(settings)) for path, settings in self._live().items()} if saved is None else saved
-        overridden, kept, names = [], [], set()
+        overridden, names, self.kept = [], set(), []
         for path, built in self._built.items():
             for name, text in _texts(built):
                 old = before.get(path, {}).get(name)
@@ -98,7 +100,7 @@ class BuiltSettings:
                 word = next((kind for at, _, kind in self._stateful if at == path), name)
                 if word in self._keep:
                     self._put(path, name, built[name])
-                    kept.append(f"{path} {name} {text} ({old} in the checkpoint)")
+                    self.kept.append(f"{path} {name} {text} ({old} in the checkpoint)")
                 else:
                     self._in_effect[path][name] = old
                     names.add(word)
@@ -110,8 +112,8 @@ class BuiltSettings:
                 "; ".join(overridden),
                 " ".join(f"--reset {name}" for name in sorted(names)),
             )
-        if kept and logs:
-            log.info("settings from `configure` are in effect: %s", "; ".join(kept))
+        if self.kept and logs:
+            log.info("settings from `configure` are in effect: %s", "; ".join(self.kept))
 
     def _live(self) -> dict[str, dict[str, Any]]:
         settings: dict[str, dict[str, Any]] = {}

@@ -124,7 +124,7 @@ class ConfiguredState:
         """Whether its parameters are shards."""
         self._kept_by_wrappers = kept_by_wrappers(discovered.optimizers)
         self._built_buffers = _buffer_shapes(module)
-        self._built_settings = BuiltSettings(discovered, keep)
+        self.built_settings = BuiltSettings(discovered, keep)
         self._replaced = Replaced(discovered)
         self._warned_of_ranks = False
 
@@ -190,7 +190,7 @@ class ConfiguredState:
             parts[STATE] = payload = self.payload()
         if on_device := self._on_device(payload):
             parts[_ON_DEVICE] = on_device
-        parts[_BUILT] = self._built_settings.record()
+        parts[_BUILT] = self.built_settings.record()
         if now.generators:
             parts[_GENERATORS] = {found.path: state_of(found.value) for found in now.generators}
         resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
@@ -293,7 +293,7 @@ class ConfiguredState:
                     restore_groups(optimizer, saved.get("param_groups", ()))
             self._replaced.check(replaced, now, logs=is_first)
         if attached_trainer(self.module) is not None:  # otherwise no optimizer was restored
-            self._built_settings.reconcile(parts.get(_BUILT), logs=is_first)
+            self.built_settings.reconcile(parts.get(_BUILT), logs=is_first)
         states = dict(parts.get(_GENERATORS, {}))
         for found in now.generators:  # last: generators that the class restores itself have this state already
             if found.path in states:

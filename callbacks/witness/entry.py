@@ -52,8 +52,6 @@ _SIZE = _BODY.size + 8
 _LARGEST_FILE = 64 << 20
 _MOST_ATTEMPTS = 8
 """Attempts whose facts the header keeps."""
-_WORTH_PRUNING = 256
-"""Entries of this attempt after which a file is written again without those that nobody needs."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -107,7 +105,8 @@ class Header(msgspec.Struct, frozen=True):
     """Identity of the training: made at its first step, and stored in its checkpoints."""
     rank: int
     attempts: dict[int, dict[str, Any]] = msgspec.field(default_factory=dict)
-    """Facts about each attempt, by its number: ``numerics``, ``packages``, ``host``, ``device``, ``ranks``."""
+    """Facts about each attempt, by its number: ``numerics``, ``packages``, ``host``, ``device``, ``ranks``; ``built``,
+    a digest of the settings in effect that `configure` built, and ``kept``, those that were changed on purpose."""
 
 
 @dataclass
@@ -178,7 +177,6 @@ class WitnessFile:
         attempts = dict(sorted(header.attempts.items())[-_MOST_ATTEMPTS:])
         self.header = msgspec.structs.replace(header, attempts=attempts)
         self._descriptor: int | None = None
-        self._appended = 0
         try:
             self._write_again([entry for entry in entries.values() if entry.attempt in attempts])
         except OSError as error:
@@ -188,7 +186,6 @@ class WitnessFile:
         """Add an entry; it survives a kill of the process when this returns."""
         if self._descriptor is None:
             return
-        self._appended += 1
         try:
             # A part of it, on a full disk, is a torn end.
             os.write(self._descriptor, entry.pack())
@@ -196,8 +193,8 @@ class WitnessFile:
             self._give_up(error)
 
     def drop(self, *, before: int = 0, after: int | None = None) -> None:
-        """Remove the entries up to the step `before`, at times; and at once those after the step `after`."""
-        if self._descriptor is None or (after is None and self._appended < _WORTH_PRUNING):
+        """Remove the entries up to the step `before`, and those after the step `after`."""
+        if self._descriptor is None:
             return
         try:
             recorded = read_witness(self.path)
@@ -223,7 +220,6 @@ class WitnessFile:
         data = line + b"".join(entry.pack() for entry in entries)
         write_bytes_durably(self.path, data, waits_for_disk=False)
         self._descriptor = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._appended = 0
 
     def _give_up(self, error: OSError | ValueError) -> None:
         self.close()
@@ -270,12 +266,17 @@ def compare(
         earlier: Its first time.
         now: The repetition.
         rank: The rank that trained both.
-        facts: Facts about attempts, as in `Header`, to name reasons for another loss.
-        with_values: Whether losses and random states of an accelerator are compared; not if it is another one.
+        facts: Facts about attempts, as in `Header`: they limit what is compared, and name reasons for another loss.
+        with_values: Whether losses, learning rates and random states of an accelerator are compared.
 
     Returns:
         What differs, by its cause: rows, random numbers, settings, or only the loss; None if nothing does.
     """
+    before_and_now = facts.get(earlier.attempt, {}), facts.get(now.attempt, {})
+    nothing, limits = why_not_compared(*before_and_now)
+    if nothing:
+        return None
+    with_values = with_values and not limits
     left_out = {OF_MODEL} if with_values else {OF_MODEL, ON_DEVICE}
     states = [at for at, pair in enumerate(zip(earlier.random, now.random, strict=True)) if pair[0] != pair[1]]
     generators = [RANDOM_STATES[at] for at in states if at not in left_out]
@@ -291,7 +292,7 @@ def compare(
         return differing("rows", f"the rows of batch {now.batch} in epoch {now.epoch} are others")
     if generators:
         return differing("random numbers", f"the same rows came, but the random state of {_joined(generators)} differs")
-    if earlier.rates != now.rates:
+    if with_values and earlier.rates != now.rates:
         values = "" if earlier.rate == now.rate else f" is {now.rate!r}, was {earlier.rate!r}"
         return differing("settings", f"the learning rate{values or ' of an optimizer differs'}")
     if has_other_loss:
@@ -299,13 +300,33 @@ def compare(
             "is the same, but another one differs" if _same(earlier, now) else f"is {now.loss!r}, was {earlier.loss!r}"
         )
         text = f"the loss {values}, although rows, random numbers and learning rates agree"
-        changed = changed_facts(facts.get(earlier.attempt, {}), facts.get(now.attempt, {}))
+        changed = changed_facts(*before_and_now)
         return differing("loss", f"{text}. Since then: {'; '.join(changed)}" if changed else text)
     return None
 
 
 def _same(earlier: Entry, now: Entry) -> bool:
     return earlier.loss == now.loss or (math.isnan(earlier.loss) and math.isnan(now.loss))
+
+
+def why_not_compared(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    """Return why the steps of two attempts cannot be compared, and why not their losses and learning rates.
+
+    Args:
+        before: Facts about the earlier one, as in `Header`.
+        now: Facts about the later one.
+
+    Returns:
+        A phrase for each; empty if they can be compared.
+    """
+    if before.get("ranks") != now.get("ranks"):
+        return f"{before.get('ranks')} and {now.get('ranks')} ranks train other rows in each step", ""
+    reason = ""
+    if before.get("device") != now.get("device"):
+        reason = f"{before.get('device')} and {now.get('device')} round differently"
+    elif before.get("built") != now.get("built") and (kept := now.get("kept") or before.get("kept")):
+        reason = f"a start changed {', '.join(kept)} on purpose"
+    return "", reason and f"losses and learning rates are not compared: {reason}"
 
 
 def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -351,7 +372,9 @@ class Proof:
         if self.against:
             return f"step {self.steps[-1]}, repeated after the restart, has every value of {self.against}{ranks}"
         named, has, compared = describe_steps(self.steps)
-        return f"{named}, repeated after the restart, {has} the same bits{ranks}{compared}{self.limits}"
+        same = "rows and random numbers" if self.limits else "bits"
+        limits = self.limits and f"; {self.limits}"
+        return f"{named}, repeated after the restart, {has} the same {same}{ranks}{compared}{limits}"
 
 
 def describe_steps(steps: Sequence[int]) -> tuple[str, str, str]:

@@ -19,8 +19,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ...reporters.events.run_metadata import PACKAGES_OF_NUMBERS, installed_packages, numerics
+from ..checkpoint.format.record import digest_of
 from ..hook.cadence import next_multiple
-from ..hook.events import callbacks_of, run_state_of
+from ..hook.events import callbacks_of, hosted_by, run_state_of
 from ..log_metrics import LogMetrics
 from ..rank_channel import Channel
 from .entry import (
@@ -35,6 +36,7 @@ from .entry import (
     file_of_rank,
     read_witness,
     summarize,
+    why_not_compared,
 )
 from .recording import Reading, Sources, read_batch
 
@@ -80,7 +82,7 @@ class Witness:
         self._attempt = max(before, default=0) + 1
         self._facts = {**before, self._attempt: facts_of_attempt(trainer)}
         self._limits = ""
-        self._expected = self._comparable(recorded, trainer.world_size)
+        self._expected = self._comparable(recorded)
         steps = sorted({key[0] for key in self._expected})
         # All ranks must exchange results at the same steps, but a kill may leave one with fewer entries.
         all_steps = channel.gather_everywhere(steps) if run else []
@@ -96,20 +98,17 @@ class Witness:
         """Whether there are steps left that an earlier attempt has trained."""
         return bool(self._steps)
 
-    def _comparable(self, recorded: Recorded | None, ranks: int) -> dict[Key, Entry]:
+    def _comparable(self, recorded: Recorded | None) -> dict[Key, Entry]:
         """Return the entries of the steps that this attempt repeats, if they can be compared; note the limits."""
         entries = {} if recorded is None else {k: e for k, e in recorded.entries.items() if k[0] >= self._start}
         if not entries:
             return {}
         before, now = self._facts.get(next(reversed(entries.values())).attempt, {}), self._facts[self._attempt]
-        if before.get("ranks") != ranks:
+        nothing, self._limits = why_not_compared(before, now)
+        if nothing:
             if self._channel.rank == 0:
-                text = "Repeated steps are not compared with the earlier attempt: it had %s ranks, this one has %d"
-                log.info(text, before.get("ranks"), ranks)
+                log.info("Repeated steps are not compared with the earlier attempt: %s", nothing)
             return {}
-        if before.get("device") != now["device"]:
-            kinds = f"{before.get('device')} and {now['device']}"
-            self._limits = f"; losses are not compared, because {kinds} round differently"
         return entries
 
     def observe(
@@ -168,8 +167,7 @@ class Witness:
             earlier = self._expected.pop(entry.key, None)
             if earlier is None or self._difference is not None:
                 continue
-            rank, with_values = self._channel.rank, not self._limits
-            self._difference = compare(earlier, entry, rank=rank, facts=self._facts, with_values=with_values)
+            self._difference = compare(earlier, entry, rank=self._channel.rank, facts=self._facts)
             if self._difference is None:
                 self._equal.add(entry.step)
 
@@ -246,10 +244,14 @@ def _read(path: Path, run: str) -> Recorded | None:
 def facts_of_attempt(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what may change the exact numbers of an attempt, with the names of the ``started`` event."""
     versions = installed_packages()
+    hosted = hosted_by(trainer.lightning_module)
+    settings = None if hosted is None else hosted.state.built_settings
     return {
         "numerics": numerics(),
         "packages": {name: versions[name] for name in PACKAGES_OF_NUMBERS if name in versions},
         "host": socket.gethostname(),
         "device": trainer.strategy.root_device.type,
         "ranks": trainer.world_size,
+        "built": settings and digest_of(repr(settings.record()).encode()),
+        "kept": settings and settings.kept,
     }
