@@ -9,11 +9,13 @@ accelerator the memory is pinned, so that the copies run at the speed of the bus
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ from ...adapter.contract.exceptions import UnstorableStateError
 from ...adapter.plumbing.text import size_text
 from ..finite import are_finite
 from .codec.state_tree import encode
-from .codec.tensors import WEIGHTS, Entry, TensorTable
-from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, LeftOut, RecordMeta
+from .codec.tensors import WEIGHTS, Entry, Layout, TensorFile, TensorTable, tensor_files
+from .format.record import FROZEN_FILE, MODEL_FILE, TRAINER_FOLDER, LeftOut, RecordMeta, build_json
 from .format.slice_index import SlicedTensor
 from .frozen import Frozen, FrozenFile
 from .listing import STATE_MARKER
@@ -44,21 +46,31 @@ class Captured:
     """A checkpoint that was taken apart and is not yet written."""
 
     meta: RecordMeta
-    state: Any
-    """The trainer's payload, encoded; it goes into the record."""
+    state: bytes
+    """The trainer's payload, encoded as JSON; it goes into the record."""
     rest: bytes
     """Everything else that is not a tensor; the content of the state file."""
     entries: list[Entry]
     """Tensors, and the slices of sharded ones that this rank holds."""
+    sources: list[torch.Tensor]
+    """The values of `entries`."""
     sharded_tensors: dict[tuple[str, str], SlicedTensor]
     """All sharded tensors, by file and key, without their slices."""
     staging: Staging
     """The folder in which it is made; holds the files of the trainer's own hook, and the link to `linked`."""
+    layout: Layout | None = None
+    """The layout of its tensors, if a later checkpoint can have the same."""
     linked: FrozenFile | None = None
     """The file of an earlier checkpoint that this one shares."""
     left_out: list[LeftOut] = field(default_factory=list)
+    files: Sequence[TensorFile] | None = None
+    """The files of a snapshot of the tensors."""
     frozen: Frozen | None = None
     """The training's frozen weights, if they were separated; they remember the file once it is durable."""
+
+    def content(self) -> Sequence[TensorFile]:
+        """Return the files of its tensors: of the snapshot, if there is one."""
+        return tensor_files(self.entries, self.sources) if self.files is None else self.files
 
     @property
     def nbytes(self) -> int:
@@ -67,33 +79,70 @@ class Captured:
 
     def snapshot(self, buffer: HostBuffer) -> Captured:
         """Return a copy with the current values, in `buffer`; frozen tensors, written once, get separate memory."""
-        once = [entry for entry in self.entries if entry.file == FROZEN_FILE]
-        again = [entry for entry in self.entries if entry.file != FROZEN_FILE]
-        own = [_with_source(entry, entry.source.detach().to("cpu", copy=True)) for entry in once]
-        return replace(self, entries=own + buffer.copy(again))
+        entries, sources, files = self.entries, self.sources, list[TensorFile]()
+        if any(entry.file == FROZEN_FILE for entry in entries):
+            is_once = [entry.file == FROZEN_FILE for entry in entries]
+            files = HostBuffer().copy(*(list(itertools.compress(each, is_once)) for each in (entries, sources)))
+            is_again = [not once for once in is_once]
+            entries, sources = (list(itertools.compress(each, is_again)) for each in (entries, sources))
+        return replace(self, sources=[], files=[*files, *buffer.copy(entries, sources)])
 
     def has_finite_weights(self) -> bool | None:
         """Whether all parameters that this rank holds are finite; None if it cannot tell them from buffers.
 
         An infinite buffer is not unusual: a mask is one.
         """
-        weights = [entry for entry in self.entries if entry.file in (MODEL_FILE, FROZEN_FILE)]
-        if are_finite([entry.source for entry in weights]):  # linked and omitted ones were finite from the start
+        weights = [file for file in self.content() if file.name in (MODEL_FILE, FROZEN_FILE)]
+        if are_finite([run for file in weights for run in file.runs()]):  # linked and omitted ones were so at the start
             return True if weights or self.linked or self.left_out else None
         names = self.meta.parameters
-        known = [entry.source for entry in weights if entry.box is not None or entry.key in names]
+        tensors = (each for file in weights for each in zip(file.entries, file.sources, strict=True))
+        known = [source for entry, source in tensors if entry.box is not None or entry.key in names]
         if not are_finite(known):
             return False
         return True if names else None
 
 
-def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -> Captured:
+def capture(
+    checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging, earlier: Layout | None = None
+) -> Captured:
     """Take a checkpoint apart into JSON and tensors; it refers to the tensors and does not copy them.
+
+    Args:
+        checkpoint: The state.
+        meta: Further facts for the record.
+        staging: The folder in which the checkpoint is made.
+        earlier: The layout of an earlier checkpoint. If this one has the same, its names and references are reused.
 
     Raises:
         UnstorableStateError: A value cannot be stored; names its path.
     """
-    table = TensorTable()
+    with _uncollected():
+        table = TensorTable(earlier)
+        state, rest = _encode(checkpoint, table)
+        if not table.settle():
+            table = TensorTable()
+            state, rest = _encode(checkpoint, table)
+            table.settle()
+    step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
+    meta = replace(meta, step=step, trainer_checkpoint=_storable_result(meta.trainer_checkpoint, staging))
+    return Captured(meta, state, rest, table.entries, table.sources, table.sharded_tensors, staging, table.layout)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Start no garbage collection: the objects of a walk over many tensors would cause one of all of the process."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+def _encode(checkpoint: Mapping[str, Any], table: TensorTable) -> tuple[bytes, bytes]:
+    """Return the trainer's payload, and the content of the state file."""
     rest = {name: value for name, value in checkpoint.items() if name not in (_WEIGHTS, CONTRACT_KEY)}
     encoded = {}
     if _WEIGHTS in checkpoint:
@@ -105,12 +154,9 @@ def capture(checkpoint: Mapping[str, Any], meta: RecordMeta, staging: Staging) -
     state = encode(contract.pop("state", {}), table, root="state")
     if CONTRACT_KEY in checkpoint:
         encoded[CONTRACT_KEY] = encode(contract, table, root=CONTRACT_KEY)
-    step = meta.step if meta.step is not None else int(checkpoint.get("global_step", 0))
-    meta = replace(meta, step=step, trainer_checkpoint=_storable_result(meta.trainer_checkpoint, staging))
     metadata = encode(getattr(checkpoint.get(_WEIGHTS), "_metadata", None), table, root="state_dict._metadata")
     content = {"format_version": 1, "weights_metadata": metadata, "checkpoint": {"$dict": list(encoded.items())}}
-    state_file = STATE_MARKER + b"," + json.dumps(content, separators=(",", ":"), allow_nan=False)[1:].encode()
-    return Captured(meta, state, state_file, table.entries, table.sharded_tensors, staging)
+    return build_json(state), STATE_MARKER + b"," + build_json(content)[1:]
 
 
 def _storable_result(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[str, Any] | None:
@@ -132,38 +178,50 @@ def _storable_result(result: Mapping[str, Any] | None, staging: Staging) -> Mapp
 
 
 _ALIGNMENT = 64
-"""Every tensor of a snapshot starts at a multiple of this many bytes."""
+"""Every file of a snapshot starts at a multiple of this many bytes."""
 _SPARE = 1 << 20
 """Spare bytes, so that a later save with a little more than these tensors need not allocate the memory again."""
 LARGEST_PINNED = 0.5
 """Largest share of the machine's memory to pin: the system cannot reclaim pinned pages."""
 
 
-def _aligned(nbytes: int) -> int:
-    """Return the bytes that a tensor of `nbytes` takes in a snapshot."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
 class HostBuffer:
-    """One block of host memory that holds the last snapshot."""
+    """One block of host memory that holds the last snapshot, laid out as its files."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._made_for = "cpu"
         """The kind of device from which copies to this memory are fast."""
+        self._entries: Sequence[Entry] = ()
+        """The tensors of the last snapshot; one of the same tensors has the same layout."""
+        self._devices: set[torch.device] = set()
+        self._files: list[TensorFile] = []
+        self._targets: list[torch.Tensor] = []
+        """Places in the memory, in the order of the tensors."""
 
-    def copy(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return the entries with their current values, in this buffer; valid until the next call."""
-        tensors = [entry.source for entry in entries]
-        devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-        offsets = [0, *itertools.accumulate(_aligned(tensor.nbytes) for tensor in tensors)]
-        self.reserve(offsets[-1], next(iter(devices), torch.device("cpu")))
-        targets = [_like(tensor, self._memory[at:]) for tensor, at in zip(tensors, offsets, strict=False)]
-        for target, tensor in zip(targets, tensors, strict=True):
-            target.copy_(tensor, non_blocking=not tensor.is_cpu)
-        for device in devices:
+    @torch.no_grad()
+    def copy(self, entries: Sequence[Entry], sources: Sequence[torch.Tensor]) -> list[TensorFile]:
+        """Return files with the current values of `sources`, in this buffer; valid until the next call."""
+        if entries != self._entries:
+            self._lay_out(entries, sources)
+        if entries:
+            torch._foreach_copy_(self._targets, sources, non_blocking=True)
+        for device in self._devices:
             torch.get_device_module(device).synchronize(device)
-        return list(map(_with_source, entries, targets))
+        return self._files
+
+    def _lay_out(self, entries: Sequence[Entry], sources: Sequence[torch.Tensor]) -> None:
+        """Give each file a part of the memory, in which its tensors follow each other without gaps."""
+        files = tensor_files(entries, sources)
+        ends = list(itertools.accumulate(-(-file.nbytes // _ALIGNMENT) * _ALIGNMENT for file in files))
+        self._devices = {entry.device for entry in entries if entry.device.type != "cpu"}
+        self._entries, self._files, self._targets = (), [], []
+        self.reserve(ends[-1] if ends else 0, next(iter(self._devices), torch.device("cpu")))
+        parts = [self._memory[end:][: file.nbytes] for end, file in zip([0, *ends], files, strict=False)]
+        self._files = [file.within(part) for file, part in zip(files, parts, strict=True)]
+        places = {id(e): view for file in self._files for e, view in zip(file.entries, file.sources, strict=True)}
+        self._targets = [places[id(entry)] for entry in entries]
+        self._entries = entries
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
         """Allocate at least `nbytes` for copies from `device`: pinned for an accelerator, if that is possible."""
@@ -189,13 +247,3 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
             log.info("%s of host memory are pinned for snapshots of checkpoints", size_text(taken))
             return memory
     return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-
-
-def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Return the start of `memory` as a tensor with the type and shape of `tensor`."""
-    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-def _with_source(entry: Entry, source: torch.Tensor) -> Entry:
-    """Return `entry` with other values; `dataclasses.replace` would take longer than copying a small tensor."""
-    return Entry(entry.file, entry.key, source, entry.box)

@@ -16,6 +16,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ import xxhash
 
 from ..finite import are_finite
 from ..optimizer_state import parameters_of
-from .codec.tensors import Entry, bytes_of, content_digests, is_plain, tensor_files
+from .codec.tensors import Entry, bytes_of, content_digests, entry_of, is_plain, tensor_files
 from .format.record import FROZEN_FILE, MODEL_FILE, CheckpointRecord, LeftOut, digest_of
 
 
@@ -57,7 +58,7 @@ def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
 def describe_omitted(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
     """Return the entries of a record for tensors that it omits; none for those that this process holds only in part."""
     return {
-        key: LeftOut(key, *Entry(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
+        key: LeftOut(key, *entry_of(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
         for key, tensor in tensors.items()
         if is_plain(tensor)
     }
@@ -86,18 +87,22 @@ class Frozen:
             file = _file_of(loaded, frozenset(stored))
             self._file = file if file is not None and _has_the_bytes(file, stored) else None
 
-    def divide(self, entries: Sequence[Entry], folder: Path) -> tuple[list[Entry], FrozenFile | None, list[LeftOut]]:
+    def divide(
+        self, entries: Sequence[Entry], sources: Sequence[torch.Tensor], folder: Path
+    ) -> tuple[list[Entry], list[torch.Tensor], FrozenFile | None, list[LeftOut]]:
         """Separate the frozen weights of a checkpoint: omitted, linked from the last checkpoint, or in a separate file.
 
         Args:
             entries: The tensors of the checkpoint.
+            sources: Their values.
             folder: The folder in which it is made; gets the link.
 
         Returns:
-            The tensors to write, the linked file, and descriptions of the omitted tensors.
+            The tensors to write, their values, the linked file, and descriptions of the omitted tensors.
         """
-        present = {e.key: e for e in entries if e.file == MODEL_FILE and e.key in self._digests}
-        digests = content_digests([entry.source for entry in present.values()])
+        tensors = list(zip(entries, sources, strict=True))
+        present = {e.key: source for e, source in tensors if e.file == MODEL_FILE and e.key in self._digests}
+        digests = content_digests(list(present.values()))
         same = {key for key, digest in zip(present, digests, strict=True) if digest == self._digests[key]}
         left_out = [left for key, left in self._left_out.items() if key in same]
         keys = frozenset(same - self._left_out.keys())
@@ -106,9 +111,9 @@ class Frozen:
             # Link at once, while the file certainly exists.
             linked = self._file if _link(self._file, folder / FROZEN_FILE) else None
         gone = same if linked is not None else same - keys
-        written = [e for e in entries if e.file != MODEL_FILE or e.key not in gone]
-        written = [replace(e, file=FROZEN_FILE) if e.file == MODEL_FILE and e.key in keys else e for e in written]
-        return written, linked, left_out
+        written = [(e, source) for e, source in tensors if e.file != MODEL_FILE or e.key not in gone]
+        facts = [replace(e, file=FROZEN_FILE) if e.file == MODEL_FILE and e.key in keys else e for e, _ in written]
+        return facts, [source for _, source in written], linked, left_out
 
     def learn(self, record: CheckpointRecord, written: Iterable[Entry], linked: FrozenFile | None) -> None:
         """Remember the file of the durable `record`, with the results of `divide`: the next checkpoint links to it."""
@@ -143,8 +148,8 @@ def _identity_of(path: Path) -> tuple[int, int, int]:
 def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether writing `tensors` would give the same bytes as `file`, whose digest was proven at the load."""
     hasher = xxhash.xxh3_128()
-    for _, header, entries in tensor_files(Entry(FROZEN_FILE, key, each.detach()) for key, each in tensors.items()):
-        hasher.update(header)
-        for entry in entries:
-            hasher.update(bytes_of(entry.source))
+    sources = [tensor.detach() for tensor in tensors.values()]
+    for content in tensor_files([entry_of(FROZEN_FILE, *item) for item in zip(tensors, sources, strict=True)], sources):
+        for piece in chain([content.header], content.pieces()):
+            hasher.update(piece)
     return hasher.hexdigest() == file.xxh3_128

@@ -388,7 +388,8 @@ def digests_of(tree: Any) -> Digests:
         members = _members(value)
         if members is None:
             stored, table = _take_apart(path, value)
-            nodes[path] = stored, [entry.source for entry in table.entries if entry.box is None]
+            whole = [source for entry, source in zip(table.entries, table.sources, strict=True) if entry.box is None]
+            nodes[path] = stored, whole
         else:
             nodes[path] = [type(value).__name__, [key for key, _ in members]], []
             stack.extend(((*path, key), member) for key, member in reversed(members))
@@ -421,7 +422,11 @@ def _pack(path: Path, value: Any) -> tuple[Path, Any, Sources]:
             "tensors in the same places on all ranks"
         )
     # Without the copy, a view would be sent with all of its memory.
-    return path, stored, {(entry.file, entry.key): entry.source.cpu().clone() for entry in table.entries}
+    return (
+        path,
+        stored,
+        {(e.file, e.key): source.cpu().clone() for e, source in zip(table.entries, table.sources, strict=True)},
+    )
 
 
 def _unpack(path: Path, stored: Any, sources: Sources) -> Differing:

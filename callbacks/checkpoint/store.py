@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ...adapter.contract.exceptions import CheckpointError, GenlightError, Threa
 from ...adapter.plumbing.threads import carry_out, started
 from ..rank_channel import ALONE, Channel, RankGroups
 from .capture import Captured, HostBuffer, capture
+from .codec.tensors import Layout
 from .format.record import CheckpointRecord, RecordMeta, is_torch_file, name_of, read_record, record_path
 from .frozen import Frozen
 from .listing import Listed, count_folder_names
@@ -119,6 +121,8 @@ class CheckpointStore:
         """The checkpoint that was loaded most recently."""
         self.before_background_save: list[Callable[[], None]] = []
         """Called in the training thread."""
+        self._layout: Layout | None = None
+        """The layout of the last save, which the next one probably has too."""
         self._frozen: dict[Path, Frozen] = {}
         self._pending: list[Pending] = []
         """Background work whose end `wait` or `poll` has not yet handled."""
@@ -194,7 +198,9 @@ class CheckpointStore:
         self, state: Mapping[str, Any], meta: RecordMeta, staging: Staging, groups: RankGroups | None, owner: object
     ) -> Captured:
         """Return the share of this rank in a checkpoint of `state`, after the previous save has ended."""
-        captured = capture(state, meta if groups is None else replace(meta, world_size=groups.training.size), staging)
+        meta = meta if groups is None else replace(meta, world_size=groups.training.size)
+        captured = capture(state, meta, staging, self._layout)
+        self._layout = captured.layout
         if groups is None and captured.sharded_tensors:
             _, name = next(iter(captured.sharded_tensors))
             raise CheckpointError(
@@ -203,12 +209,13 @@ class CheckpointStore:
             )
         self.wait(owner)
         if groups is not None and groups.training.rank != 0:
-            slices = [entry for entry in captured.entries if entry.box is not None]
-            return replace(captured, entries=slices, rest=b"", state=None)
+            is_slice = [entry.box is not None for entry in captured.entries]
+            entries, sources = (list(compress(each, is_slice)) for each in (captured.entries, captured.sources))
+            return replace(captured, entries=entries, sources=sources, rest=b"")
         if (frozen := self._frozen.get(staging.record.parent)) is None:
             return captured
-        entries, linked, left_out = frozen.divide(captured.entries, staging.path)
-        return replace(captured, entries=entries, linked=linked, left_out=left_out, frozen=frozen)
+        entries, sources, linked, left_out = frozen.divide(captured.entries, captured.sources, staging.path)
+        return replace(captured, entries=entries, sources=sources, linked=linked, left_out=left_out, frozen=frozen)
 
     def _write(
         self, captured: Captured, channel: Channel, asynchronous: bool, owner: object
@@ -328,7 +335,7 @@ class CheckpointStore:
             Exception: The failure of the last save; raised once.
         """
         self.background.finish()
-        self.buffer = HostBuffer()
+        self.buffer, self._layout = HostBuffer(), None
         self._pending = [replace(pending, owner=None) for pending in self._pending]
         self.wait()
 

@@ -29,7 +29,7 @@ from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import fsync_directory, fsync_file, make_directory
 from ..rank_channel import Channel
 from .capture import Captured
-from .codec.tensors import Entry, bytes_of, tensor_files
+from .codec.tensors import TensorFile
 from .format.record import (
     FROZEN_FILE,
     STATE_FILE,
@@ -96,10 +96,11 @@ def _write_part(rank: int, captured: Captured) -> Part:
     _wait_until_seen(folder, rank)
     with name_checkpoint_in_errors(captured.staging.record, captured.nbytes):
         files = _hook_files(folder) if rank == 0 else []
-        for name, header, entries in tensor_files(captured.entries, rank):
+        for content in captured.content():
+            name = f"{part_folder(rank)}/{content.name}" if content.is_part else content.name
             make_directory((folder / name).parent, shared=None)
-            data = _add_slices(rank, len(header), entries, captured, slices)
-            files.append(FileEntry(name, *write_file(folder / name, chain([header], data))))
+            data = _add_slices(rank, content, captured, slices) if content.is_part else content.pieces()
+            files.append(FileEntry(name, *write_file(folder / name, chain([content.header], data))))
         if slices:
             fsync_directory(folder / part_folder(rank))
         if captured.linked is not None:
@@ -109,15 +110,13 @@ def _write_part(rank: int, captured: Captured) -> Part:
     return Part(files, slices, captured.has_finite_weights())
 
 
-def _add_slices(
-    rank: int, begin: int, entries: list[Entry], captured: Captured, slices: list[SlicedTensor]
-) -> Iterator[memoryview]:
-    """Yield the bytes of `entries`, the first of which begins at `begin`; add the slices among them to `slices`."""
-    for entry in entries:
-        data = bytes_of(entry.source)
-        if entry.box is not None:
-            of = captured.sharded_tensors[entry.file, entry.key]
-            slices.append(msgspec.structs.replace(of, slices=(StoredSlice(rank, entry.box, begin, digest_of(data)),)))
+def _add_slices(rank: int, content: TensorFile, captured: Captured, slices: list[SlicedTensor]) -> Iterator[memoryview]:
+    """Yield the bytes of a file of slices, and add the slices to `slices`."""
+    begin = len(content.header)
+    for entry, data in zip(content.entries, content.pieces(), strict=True):
+        of, box = captured.sharded_tensors[entry.file, entry.key], entry.box
+        assert box is not None
+        slices.append(msgspec.structs.replace(of, slices=(StoredSlice(rank, box, begin, digest_of(data)),)))
         begin += len(data)
         yield data
 
@@ -155,7 +154,7 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
         verdicts = [p.finite_weights for rank, p in enumerate(parts) if p.finite_weights is not None or not rank]
         files.sort(key=lambda file: file.path)
         facts = vars(captured.meta) | {
-            "state": captured.state,
+            "state": msgspec.Raw(captured.state),
             "folder": None,
             "files": tuple(files),
             "created_at_ms": time.time_ns() // 1_000_000,

@@ -11,9 +11,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from ...adapter.contract.exceptions import BrokenCheckpointError
 from ..checkpoint.capture import CONTRACT_KEY, capture
-from ..checkpoint.codec.tensors import Entry as Tensor, bytes_of
+from ..checkpoint.codec.tensors import bytes_of
 from ..checkpoint.contents import read_contents, sliced_tensors
 from ..checkpoint.format.headers import TypedShape
 from ..checkpoint.format.record import MODEL_FILE, CheckpointRecord, FileEntry, RecordMeta, digest_of
@@ -75,9 +77,11 @@ def _differences(state: Mapping[str, Any], record: CheckpointRecord, *, is_first
         for tensor in sliced_tensors(record)
         for stored in tensor.slices
     }
-    whole = {(entry.file, entry.key): entry for entry in captured.entries if entry.box is None}
-    for entry in captured.entries:
-        if entry.box is not None and slices.get((entry.file, entry.key, entry.box)) != _digest(entry):
+    whole = dict[tuple[str, str], torch.Tensor]()
+    for entry, source in zip(captured.entries, captured.sources, strict=True):
+        if entry.box is None:
+            whole[entry.file, entry.key] = source
+        elif slices.get((entry.file, entry.key, entry.box)) != _digest(source):
             yield entry.key
     if not is_first:
         return
@@ -91,14 +95,14 @@ def _differences(state: Mapping[str, Any], record: CheckpointRecord, *, is_first
     content, _, _ = read_contents(record, read)
     now = json.loads(captured.rest)
     yield from _in_json(now["checkpoint"], content["checkpoint"], ())
-    yield from _in_json(captured.state, record.state, (CONTRACT_KEY, "state"))
+    yield from _in_json(json.loads(captured.state), record.state, (CONTRACT_KEY, "state"))
     for place in dict.fromkeys([*whole, *stored]):
         if place not in whole or stored.get(place) != _digest(whole[place]):
             yield place[1]
 
 
-def _digest(entry: Tensor) -> str:
-    return digest_of(bytes_of(entry.source.detach()))
+def _digest(values: torch.Tensor) -> str:
+    return digest_of(bytes_of(values.detach()))
 
 
 def _in_json(now: Any, before: Any, path: tuple[str, ...]) -> Iterator[str]:

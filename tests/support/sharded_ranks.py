@@ -192,9 +192,9 @@ class Counters:
             self.read += values.nbytes
             return values
 
-        def counted_copy(buffer, entries):
+        def counted_copy(buffer, entries, sources):
             self.copied += sum(entry.nbytes for entry in entries)
-            return copy(buffer, entries)
+            return copy(buffer, entries, sources)
 
         DTensor.full_tensor = full_tensor
         StoredSlices._slice = part

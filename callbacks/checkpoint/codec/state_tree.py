@@ -26,6 +26,7 @@ import argparse
 import base64
 import dataclasses
 import enum
+import functools
 import importlib
 import math
 import pathlib
@@ -51,7 +52,7 @@ _DEEPEST_TREE = 2 * MAX_DEPTH + 10
 _INLINE_INT_BITS = 63
 
 Path = tuple[Any, ...]
-"""A root name, followed by keys, indices and names of fields."""
+"""A root name, followed by keys, indices and names of fields: texts and integers."""
 
 
 TensorSource = Callable[[dict[str, Any]], Any]
@@ -206,12 +207,6 @@ def _array(parts: list[Any]) -> Any:
     return octets.contiguous().numpy().view(name).reshape(shape)
 
 
-def is_sparse(value: object) -> bool:
-    """Whether `value` is a sparse tensor in coordinate format."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo
-
-
 def _sparse_apart(tensor: Any) -> list[Any]:
     return [tensor.detach()._indices(), tensor.detach()._values(), list(tensor.shape), tensor.is_coalesced()]
 
@@ -255,8 +250,6 @@ _FLOAT = Kind("$float", repr, float)
 
 def _kind_of(value: Any) -> Kind | None:
     kind = type(value)
-    if is_sparse(value):
-        return _SPARSE
     if (exact := _KINDS_BY_TYPE.get(_name(kind))) is not None:
         return exact
     if kind.__module__.partition(".")[0] == "numpy" and any(_name(base) == "numpy:generic" for base in kind.__mro__):
@@ -422,12 +415,18 @@ _KINDS_BY_NAME = [
 _BY_TAG = {kind.tag: kind for kind in (*_KINDS_BY_TYPE.values(), _SPARSE, _INT, _FLOAT, *_KINDS_BY_NAME)}
 
 
+def _is_plain_key(key: object) -> bool:
+    return type(key) is str and key[:1] != "$"
+
+
 class _Encoder:
     """One walk over a tree."""
 
     def __init__(self, table: TensorSink) -> None:
         self.table = table
         self.open_containers: set[int] = set()
+        self.torch: Any = sys.modules.get("torch")
+        self.tensors = () if self.torch is None else (self.torch.Tensor, self.torch.nn.Parameter)
 
     def encode(self, value: Any, path: Path) -> Any:
         kind = type(value)
@@ -438,16 +437,17 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {_FLOAT.tag: _FLOAT.take_apart(value)}
         if kind is list:
-            return self._inside(value, path, lambda: [self.encode(e, (*path, i)) for i, e in enumerate(value)])
+            return self._inside(value, path, self._list)
         if kind is CountedDict:  # hyperparameters of a job; a class may keep them in its state
             value, kind = uncounted(value), dict
         if kind is dict:
-            return self._inside(value, path, lambda: self._dict(value, path))
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor) and not (is_wrapper(value) or is_sparse(value)):
+            return self._inside(value, path, self._dict)
+        if kind in self.tensors or (self.torch and isinstance(value, self.torch.Tensor) and not is_wrapper(value)):
+            if value.layout is self.torch.sparse_coo:
+                return self._inside(value, path, functools.partial(self._by_kind, _SPARSE))
             return {"$tensor": self.table.add_tensor(value, path)}
         if (stored_as := _kind_of(value)) is not None:
-            return self._inside(value, path, lambda: self._by_kind(stored_as, value, path))
+            return self._inside(value, path, functools.partial(self._by_kind, stored_as))
         if (omegaconf := sys.modules.get("omegaconf")) is not None:
             kinds = omegaconf.DictConfig, omegaconf.ListConfig
             if kind in kinds:  # unresolved: values of environment variables must not get into a checkpoint
@@ -456,21 +456,27 @@ class _Encoder:
                 return value.__name__
         raise _refusal(value, path, _hint(value, path))
 
-    def _inside(self, container: Any, path: Path, encode_content: Callable[[], Any]) -> Any:
+    def _inside(self, container: Any, path: Path, encode_content: Callable[[Any, Path], Any]) -> Any:
         if id(container) in self.open_containers:
             raise _refusal(container, path, "it contains itself")
         if len(self.open_containers) >= MAX_DEPTH:
             raise _refusal(container, path, f"it is nested deeper than {MAX_DEPTH} containers")
         self.open_containers.add(id(container))
         try:
-            return encode_content()
+            return encode_content(container, path)
         finally:
             self.open_containers.discard(id(container))
 
+    def _list(self, items: list[Any], path: Path) -> list[Any]:
+        return [self.encode(item, (*path, index)) for index, item in enumerate(items)]
+
     def _dict(self, items: dict[Any, Any], path: Path) -> dict[str, Any]:
-        if all(type(key) is str and not key.startswith("$") for key in items):
+        if all(map(_is_plain_key, items)):
             return {key: self.encode(item, (*path, key)) for key, item in items.items()}
-        pairs = [[self.encode(key, (*path, "<key>")), self.encode(item, (*path, key))] for key, item in items.items()]
+        pairs = []
+        for key, item in items.items():
+            step = key if type(key) in (str, int) else repr(key)
+            pairs.append([self.encode(key, (*path, "<key>")), self.encode(item, (*path, step))])
         return {"$dict": pairs}
 
     def _by_kind(self, kind: Kind, value: Any, path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -312,6 +312,19 @@ def parse_json(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=with_unique_keys, parse_constant=_refuse_constant)
 
 
+def build_json(content: Any) -> bytes:
+    """Return values of a checkpoint as JSON. A float that is not finite becomes null."""
+    try:
+        return msgspec.json.encode(content, enc_hook=dict)
+    except (UnicodeEncodeError, OverflowError):  # half of a surrogate pair, or an integer of more than 64 bits
+        return json.dumps(content, separators=(",", ":"), allow_nan=False, default=_as_plain).encode()
+
+
+def _as_plain(value: Any) -> Any:
+    """Return JSON that is encoded already as values, and a mapping or an entry of a record as a dictionary."""
+    return json.loads(bytes(value)) if isinstance(value, msgspec.Raw) else msgspec.to_builtins(value, enc_hook=dict)
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -332,21 +345,16 @@ def serialise_record(record: CheckpointRecord) -> bytes:
     if _has_too_many_names(content):
         raise UnstorableStateError("save_checkpoint()", "a folder", f"write at most {MOST_NAMES:,} files, or pack them")
     content["metrics"] = {name: v if math.isfinite(v or 0) else None for name, v in record.metrics.items()}
-    body = json.dumps(content, separators=(",", ":"), allow_nan=False, default=_as_dict)[:-1].encode()
+    body = build_json(content)[:-1]
     if len(body) > LARGEST_RECORD_BYTES - 100:
         hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
-        raise UnstorableStateError("state_dict()", type(record.state).__name__, hint)
+        raise UnstorableStateError("state_dict()", "dict", hint)
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
 
 
 def _has_too_many_names(content: Mapping[str, Any]) -> bool:
     lists = [content.get("files"), content.get("left_out")]
     return any(isinstance(names, list | tuple) and len(names) > MOST_NAMES for names in lists)
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    """Return an entry of a record, or another kind of mapping, as a dictionary."""
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)
 
 
 def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
