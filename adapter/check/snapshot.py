@@ -60,8 +60,12 @@ class Snapshot:
 
     def differences(self, other: Snapshot) -> list[str]:
         """Return the paths at which the snapshots are not bit-equal, or that only one of them has, in order."""
-        mine, theirs = self.digests, other.digests
-        return [path for path in dict.fromkeys([*mine, *theirs]) if mine.get(path) != theirs.get(path)]
+        return differing_paths(self.digests, other.digests)
+
+
+def differing_paths(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Return the paths with unequal digests, or that only one of the two has, in order."""
+    return [path for path in dict.fromkeys([*first, *second]) if first.get(path) != second.get(path)]
 
 
 def snapshot(

@@ -60,6 +60,7 @@ COMMANDS = {
     "check": "check a trainer class: exact resume, several ranks, half precision",
     "prove": "rehearse kills, stops and damaged checkpoints with a job",
     "replay": "replay the steps of a run bit for bit, and show what happened in one of them",
+    "bisect": "find the first step and value in which two runs differ",
     "compare": "compare a job's training with a plain Python loop, step by step",
 }
 _HEADINGS = {

@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 usage.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 
@@ -35,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
     for folder, each in zip(folders, runs, strict=True):
         if each["job"] is None:
             print_error("diff", f"{folder} has no job.json: only numeric hyperparameters are compared")
-    say(*_lines(changes, [str(each["run_id"]) for each in runs]))
+    say(*table_of(changes, [str(each["run_id"]) for each in runs]))
     return 0
 
 
-def _lines(changes: list[Difference], names: list[str]) -> list[str]:
+def table_of(changes: Sequence[Difference], names: Sequence[str]) -> list[str]:
     """Return a table of the differences, grouped by kind under headings."""
     if not changes:
         return ["no known difference"]

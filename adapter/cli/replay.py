@@ -1,8 +1,8 @@
 """Replay the steps of a run up to one of them, bit for bit, and show what happened in it.
 
-The training starts from the newest checkpoint before the step, in a scratch folder; the folder of the run is only read.
-The witness of the run proves that the steps are the same. If the loss or a gradient is not finite, the rows that cause
-it are found.
+The training starts from the newest checkpoint before the step, or from the beginning, in a scratch folder; the folder
+of the run is only read. The witness of the run proves that the steps are the same. If the loss or a gradient is not
+finite, the rows that cause it are found.
 
 Exit codes: 0 replayed, 1 the steps are not the same as in the run, or one failed, 2 usage, or no replay is possible.
 """
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(result: Replay) -> None:
-    say(f"replayed up to step {result.step}, from {result.record}")
+    say(f"replayed up to step {result.step}, from {result.record or 'the beginning'}")
     mark = {True: "ok", False: "fault", None: "warning"}[result.is_same]
     say(f"{mark}  {result.witness}", style=mark)
     metrics = ", ".join(f"{name} {value:.6g}" for name, value in result.metrics.items())

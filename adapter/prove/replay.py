@@ -1,16 +1,11 @@
-"""Replay the steps of a run up to one of them, from the newest checkpoint before it, and show that step: ``replay``.
-
-The job is trained in this process, in a scratch folder: the run's own folder is only read, and nothing is uploaded.
-"""
+"""Replay the steps of a run up to one of them, from the newest checkpoint before it, and show that step: ``replay``."""
 
 from __future__ import annotations
 
-import bdb
 import contextlib
 import copy
 import json
 import math
-import os
 import pdb  # noqa: T100  # the command has an option for it
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,51 +14,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pyarrow as pa
-from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
-from ...callbacks.checkpoint import list_checkpoints, newest_valid
-from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.policy import savers_of
-from ...callbacks.checkpoint.selection import folder_of_checkpoints
 from ...callbacks.finite import are_finite
-from ...callbacks.hook.events import callbacks_of, run_state_of
-from ...callbacks.witness.entry import (
-    Difference,
-    Entry,
-    Key,
-    Recorded,
-    compare,
-    describe_steps,
-    file_of_rank,
-    read_witness,
-)
-from ...callbacks.witness.recording import Sources, read_batch
-from ...callbacks.witness.witness import facts_of_attempt
 from ..check.batches import count_rows, describe_batch, take_rows
-from ..check.isolation import quiet, where_raised
+from ..check.isolation import where_raised
 from ..check.snapshot import live_weights
-from ..contract.exceptions import TrainingCanceled, UsageError
-from ..helpers import seed_everything
-from ..inputs.materialize import materialize_inputs
-from ..job.config import JOB_NAME, RunConfig, read_job, resolve_run_config
-from ..module.module import ContractModule
-from ..module.plugin_loading import make_trainer, on_sys_path
+from ..contract.exceptions import UsageError
 from ..plumbing.redaction import safe_str
-from ..run.report import working_directory
-from ..run.training import import_seeded, prepare_training
 from ..view.summary import summary_of
-from .rehearsal import WITHOUT_EFFECTS, environment_of_rehearsal
+from .repetition import PastRun, Repetition, open_run, read_traces, repeat, start_before
 from .step_view import RowSearch, SavedState, StepView, find_rows
-
-_ALONE = (
-    *WITHOUT_EFFECTS,
-    "resume_checkpoint_path=null",
-    "inputs.resume_checkpoint_ref=null",
-    *(f"callbacks.{name}=false" for name in ("JobProgress", "SystemMonitor", "WatchHangs", "WatchNonfinite")),
-)
-"""Overrides of the job. These callbacks change no numbers, and would report, end or disturb the replay."""
 
 
 @dataclass
@@ -72,7 +33,7 @@ class Replay:
 
     step: int
     record: str
-    """Name of the checkpoint that it started from."""
+    """Name of the checkpoint that it started from; empty if it started at the beginning of the run."""
     is_same: bool | None = None
     """Whether the replayed steps have the same bits as those of the run; None if none could be compared."""
     witness: str = ""
@@ -99,56 +60,27 @@ class Replay:
         return plain
 
 
-class _Done(BaseException):
-    """Ends the training after the replayed step."""
-
-
-class _Observer(pl.Callback):
-    """Compares steps with the witness of the run, and reads the last one.
+class _Observer(Repetition):
+    """Reads the last step.
 
     Args:
+        run: The run.
         result: Receives the results.
-        recorded: The witness of the run.
-        limits: Why steps cannot be compared, if that is known.
-        with_debugger: Whether to open the debugger in ``train_step`` of the last step.
+        with_debugger: Whether to open the debugger in ``train_step`` of the last step, and after an exception.
     """
 
-    def __init__(self, result: Replay, recorded: Recorded | None, limits: str, *, with_debugger: bool) -> None:
-        self.result, self.with_debugger = result, with_debugger
-        self.running_step: int | None = None
-        self._recorded, self._limits = recorded, limits
-        self._expected: dict[Key, Entry] = {}
-        self._facts: dict[int, Mapping[str, Any]] = {}
-        self._equal: list[int] = []
-        self._difference: Difference | None = None
-        self._sources: Sources | None = None
+    def __init__(self, run: PastRun, result: Replay, *, with_debugger: bool) -> None:
+        super().__init__(run, result.step, with_debugger=with_debugger)
+        self.result = result
         self._broken_by = 0
         """The first step after which a weight was not finite."""
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Callbacks are in their final order now. A later one may draw random numbers after the witness was taken.
-        callbacks = callbacks_of(trainer)
-        callbacks.remove(self)
-        callbacks.insert(callbacks.index(savers_of(trainer)[0]) + 1, self)
-        if self._recorded is None:
-            return
-        entries, facts, now = self._recorded.entries, self._recorded.header.attempts, facts_of_attempt(trainer)
-        due = {key: entry for key, entry in entries.items() if trainer.global_step < key[0] <= self.result.step}
-        before = facts.get(next(reversed(due.values())).attempt, {}) if due else now
-        if before.get("ranks") != now["ranks"]:
-            self._limits = f"the run had {before.get('ranks')} ranks, the replay has {now['ranks']}"
-            return
-        if before.get("device") != now["device"]:
-            self._limits = f"losses are not compared, because {before.get('device')} and {now['device']} differ"
-        self._expected, self._facts = due, {**facts, 0: now}
-
-    @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.running_step = pl_module.completed_steps + 1
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if not self._broken_by and not are_finite(list(live_weights(pl_module.discovered).values())):
-            self._broken_by = self.running_step - 1
-        if self.running_step != self.result.step:
+            self._broken_by = pl_module.completed_steps
+        if self.running_step != self.last:
             return
         # A class may change a raw batch in place.
         self._raw = batch if isinstance(batch, pa.RecordBatch | pa.Table) else copy.deepcopy(batch)
@@ -163,30 +95,13 @@ class _Observer(pl.Callback):
             _open_debugger_in(pl_module.plugin)
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        key = (pl_module.completed_steps, trainer.current_epoch, batch_idx)
-        earlier = self._expected.get(key)
-        if earlier is None and key[0] != self.result.step:
-            return
-        self._sources = self._sources or Sources.of(trainer, pl_module)
-        entry = read_batch(trainer, outputs, batch, key, 0, self._sources).entry()
-        self.result.digest = f"{entry.rows:016x}"
-        if earlier is not None and self._difference is None:
-            with_values = not self._limits
-            self._difference = compare(earlier, entry, rank=0, facts=self._facts, with_values=with_values)
-            self._equal += [] if self._difference else [entry.step]
-
-    def on_mb_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Read the last step, after all callbacks have seen it, and end the training."""
-        if pl_module.completed_steps != self.result.step:
-            return
+    def conclude(self, module: Any) -> None:
         self._read_view()
-        self.result.metrics = pl_module.metrics()
+        self.result.metrics = module.metrics()
         if _is_broken(self._view, self.result.metrics) and not self._view.has_nonfinite("weight before"):
-            search = self.result.search = self._search(pl_module)
+            search = self.result.search = self._search(module)
             rows = [row for first, last in search.groups for row in range(first, last + 1)]
             self.result.ids = _ids_of(self._raw, rows)
-        raise _Done
 
     def _read_view(self) -> None:
         self._watching.__exit__(None, None, None)
@@ -213,28 +128,20 @@ class _Observer(pl.Callback):
         except Exception as error:  # noqa: BLE001  # a class may refuse a batch of another size
             return RowSearch(problem=f"the step cannot be repeated with some of its rows: {error!r}")
 
-    def conclude(self, error: BaseException | None) -> None:
+    def complete(self, error: BaseException | None) -> None:
         """Complete the result after the training has ended, by an exception of a step or as planned."""
         if error is not None:
             text = f"{type(error).__name__}: {safe_str(error)}{where_raised(error)}"
             self.result.error = f"step {self.running_step}: {text}"
-            if self.running_step == self.result.step:
+            if self.running_step == self.last:
                 self._read_view()
-        same = ""
-        if self._equal:
-            named, has, compared = describe_steps(self._equal)
-            same = f"{named}{compared} {has} the same bits as in the run"
-        if (found := self._difference) is not None:
-            text = f"step {found.step} is not the same as in the run: {found.text}{same and f'. Before it, {same}'}"
-        elif same:
-            text = f"{same}{self._limits and f'; {self._limits}'}"
-        else:
-            text = f"not compared: {self._limits or 'the witness of the run has no entry for these steps'}"
-        self.result.witness, self.result.is_same = text, found is None if same or found else None
+        if self.entry is not None and self.entry.step == self.last:
+            self.result.digest = f"{self.entry.rows:016x}"
+        self.result.is_same, self.result.witness = self.is_same, self.text
 
 
 def replay(run: Path, step: int, folder: Path, *, overrides: Sequence[str] = (), with_debugger: bool = False) -> Replay:
-    """Replay the steps of a run from the newest checkpoint before `step` to it.
+    """Replay the steps of a run to `step`, from the newest checkpoint before it or from the beginning.
 
     Args:
         run: The folder of a run.
@@ -244,80 +151,19 @@ def replay(run: Path, step: int, folder: Path, *, overrides: Sequence[str] = (),
         with_debugger: Whether to open the debugger in ``train_step`` of the step, and after an exception.
 
     Raises:
-        UsageError: The run cannot be replayed: it has no job, no checkpoint before the step, several ranks or FSDP 2,
-            or it has not trained the step.
+        UsageError: The run cannot be replayed: it has no job, no start before the step, several ranks or FSDP 2, or it
+            has not trained the step.
         StartupContractError: Its job cannot be used.
     """
-    if read_job(run) is None:
-        text = f"{run} has no {JOB_NAME} of genlight. Only a run of `genlight run` can be replayed: a fit keeps no job."
-        raise UsageError(text)
-    config = resolve_run_config(
-        spec_path=run / JOB_NAME,
-        overrides=[*overrides, *_ALONE, f"artifacts_dir={folder}"],
-        environ=environment_of_rehearsal(os.environ),
-    )
-    directory, recorded, limits = folder_of_checkpoints(run) or run, None, ""
-    try:
-        recorded = read_witness(path := file_of_rank(directory, 0))
-    except ValueError as error:
-        limits = f"{path}: {error}"
-    saved = [listed.record.step for listed in list_checkpoints(directory) if listed.record is not None]
-    witnessed = [] if recorded is None else [key[0] for key in recorded.entries]
-    if step > (last := max([summary_of(run, sizes=False).step, *saved, *witnessed])):
+    traces = read_traces(run)
+    past = open_run(traces, folder, overrides)
+    witnessed = [key[0] for recorded in traces.witness.values() for key in recorded.entries]
+    if step > (last := max([summary_of(run, sizes=False).step, *traces.records, *witnessed])):
         raise UsageError(f"{run} is not known to have trained step {step}; its last known step is {last}.")
-    here = [path for path in (config.spec_dir, working_directory()) if path is not None]
-    with quiet(), on_sys_path(here):
-        target = import_seeded(config, here)
-        record = _start_of(config, directory, step)
-        observer = _Observer(Replay(step, record.name), recorded, limits, with_debugger=with_debugger)
-        if config.seed is not None:
-            seed_everything(config.seed)  # as `genlight run` does before it makes the class
-        observer.conclude(_train(config, make_trainer(target), record, observer))
+    record = start_before(past, step)
+    observer = _Observer(past, Replay(step, "" if record is None else record.name), with_debugger=with_debugger)
+    observer.complete(repeat(past, record, observer))
     return observer.result
-
-
-def _start_of(config: RunConfig, directory: Path, step: int) -> CheckpointRecord:
-    def is_earlier(record: CheckpointRecord) -> bool:
-        return record.step < step and record.run_id in ("", config.run_id) and not record.is_old
-
-    record, warnings = newest_valid(directory, accept=is_earlier, knows_types=True)
-    if record is None:
-        text = "; ".join([f"there is no checkpoint before step {step} to replay from", *warnings])
-        raise UsageError(f"{text}. With `checkpoints.keep_last: 0` a run keeps all.")
-    return record
-
-
-def _train(config: RunConfig, plugin: Any, record: CheckpointRecord, observer: _Observer) -> Exception | None:
-    """Train until the observer ends it; return the exception of a step."""
-    inputs = materialize_inputs(config)
-    trainer, data = prepare_training(config, plugin, parquet_paths=[str(path) for path in inputs.parquet_paths])
-    if trainer.world_size > 1 or isinstance(trainer.strategy, ModelParallelStrategy):
-        ranks = f"{trainer.world_size} ranks" if trainer.world_size > 1 else "a strategy that shards"
-        raise UsageError(
-            f"the job has {ranks}, and a replay runs in one process. `--set lightning.devices=1 --set "
-            "lightning.strategy=auto` replays it on one device, but not with the same bits."
-        )
-    handles, keep = inputs.model_handles(), config.resume.keep
-    module = ContractModule(plugin, config.job, model_handles=handles, keep_on_resume=keep)
-    run_state_of(trainer).run_id = config.run_id
-    callbacks, savers = callbacks_of(trainer), savers_of(trainer)
-    # Those of users may write into, or remove files from, the folder of the run.
-    callbacks[:] = [each for each in callbacks if each in savers or not isinstance(each, LightningCheckpoint)]
-    callbacks.append(observer)
-    try:
-        trainer.fit(module, datamodule=data, ckpt_path=str(record.path))
-    except _Done:
-        return None
-    except (bdb.BdbQuit, TrainingCanceled):
-        raise KeyboardInterrupt from None
-    except Exception as error:
-        if observer.running_step is None:
-            raise
-        if observer.with_debugger:
-            pdb.post_mortem(error.__traceback__)
-        return error
-    step = observer.result.step
-    raise UsageError(f"the replay ended after step {module.completed_steps}, before step {step}")
 
 
 def _open_debugger_in(plugin: Any) -> None:

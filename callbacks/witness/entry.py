@@ -258,7 +258,13 @@ _HINTS: Mapping[str, str] = {
 
 
 def compare(
-    earlier: Entry, now: Entry, *, rank: int, facts: Mapping[int, Mapping[str, Any]], with_values: bool = True
+    earlier: Entry,
+    now: Entry,
+    *,
+    rank: int,
+    facts: Mapping[int, Mapping[str, Any]],
+    with_values: bool = True,
+    hints: Mapping[str, str] = _HINTS,
 ) -> Difference | None:
     """Compare a repeated batch with its first time.
 
@@ -268,6 +274,7 @@ def compare(
         rank: The rank that trained both.
         facts: Facts about attempts, as in `Header`: they limit what is compared, and name reasons for another loss.
         with_values: Whether losses, learning rates and random states of an accelerator are compared.
+        hints: Usual causes after a restart, by kind.
 
     Returns:
         What differs, by its cause: rows, random numbers, settings, or only the loss; None if nothing does.
@@ -286,7 +293,7 @@ def compare(
         generators = [RANDOM_STATES[OF_MODEL]]
 
     def differing(kind: Kind, text: str) -> Difference:
-        return Difference(kind, now.key, rank, f"{text}. {_HINTS[kind]}")
+        return Difference(kind, now.key, rank, f"{text}. {hints[kind]}" if kind in hints else text)
 
     if earlier.rows != now.rows:
         return differing("rows", f"the rows of batch {now.batch} in epoch {now.epoch} are others")

@@ -17,7 +17,7 @@ from genlight.adapter.check.batches import count_rows, take_rows
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import UsageError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.prove import replay as replay_module
+from genlight.adapter.prove import repetition
 from genlight.adapter.prove.replay import replay
 from genlight.adapter.prove.step_view import RowSearch, StepView, find_rows
 from genlight.callbacks.witness.witness import facts_of_attempt
@@ -191,7 +191,7 @@ def test_the_step_of_a_checkpoint_is_replayed_from_the_one_before(train, tmp_pat
 
 def test_another_number_of_ranks_is_not_compared(train, tmp_path, monkeypatch):
     folder = train()
-    monkeypatch.setattr(replay_module, "facts_of_attempt", lambda trainer: {**facts_of_attempt(trainer), "ranks": 2})
+    monkeypatch.setattr(repetition, "facts_of_attempt", lambda trainer: {**facts_of_attempt(trainer), "ranks": 2})
 
     result = replay(folder, 8, tmp_path / "scratch")
 
@@ -222,17 +222,23 @@ def test_without_a_witness_nothing_is_compared(train, tmp_path):
     )
 
 
+def test_a_step_before_the_first_checkpoint_is_replayed_from_the_beginning(train, tmp_path):
+    result = replay(train(), 3, tmp_path / "scratch")
+
+    assert (result.record, result.witness) == ("", "steps 1 to 3 have the same bits as in the run")
+
+
 @pytest.mark.parametrize(
-    ("step", "overrides"),
+    ("step", "overrides", "fields"),
     [
-        (99, ()),
-        (3, ()),
-        (8, ("lightning.devices=2", "lightning.strategy=ddp")),
+        (99, (), {}),
+        (3, (), {"seed": ...}),
+        (8, ("lightning.devices=2", "lightning.strategy=ddp"), {}),
     ],
-    ids=["beyond the run", "no checkpoint before it", "two ranks"],
+    ids=["beyond the run", "no seed and no checkpoint", "two ranks"],
 )
-def test_what_cannot_be_replayed_is_refused(train, tmp_path, step, overrides):
-    folder = train()
+def test_what_cannot_be_replayed_is_refused(train, tmp_path, step, overrides, fields):
+    folder = train(**fields)
 
     with refusal(UsageError):
         replay(folder, step, tmp_path / "scratch", overrides=overrides)

@@ -1,0 +1,324 @@
+"""Train steps of a run again, in this process and in a scratch folder, and compare them with the run's own records.
+
+The folder of the run is only read, and nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+import bdb
+import itertools
+import os
+import pdb  # noqa: T100  # an option opens the debugger
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from typing_extensions import override
+
+from ...callbacks.checkpoint import list_checkpoints, newest_valid
+from ...callbacks.checkpoint.format.record import CheckpointRecord
+from ...callbacks.checkpoint.policy import savers_of
+from ...callbacks.checkpoint.selection import folder_of_checkpoints
+from ...callbacks.hook.events import callbacks_of, run_state_of
+from ...callbacks.lightning_internals import checkpoint_connector
+from ...callbacks.rank_channel import Channel
+from ...callbacks.witness.entry import (
+    Difference,
+    Entry,
+    Key,
+    Recorded,
+    compare,
+    describe_steps,
+    file_of_rank,
+    read_witness,
+)
+from ...callbacks.witness.overlap import compare_with_checkpoint
+from ...callbacks.witness.recording import Sources, read_batch
+from ...callbacks.witness.witness import facts_of_attempt
+from ..check.isolation import quiet
+from ..contract.exceptions import TrainingCanceled, UsageError
+from ..helpers import seed_everything
+from ..inputs.materialize import materialize_inputs
+from ..job.config import JOB_NAME, RunConfig, read_job, resolve_run_config
+from ..module.module import ContractModule
+from ..module.plugin_loading import make_trainer, on_sys_path
+from ..run.report import working_directory
+from ..run.training import import_seeded, prepare_training
+from .rehearsal import WITHOUT_EFFECTS, environment_of_rehearsal
+
+_STARTS = ("resume_checkpoint_path", "inputs.resume_checkpoint_ref")
+"""Settings that make a training begin at a checkpoint of another run."""
+_ALONE = (
+    *WITHOUT_EFFECTS,
+    *(f"{name}=null" for name in _STARTS),
+    *(f"callbacks.{name}=false" for name in ("JobProgress", "SystemMonitor", "WatchHangs", "WatchNonfinite")),
+)
+"""Overrides of the job. These callbacks change no numbers, and would report, end or disturb the repetition."""
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a run has left of its steps."""
+
+    folder: Path
+    checkpoints: Path
+    records: Mapping[int, CheckpointRecord]
+    """Its checkpoints that can be read, by step."""
+    witness: Mapping[int, Recorded]
+    """What each rank has recorded."""
+    limits: str
+    """Why steps cannot be compared, if that is known."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts about the newest attempt that affect exact numbers; empty without a witness."""
+        newest = next(iter(self.witness.values()), None)
+        return {} if newest is None else newest.header.attempts[max(newest.header.attempts)]
+
+
+def read_traces(folder: Path) -> Traces:
+    """Read what a run has left in its folder; needs no job."""
+    checkpoints = folder_of_checkpoints(folder) or folder
+    listed = [each.record for each in reversed(list_checkpoints(checkpoints)) if each.record is not None]
+    witness, limits = {}, []
+    for rank in itertools.count():
+        path = file_of_rank(checkpoints, rank)
+        try:
+            if (recorded := read_witness(path)) is None:
+                break
+            witness[rank] = recorded
+            limits += [f"{path}: its end is torn"] if recorded.is_torn else []
+        except ValueError as error:
+            limits.append(f"{path}: {error}")
+    newest = max(listed, key=lambda record: record.step).run_id if listed else ""
+    records = {record.step: record for record in listed if record.run_id == newest and not record.is_old}
+    return Traces(folder, checkpoints, records, witness, "; ".join(limits))
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run of ``genlight run``, to be trained again."""
+
+    traces: Traces
+    config: RunConfig
+    """Its job, with all files of a repetition in a scratch folder."""
+    own_start: str
+    """The checkpoint or reference that its job names to begin with; empty if the run began at step 0."""
+    here: Sequence[Path]
+    """Folders with its modules."""
+    target: Any
+    """Its trainer class, imported."""
+
+
+def open_run(traces: Traces, scratch: Path, overrides: Sequence[str] = ()) -> PastRun:
+    """Return a run, to be trained again.
+
+    Args:
+        traces: The run.
+        scratch: A folder for everything that the training writes.
+        overrides: Changes of its job, as of ``--set``.
+
+    Raises:
+        UsageError: It has no job of genlight.
+        StartupContractError: Its job cannot be used.
+    """
+    run = traces.folder
+    if read_job(run) is None:
+        text = f"{run} has no {JOB_NAME} of genlight. Only a run of `genlight run` can be replayed: a fit keeps no job."
+        raise UsageError(text)
+    environ = environment_of_rehearsal(os.environ)
+    own = resolve_run_config(spec_path=run / JOB_NAME, overrides=overrides, environ=environ)
+    config = resolve_run_config(
+        spec_path=run / JOB_NAME, overrides=[*overrides, *_ALONE, f"artifacts_dir={scratch}"], environ=environ
+    )
+    here = [path for path in (config.spec_dir, working_directory()) if path is not None]
+    own_start = str(own.resume_checkpoint_path or own.inputs.resume_checkpoint_ref or "")
+    return PastRun(traces, config, own_start, here, import_seeded(config, here))
+
+
+def start_before(run: PastRun, step: int) -> CheckpointRecord | None:
+    """Return the newest checkpoint of a run before `step`, or None for its beginning.
+
+    Raises:
+        UsageError: There is no such checkpoint, and the beginning cannot be repeated.
+    """
+
+    def is_earlier(record: CheckpointRecord) -> bool:
+        return record.step < step and record.run_id in ("", run.config.run_id) and not record.is_old
+
+    record, warnings = newest_valid(run.traces.checkpoints, accept=is_earlier, knows_types=True)
+    if record is None:
+        _refuse_beginning(run, "; ".join([f"there is no checkpoint before step {step} to replay from", *warnings]))
+    return record
+
+
+def start_at(run: PastRun, step: int) -> CheckpointRecord | None:
+    """Return the checkpoint of a step, or None for the beginning of the run if the step is 0.
+
+    Raises:
+        UsageError: The beginning cannot be repeated.
+    """
+    if not step:
+        _refuse_beginning(run, "there is no checkpoint to replay from")
+    return run.traces.records[step] if step else None
+
+
+def _refuse_beginning(run: PastRun, problem: str) -> None:
+    if run.own_start or run.config.seed is None:
+        reason = f"it began with {run.own_start}" if run.own_start else "its job has no seed"
+        raise UsageError(
+            f"{problem}, and the beginning of {run.traces.folder} cannot be repeated: {reason}. With "
+            "`checkpoints.keep_last: 0` a run keeps all checkpoints."
+        )
+
+
+class _Done(BaseException):
+    """Ends the training after the last step."""
+
+
+class Repetition(pl.Callback):
+    """Compares the steps that are trained again with the witness and the checkpoints of the run.
+
+    Args:
+        run: The run.
+        last: The step after which the training ends.
+        with_debugger: Whether to open the debugger after an exception.
+    """
+
+    def __init__(self, run: PastRun, last: int, *, with_debugger: bool = False) -> None:
+        self.run, self.last, self.with_debugger = run, last, with_debugger
+        self.running_step: int | None = None
+        self.entry: Entry | None = None
+        """What the witness would record of the newest batch that was read."""
+        self.difference: Difference | None = None
+        """The first difference from the run."""
+        self._equal: list[int] = []
+        self._limits = run.traces.limits if 0 not in run.traces.witness else ""
+        self._expected: dict[Key, Entry] = {}
+        self._facts: dict[int, Mapping[str, Any]] = {}
+        self._sources: Sources | None = None
+
+    def is_read(self, step: int) -> bool:
+        """Whether the batch of a step is read although the run has recorded nothing of it."""
+        return step == self.last
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        # Callbacks are in their final order now. A later one may draw random numbers after the witness was taken.
+        callbacks = callbacks_of(trainer)
+        callbacks.remove(self)
+        callbacks.insert(callbacks.index(savers_of(trainer)[0]) + 1, self)
+        if (recorded := self.run.traces.witness.get(trainer.global_rank)) is None:
+            return
+        entries, facts, now = recorded.entries, recorded.header.attempts, facts_of_attempt(trainer)
+        due = {key: entry for key, entry in entries.items() if trainer.global_step < key[0] <= self.last}
+        before = facts.get(next(reversed(due.values())).attempt, {}) if due else now
+        if before.get("ranks") != now["ranks"]:
+            self._limits = f"the run had {before.get('ranks')} ranks, the replay has {now['ranks']}"
+            return
+        if before.get("device") != now["device"]:
+            self._limits = f"losses are not compared, because {before.get('device')} and {now['device']} differ"
+        self._expected, self._facts = due, {**facts, 0: now}
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.running_step = pl_module.completed_steps + 1
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = pl_module.completed_steps
+        key = (step, trainer.current_epoch, batch_idx)
+        earlier = self._expected.get(key)
+        if earlier is not None or self.is_read(step):
+            self._sources = self._sources or Sources.of(trainer, pl_module)
+            self.entry = read_batch(trainer, outputs, batch, key, 0, self._sources).entry()
+            if earlier is not None and self.difference is None:
+                with_values = not self._limits
+                self.difference = compare(earlier, self.entry, rank=0, facts=self._facts, with_values=with_values)
+                self._equal += [] if self.difference else [step]
+        record = self.run.traces.records.get(step)
+        if record is None or record.final or self.difference is not None or self._limits:
+            return
+        state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
+        if (proof := compare_with_checkpoint(state, record, Channel())) is not None:
+            self.difference = proof.difference
+            self._equal += [] if self.difference or step in self._equal else [step]
+
+    def on_mb_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """End the training after the last step, which all callbacks have seen."""
+        if pl_module.completed_steps == self.last:
+            self.conclude(pl_module)
+            raise _Done
+
+    def conclude(self, module: Any) -> None:
+        """Read the state after the last step."""
+
+    @property
+    def is_same(self) -> bool | None:
+        """Whether the steps have the same bits as those of the run; None if none could be compared."""
+        return self.difference is None if self._equal or self.difference else None
+
+    @property
+    def text(self) -> str:
+        """The comparison with the run in words."""
+        same = ""
+        if self._equal:
+            named, has, compared = describe_steps(self._equal)
+            same = f"{named}{compared} {has} the same bits as in the run"
+        if (found := self.difference) is not None:
+            return f"step {found.step} is not the same as in the run: {found.text}{same and f'. Before it, {same}'}"
+        if same:
+            return f"{same}{self._limits and f'; {self._limits}'}"
+        return f"not compared: {self._limits or 'the witness of the run has no entry for these steps'}"
+
+
+def repeat(run: PastRun, record: CheckpointRecord | None, repetition: Repetition) -> Exception | None:
+    """Train from a checkpoint of a run, or from its beginning, until `repetition` ends it.
+
+    Returns:
+        The exception of a step, if one raised it.
+
+    Raises:
+        UsageError: The job needs several ranks or FSDP 2, or the training ended before the last step.
+        StartupContractError: The job cannot be used.
+        KeyboardInterrupt: The user left the debugger.
+    """
+    with quiet(), on_sys_path(run.here):
+        if run.config.seed is not None:
+            seed_everything(run.config.seed)  # as `genlight run` does before it makes the class
+        return _train(run.config, make_trainer(run.target), record, repetition)
+
+
+def _train(config: RunConfig, plugin: Any, record: CheckpointRecord | None, repetition: Repetition) -> Exception | None:
+    inputs = materialize_inputs(config)
+    trainer, data = prepare_training(config, plugin, parquet_paths=[str(path) for path in inputs.parquet_paths])
+    if trainer.world_size > 1 or isinstance(trainer.strategy, ModelParallelStrategy):
+        ranks = f"{trainer.world_size} ranks" if trainer.world_size > 1 else "a strategy that shards"
+        raise UsageError(
+            f"the job has {ranks}, and a replay runs in one process. `--set lightning.devices=1 --set "
+            "lightning.strategy=auto` replays it on one device, but not with the same bits."
+        )
+    handles, keep = inputs.model_handles(), config.resume.keep
+    module = ContractModule(plugin, config.job, model_handles=handles, keep_on_resume=keep)
+    run_state_of(trainer).run_id = config.run_id
+    callbacks, savers = callbacks_of(trainer), savers_of(trainer)
+    # Those of users may write into, or remove files from, the folder of the run.
+    callbacks[:] = [each for each in callbacks if each in savers or not isinstance(each, LightningCheckpoint)]
+    callbacks.append(repetition)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=None if record is None else str(record.path))
+    except _Done:
+        return None
+    except (bdb.BdbQuit, TrainingCanceled):
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        if repetition.running_step is None:
+            raise
+        if repetition.with_debugger:
+            pdb.post_mortem(error.__traceback__)
+        return error
+    raise UsageError(f"the replay ended after step {module.completed_steps}, before step {repetition.last}")
