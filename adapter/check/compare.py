@@ -50,21 +50,26 @@ KINDS_OF_UPDATES: Final = ("weight before", "gradient", "setting", "optimizer st
 """Kinds compared for an update, in the order in which they arise."""
 _RUN_PREFIX = "trainer/"
 """Prefix of metrics that genlight adds."""
-_CAUSES = {
-    "start": "`configure` builds something else the second time: a clock, ctx.device or a global variable?",
+CAUSES = {
+    "start": "`configure` builds something else: a seed, a clock, ctx.device or a global variable?",
+    "rows": "The data, its order, the batch size or the seed of the loader is another one.",
+    "random numbers": "The same rows came, but something draws other random numbers: another seed, dropout in "
+    "evaluation, or an augmentation?",
     "weight before": "Seed both in the same way before the model is built, and build the same model. After an update, "
     "something else changes it.",
     "setting": "The optimizer or its schedule has a different setting, for example because of ctx.dtype; see its name.",
     "gradient": "The weights agree and the gradient does not: different rows, order of rows, random numbers or loss, a "
     "sum instead of a mean, clipping, or accumulation?",
-    "metric": "The same weights and rows give a different result: random numbers that a callback draws too, a "
-    "generator that was not reset, a clock, a file or a global variable?",
+    "metric": "The same weights and rows give a different result: another loss or other kernels, random numbers that a "
+    "callback draws too, a generator that was not reset, a clock, a file or a global variable?",
     "optimizer state": "The optimizers hold different parameters, or their updates differ: another optimizer or "
     "version of it, another gradient, or random numbers?",
-    "weight": "Settings and optimizer states agree, and the update does not: another optimizer, or version of it?",
+    "weight": "Settings and optimizer states agree, and the update does not: another optimizer, or version of it, or "
+    "something else that changes weights?",
+    "value": "Everything else agrees; only this value of the class differs.",
     "steps": "One loop reached the end of its data first, or makes fewer updates from as many batches.",
 }
-"""The probable cause of a difference, and what to do, by kind; ``start`` is any difference before the first step."""
+"""The probable cause of a first difference, and what to do, by kind; ``start`` is any before the first step."""
 _IN_HALF = " In {}, a small difference is rounding (use a larger --rtol), and a scaler skips updates that overflow."
 
 
@@ -116,7 +121,7 @@ class Comparison:
         if beyond is not None and self.first is None:
             name, size = largest[beyond]
             a, b = plain[beyond].get(name), hosted[beyond].get(name)
-            cause = _CAUSES["start" if step == 0 else beyond] + ("" if is_exact else _IN_HALF.format(self.precision))
+            cause = CAUSES["start" if step == 0 else beyond] + ("" if is_exact else _IN_HALF.format(self.precision))
             self.first = Difference(step, beyond, name, size, describe(a), describe(b), cause)
 
     def finish(self, steps: int, against: str | None) -> Comparison:
@@ -138,7 +143,7 @@ class Comparison:
         made = max(self.steps, default=0)
         if self.first is None and made < recorded:
             what = "steps" if against is None else "updates"
-            self.first = Difference(made, "steps", what, math.inf, str(recorded), str(made), _CAUSES["steps"])
+            self.first = Difference(made, "steps", what, math.inf, str(recorded), str(made), CAUSES["steps"])
         return self
 
     def as_json(self) -> str:

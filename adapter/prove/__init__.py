@@ -1,7 +1,8 @@
-"""Train a user's job again: rehearse a bad night (``genlight prove``), or replay its steps (``genlight replay``).
+"""Train a user's job or run again, for ``genlight prove``, ``replay`` and ``bisect``.
 
-`faults` is loaded by the processes that train and breaks them; `rehearsal` starts them in a scratch folder; `evidence`
-reads and compares their results; `prove` is the list of rehearsals and the certificate. `replay` trains steps of a run
-again in this process; `step_view` reads one of them, and finds the rows that make it fail. The folder may import
-everything that a command may, except commands.
+Prove rehearses a bad night: `faults` is loaded by the processes that train and breaks them; `rehearsal` starts them in a
+scratch folder; `evidence` reads and compares their results; `prove` is the list of rehearsals and the certificate.
+`repetition` trains steps of a run again in this process: `replay` and `step_view` show one of them, and find the rows
+that make it fail; `bisect` finds the first difference of two runs. The folder may import everything that a command may,
+except commands.
 """

@@ -22,30 +22,19 @@ from typing_extensions import override
 from ...callbacks.witness.entry import OF_MODEL, RANDOM_STATES, describe_steps
 from ...reporters.events.run_metadata import source_digest
 from ..check.batches import list_first
-from ..check.snapshot import EVERYTHING, Snapshot, describe, differing_paths, distance, is_real, snapshot
+from ..check.compare import CAUSES
+from ..check.snapshot import EVERYTHING, KINDS, Snapshot, describe, differing_paths, distance, is_real, snapshot
 from ..contract.exceptions import BrokenCheckpointError, GenlightError, UsageError
 from ..view.differences import Difference, differences, facts_of_run
 from ..view.summary import RunSummary, summary_of
 from .evidence import compare_witnesses, state_of
-from .repetition import PastRun, Repetition, Traces, open_run, read_traces, repeat, start_at
+from .repetition import PastRun, Repetition, Traces, open_run, read_traces, repeat, start_before
 
 MOST_DIGESTS = 64
 """Number of steps after which one repetition takes digests; of more steps, the interval is narrowed first."""
 NAMES = ("RUN_A", "RUN_B")
-KINDS = ("rows", "random numbers", "setting", "loss", "optimizer state", "weight", "value")
+_KINDS = ("rows", "random numbers", *KINDS, "value")
 """Kinds of values in the order in which a step makes them, so that a cause precedes its effects."""
-_CAUSES = {
-    "rows": "the runs get other rows: their order, their number or their content.",
-    "random numbers": "the same rows came, but something draws other random numbers: a seed, dropout in evaluation, an "
-    "augmentation.",
-    "setting": "a setting of the optimizer has another value; its schedule or the class sets it.",
-    "loss": "rows, random numbers and the weights before the step agree: the loss is computed in another way, or by "
-    "other kernels.",
-    "optimizer state": "rows, random numbers and losses agree: other gradients, or another optimizer.",
-    "weight": "everything before the update agrees: the update is another one, or something else changes weights.",
-    "value": "everything else agrees; only this value of the class differs.",
-    "start": "the runs differ before their first step: `configure` or a given checkpoint makes something else.",
-}
 
 
 @dataclass
@@ -63,7 +52,7 @@ class Bisection:
     first step. None if the runs are equal."""
     rank: int = 0
     kind: str = ""
-    """One of `KINDS`, of the kinds of a witness, or ``checkpoint``."""
+    """The kind of value, the kind of a witness, or ``checkpoint``."""
     name: str = ""
     """Path of the value that differs first, or the difference in words."""
     values: Sequence[str] = ()
@@ -218,8 +207,8 @@ class _States(Repetition):
             states = zip(RANDOM_STATES[:OF_MODEL], entry.random, strict=False)
             losses = {name: value for name, value in module.metrics().items() if "loss" in name.lower()}
             values["rows"] = {f"batch {entry.batch} of epoch {entry.epoch}": f"{entry.rows:016x}"}
-            values |= {"random numbers": {name: f"{digest:016x}" for name, digest in states}, "loss": losses}
-        self.state = Snapshot({kind: values.get(kind, {}) for kind in (*KINDS, *values)})
+            values |= {"random numbers": {name: f"{digest:016x}" for name, digest in states}, "metric": losses}
+        self.state = Snapshot({kind: values.get(kind, {}) for kind in (*_KINDS, *values)})
         self.digests[step] = self.state.digests
         self.start = self.state if step == self.steps[0] else self.start
 
@@ -238,7 +227,7 @@ class _Search:
 
     def __init__(self, runs: Sequence[PastRun], summaries: Sequence[RunSummary], result: Bisection) -> None:
         self._runs, self._summaries, self._result = runs, summaries, result
-        self._starts = [start_at(run, result.after) for run in runs]
+        self._starts = [start_before(run, result.after + 1) for run in runs]
         self._known: dict[tuple[int, tuple[int, ...]], _States] = {}
 
     def run(self) -> None:
@@ -300,7 +289,7 @@ class _Search:
         result.values = [describe(first), describe(second)]
         size = distance(first, second) if is_real(first) and is_real(second) else math.inf
         result.distance = size if math.isfinite(size) else None
-        result.cause = _CAUSES.get("start" if step == 0 else kind, "")
+        result.cause = CAUSES.get("start" if step == 0 else kind, "")
 
     def _judge(self, side: int, states: _States) -> str:
         """Say why a run has other steps than its replay; nothing if it has the same."""

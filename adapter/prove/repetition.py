@@ -50,11 +50,10 @@ from ..run.report import working_directory
 from ..run.training import import_seeded, prepare_training
 from .rehearsal import WITHOUT_EFFECTS, environment_of_rehearsal
 
-_STARTS = ("resume_checkpoint_path", "inputs.resume_checkpoint_ref")
-"""Settings that make a training begin at a checkpoint of another run."""
 _ALONE = (
     *WITHOUT_EFFECTS,
-    *(f"{name}=null" for name in _STARTS),
+    "resume_checkpoint_path=null",
+    "inputs.resume_checkpoint_ref=null",
     *(f"callbacks.{name}=false" for name in ("JobProgress", "SystemMonitor", "WatchHangs", "WatchNonfinite")),
 )
 """Overrides of the job. These callbacks change no numbers, and would report, end or disturb the repetition."""
@@ -106,8 +105,8 @@ class PastRun:
     traces: Traces
     config: RunConfig
     """Its job, with all files of a repetition in a scratch folder."""
-    own_start: str
-    """The checkpoint or reference that its job names to begin with; empty if the run began at step 0."""
+    own_start: str | None
+    """The checkpoint or reference that its job names to begin with; None if the run began at step 0."""
     here: Sequence[Path]
     """Folders with its modules."""
     target: Any
@@ -127,16 +126,16 @@ def open_run(traces: Traces, scratch: Path, overrides: Sequence[str] = ()) -> Pa
         StartupContractError: Its job cannot be used.
     """
     run = traces.folder
-    if read_job(run) is None:
+    if (job := read_job(run)) is None:
         text = f"{run} has no {JOB_NAME} of genlight. Only a run of `genlight run` can be replayed: a fit keeps no job."
         raise UsageError(text)
-    environ = environment_of_rehearsal(os.environ)
-    own = resolve_run_config(spec_path=run / JOB_NAME, overrides=overrides, environ=environ)
     config = resolve_run_config(
-        spec_path=run / JOB_NAME, overrides=[*overrides, *_ALONE, f"artifacts_dir={scratch}"], environ=environ
+        spec_path=run / JOB_NAME,
+        overrides=[*overrides, *_ALONE, f"artifacts_dir={scratch}"],
+        environ=environment_of_rehearsal(os.environ),
     )
     here = [path for path in (config.spec_dir, working_directory()) if path is not None]
-    own_start = str(own.resume_checkpoint_path or own.inputs.resume_checkpoint_ref or "")
+    own_start = job.get("resume_checkpoint_path") or job.get("inputs", {}).get("resume_checkpoint_ref")
     return PastRun(traces, config, own_start, here, import_seeded(config, here))
 
 
@@ -151,29 +150,14 @@ def start_before(run: PastRun, step: int) -> CheckpointRecord | None:
         return record.step < step and record.run_id in ("", run.config.run_id) and not record.is_old
 
     record, warnings = newest_valid(run.traces.checkpoints, accept=is_earlier, knows_types=True)
-    if record is None:
-        _refuse_beginning(run, "; ".join([f"there is no checkpoint before step {step} to replay from", *warnings]))
-    return record
-
-
-def start_at(run: PastRun, step: int) -> CheckpointRecord | None:
-    """Return the checkpoint of a step, or None for the beginning of the run if the step is 0.
-
-    Raises:
-        UsageError: The beginning cannot be repeated.
-    """
-    if not step:
-        _refuse_beginning(run, "there is no checkpoint to replay from")
-    return run.traces.records[step] if step else None
-
-
-def _refuse_beginning(run: PastRun, problem: str) -> None:
-    if run.own_start or run.config.seed is None:
+    if record is None and (run.own_start or run.config.seed is None):
+        text = "; ".join([f"there is no checkpoint before step {step} to replay from", *warnings])
         reason = f"it began with {run.own_start}" if run.own_start else "its job has no seed"
         raise UsageError(
-            f"{problem}, and the beginning of {run.traces.folder} cannot be repeated: {reason}. With "
+            f"{text}, and the beginning of {run.traces.folder} cannot be repeated: {reason}. With "
             "`checkpoints.keep_last: 0` a run keeps all checkpoints."
         )
+    return record
 
 
 class _Done(BaseException):

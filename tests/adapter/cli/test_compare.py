@@ -83,8 +83,8 @@ def test_half_precision_may_differ_by_its_rounding_and_no_more(compare):
     ("name", "step", "kind", "value", "cause"),
     [
         ("Remembers", 1, "metric", "train/loss", "random numbers that a callback draws too"),
-        ("BuildsAnother", 0, "weight", 'state["model"].', "builds something else the second time"),
-        ("AnotherOptimizer", 0, "weight", 'state["extra"].', "builds something else the second time"),
+        ("BuildsAnother", 0, "weight", 'state["model"].', "builds something else"),
+        ("AnotherOptimizer", 0, "weight", 'state["extra"].', "builds something else"),
     ],
 )
 def test_the_first_difference_is_reported_with_step_name_sizes_and_cause(name, step, kind, value, cause, compare):

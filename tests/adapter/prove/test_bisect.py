@@ -112,7 +112,7 @@ KIND_OF = {
     "draw of python": "random numbers",
     "rate": "setting",
     "rate for one update": "weight",
-    "constant": "loss",
+    "constant": "metric",
     "gradient": "optimizer state",
     "no update": "optimizer state",
     "weight": "weight",
