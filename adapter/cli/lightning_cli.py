@@ -41,7 +41,7 @@ from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault, lock_directory
 from ..run.report import is_input_error, show_results, shown_path
 from ..run.session import Completion, FollowerSession, Session
-from ..run.start import ExitHints, move_checkpoints_aside, newest_start, refuse_to_overwrite
+from ..run.start import ExitHints, move_checkpoints_aside, newest_start, overlapping, refuse_to_overwrite
 from .parser import refuse, suggest_name
 
 log = logging.getLogger(__name__)
@@ -374,6 +374,8 @@ class GenlightCLI(LightningCLI):
                 "checkpoint by --ckpt_path, or choose another `dirpath`."
             )
         start = newest_start(directory, _FIT if self.subcommand == "fit" else _EVALUATION, knows_types=True)
+        if self.subcommand == "fit" and any(saver.overlap for saver in savers_of(self.trainer)):
+            start = overlapping(start, directory, knows_types=True)
         for warning in start.warnings:
             log.warning(warning)
         return start.record

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..cluster.job_context import is_rank_zero
 from .parser import add_json, add_overrides, at_least, run_folder
 from .terminal import aligned, say, say_json
 
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="genlight-replay-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder).resolve()
         result = replay(args.run.absolute(), args.step, scratch, overrides=args.set, with_debugger=args.pdb)
+    if not is_rank_zero():  # of a job with several ranks, whose first one prints and decides
+        return 0
     if args.json:
         say_json([result.as_json()])
     else:

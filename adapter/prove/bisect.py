@@ -27,7 +27,7 @@ from ..check.snapshot import EVERYTHING, KINDS, Snapshot, describe, differing_pa
 from ..contract.exceptions import BrokenCheckpointError, GenlightError, UsageError
 from ..view.differences import Difference, differences, facts_of_run
 from ..view.summary import RunSummary, summary_of
-from .evidence import compare_witnesses, state_of
+from .evidence import compare_witnesses, limit_between, state_of
 from .repetition import PastRun, Repetition, Traces, open_run, read_traces, repeat, start_before
 
 MOST_DIGESTS = 64
@@ -91,6 +91,8 @@ def bisect(folders: Sequence[Path], scratch: Path) -> Bisection:
     if result.step is None:
         return result
     try:
+        if any((summary.ranks or 1) > 1 for summary in summaries):
+            raise UsageError("the runs have several ranks; `genlight replay RUN --step N` shows a step of one of them")
         runs = [open_run(each, scratch / name) for each, name in zip(traces, NAMES, strict=True)]
         _Search(runs, summaries, result).run()
     except GenlightError as error:
@@ -112,14 +114,12 @@ def _compare_traces(traces: Sequence[Traces], result: Bisection) -> list[str]:
     proof = None
     if lost := [name for name, each in named if not each.witness]:
         note(f"{' and '.join(lost)} kept no witness that can be read, so only checkpoints are compared")
-    elif first.facts.get("ranks") != second.facts.get("ranks"):
-        counts = " and ".join(str(each.facts.get("ranks")) for each in traces)
-        note(f"the runs have {counts} ranks, which get other rows, so only checkpoints are compared")
     else:
-        same_device = first.facts.get("device") == second.facts.get("device")
-        proof = compare_witnesses(first.witness, second.witness, with_values=same_device)
-        result.notes += [] if same_device else ["losses are not compared, because the runs used other kinds of devices"]
-        result.notes += [] if proof else ["the witnesses of the runs have no step in common"]
+        can_compare, limit = limit_between(first.facts, second.facts)
+        result.notes += [limit] if limit else []
+        if can_compare:
+            proof = compare_witnesses(first.witness, second.witness, with_values=not limit)
+            result.notes += [] if proof else ["the witnesses of the runs have no step in common"]
     if proof is not None:
         if proof.steps:
             named_steps, have, compared = describe_steps(proof.steps)

@@ -1,6 +1,6 @@
-"""Train steps of a run again, in this process and in a scratch folder, and compare them with the run's own records.
+"""Train steps of a run again, in a scratch folder, and compare them with the witness and the checkpoints of the run.
 
-The folder of the run is only read, and nothing is uploaded.
+Its ranks are this process and those that Lightning starts. The folder of the run is only read, and nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ...callbacks.witness.entry import (
     describe_steps,
     file_of_rank,
     read_witness,
+    summarize,
 )
 from ...callbacks.witness.overlap import compare_with_checkpoint
 from ...callbacks.witness.recording import Sources, read_batch
@@ -48,6 +49,7 @@ from ..module.module import ContractModule
 from ..module.plugin_loading import make_trainer, on_sys_path
 from ..run.report import working_directory
 from ..run.training import import_seeded, prepare_training
+from .evidence import limit_between
 from .rehearsal import WITHOUT_EFFECTS, environment_of_rehearsal
 
 _ALONE = (
@@ -180,8 +182,9 @@ class Repetition(pl.Callback):
         """What the witness would record of the newest batch that was read."""
         self.difference: Difference | None = None
         """The first difference from the run."""
-        self._equal: list[int] = []
+        self._equal: Sequence[int] = ()
         self._limits = run.traces.limits if 0 not in run.traces.witness else ""
+        self._is_compared = True
         self._expected: dict[Key, Entry] = {}
         self._facts: dict[int, Mapping[str, Any]] = {}
         self._sources: Sources | None = None
@@ -196,17 +199,17 @@ class Repetition(pl.Callback):
         callbacks = callbacks_of(trainer)
         callbacks.remove(self)
         callbacks.insert(callbacks.index(savers_of(trainer)[0]) + 1, self)
-        if (recorded := self.run.traces.witness.get(trainer.global_rank)) is None:
+        self._channel, now = Channel(), facts_of_attempt(trainer)
+        if not self.run.traces.witness:
             return
-        entries, facts, now = recorded.entries, recorded.header.attempts, facts_of_attempt(trainer)
-        due = {key: entry for key, entry in entries.items() if trainer.global_step < key[0] <= self.last}
-        before = facts.get(next(reversed(due.values())).attempt, {}) if due else now
-        if before.get("ranks") != now["ranks"]:
-            self._limits = f"the run had {before.get('ranks')} ranks, the replay has {now['ranks']}"
-            return
-        if before.get("device") != now["device"]:
-            self._limits = f"losses are not compared, because {before.get('device')} and {now['device']} differ"
-        self._expected, self._facts = due, {**facts, 0: now}
+        self._is_compared, limit = limit_between(self.run.traces.facts, now)
+        self._limits = limit or self._limits
+        recorded = self.run.traces.witness.get(self._channel.rank)
+        if recorded is not None and self._is_compared:
+            self._expected = {
+                key: entry for key, entry in recorded.entries.items() if trainer.global_step < key[0] <= self.last
+            }
+            self._facts = {**recorded.header.attempts, 0: now}
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -221,20 +224,26 @@ class Repetition(pl.Callback):
             self._sources = self._sources or Sources.of(trainer, pl_module)
             self.entry = read_batch(trainer, outputs, batch, key, 0, self._sources).entry()
             if earlier is not None and self.difference is None:
-                with_values = not self._limits
-                self.difference = compare(earlier, self.entry, rank=0, facts=self._facts, with_values=with_values)
-                self._equal += [] if self.difference else [step]
+                rank, with_values = self._channel.rank, not self._limits
+                self._note(step, compare(earlier, self.entry, rank=rank, facts=self._facts, with_values=with_values))
         record = self.run.traces.records.get(step)
-        if record is None or record.final or self.difference is not None or self._limits:
+        if record is None or record.final or not self._is_compared:
             return
         state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
-        if (proof := compare_with_checkpoint(state, record, Channel())) is not None:
-            self.difference = proof.difference
-            self._equal += [] if self.difference or step in self._equal else [step]
+        proof = compare_with_checkpoint(state, record, self._channel)
+        if proof is not None and self.difference is None:
+            self._note(step, proof.difference)
+
+    def _note(self, step: int, difference: Difference | None) -> None:
+        self.difference = difference
+        if difference is None and step not in self._equal:
+            self._equal = (*self._equal, step)
 
     def on_mb_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """End the training after the last step, which all callbacks have seen."""
+        """End the training after the last step, which all callbacks have seen. Collective."""
         if pl_module.completed_steps == self.last:
+            if (proof := summarize(self._channel.gather_everywhere((self._equal, self.difference)))) is not None:
+                self._equal, self.difference = proof.steps, proof.difference
             self.conclude(pl_module)
             raise _Done
 
@@ -254,7 +263,8 @@ class Repetition(pl.Callback):
             named, has, compared = describe_steps(self._equal)
             same = f"{named}{compared} {has} the same bits as in the run"
         if (found := self.difference) is not None:
-            return f"step {found.step} is not the same as in the run: {found.text}{same and f'. Before it, {same}'}"
+            place = f"step {found.step}{f' of rank {found.rank}' if found.rank else ''}"
+            return f"{place} is not the same as in the run: {found.text}{same and f'. Before it, {same}'}"
         if same:
             return f"{same}{self._limits and f'; {self._limits}'}"
         return f"not compared: {self._limits or 'the witness of the run has no entry for these steps'}"
@@ -267,7 +277,7 @@ def repeat(run: PastRun, record: CheckpointRecord | None, repetition: Repetition
         The exception of a step, if one raised it.
 
     Raises:
-        UsageError: The job needs several ranks or FSDP 2, or the training ended before the last step.
+        UsageError: The job needs FSDP 2, or the training ended before the last step.
         StartupContractError: The job cannot be used.
         KeyboardInterrupt: The user left the debugger.
     """
@@ -280,11 +290,11 @@ def repeat(run: PastRun, record: CheckpointRecord | None, repetition: Repetition
 def _train(config: RunConfig, plugin: Any, record: CheckpointRecord | None, repetition: Repetition) -> Exception | None:
     inputs = materialize_inputs(config)
     trainer, data = prepare_training(config, plugin, parquet_paths=[str(path) for path in inputs.parquet_paths])
-    if trainer.world_size > 1 or isinstance(trainer.strategy, ModelParallelStrategy):
-        ranks = f"{trainer.world_size} ranks" if trainer.world_size > 1 else "a strategy that shards"
+    if isinstance(trainer.strategy, ModelParallelStrategy):
         raise UsageError(
-            f"the job has {ranks}, and a replay runs in one process. `--set lightning.devices=1 --set "
-            "lightning.strategy=auto` replays it on one device, but not with the same bits."
+            "the job shards its weights, and a replay does not. `--set lightning.strategy=ddp`, or `--set "
+            "lightning.devices=1 --set lightning.strategy=auto`, replays it with complete weights, but not with the "
+            "same bits."
         )
     handles, keep = inputs.model_handles(), config.resume.keep
     module = ContractModule(plugin, config.job, model_handles=handles, keep_on_resume=keep)

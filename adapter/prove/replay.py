@@ -98,8 +98,12 @@ class _Observer(Repetition):
     def conclude(self, module: Any) -> None:
         self._read_view()
         self.result.metrics = module.metrics()
+        if (ranks := self._channel.size) > 1:
+            firsts = self._channel.gather_everywhere(self.result.first_nonfinite)
+            self.result.first_nonfinite = "; ".join(f"rank {r}: {text}" for r, text in enumerate(firsts) if text)
         if _is_broken(self._view, self.result.metrics) and not self._view.has_nonfinite("weight before"):
-            search = self.result.search = self._search(module)
+            alone = RowSearch(problem="rows are only searched on one device; add `--set lightning.devices=1`")
+            search = self.result.search = self._search(module) if ranks == 1 else alone
             rows = [row for first, last in search.groups for row in range(first, last + 1)]
             self.result.ids = _ids_of(self._raw, rows)
 
@@ -151,8 +155,8 @@ def replay(run: Path, step: int, folder: Path, *, overrides: Sequence[str] = (),
         with_debugger: Whether to open the debugger in ``train_step`` of the step, and after an exception.
 
     Raises:
-        UsageError: The run cannot be replayed: it has no job, no start before the step, several ranks or FSDP 2, or it
-            has not trained the step.
+        UsageError: The run cannot be replayed: it has no job, no start before the step or FSDP 2, or it has not trained
+            the step.
         StartupContractError: Its job cannot be used.
     """
     traces = read_traces(run)

@@ -100,24 +100,31 @@ def decide_start(
         start = newest_start(config.checkpoints_dir, ExitHints(), knows_types=import_types is not None)
         if start.record is not None:
             _check_is_ours(start.record, config, allow_changed)
-            start = _overlapping(start, config, knows_types=import_types is not None)
+            if config.resume.overlap:
+                start = overlapping(start, config.checkpoints_dir, knows_types=import_types is not None)
         return _warn_of_changes(start, config)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; let this user read it, or move it away") from error
 
 
-def _overlapping(start: Start, config: RunConfig, *, knows_types: bool) -> Start:
-    """Return the start from the checkpoint before the one of `start`, if the job wants to repeat the steps between."""
+def overlapping(start: Start, directory: Path, *, knows_types: bool) -> Start:
+    """Return the start from the checkpoint before the one of `start`, to repeat the steps between and compare them.
+
+    Args:
+        start: A start from the newest checkpoint of `directory`.
+        directory: The folder of checkpoints.
+        knows_types: As for `newest_valid`.
+    """
     newest = start.record
-    if newest is None or newest.is_old or not config.resume.overlap:
+    if newest is None or newest.is_old or newest.final:
         return start
 
     def is_earlier(record: CheckpointRecord) -> bool:
         return record.step < newest.step and record.run_id == newest.run_id and not record.is_old
 
-    earlier, warnings = newest_valid(config.checkpoints_dir, accept=is_earlier, knows_types=knows_types)
+    earlier, warnings = newest_valid(directory, accept=is_earlier, knows_types=knows_types)
     if earlier is None:
-        reason = f"There is no checkpoint before {newest.name}, so `resume.overlap` compares nothing"
+        reason = f"There is no checkpoint before {newest.name}, so `overlap` compares nothing"
         return dataclasses.replace(start, warnings=(*start.warnings, *warnings, reason))
     return dataclasses.replace(start, record=earlier, warnings=(*start.warnings, *warnings))
 

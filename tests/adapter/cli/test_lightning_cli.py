@@ -288,6 +288,17 @@ def test_a_fit_that_starts_over_does_not_mix_with_earlier_files(genlight, tmp_pa
     assert "fit completed at step 3" in words
 
 
+def test_a_fit_with_overlap_repeats_the_steps_up_to_the_newest_checkpoint(genlight):
+    often = {"every_n_steps": 1, "save_final": False}
+    assert genlight(callback=often, max_steps=3)[0] == 0
+
+    code, words = genlight("fit", "--resume", "auto", callback={**often, "overlap": True}, max_steps=4)
+
+    assert code == 0, words
+    assert "continuing after step 2" in words
+    assert "step 3, repeated after the restart, has every value of step-00000003" in words
+
+
 def test_a_configuration_needs_no_data_if_the_model_has_its_own(genlight, tmp_path):
     code, words = genlight("fit", "--data", "null", plugin="fit_trainers:Collects")
     assert code == 0, words

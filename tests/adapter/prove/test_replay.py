@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pdb  # noqa: T100  # its functions are replaced
+import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -21,6 +26,7 @@ from genlight.adapter.prove import repetition
 from genlight.adapter.prove.replay import replay
 from genlight.adapter.prove.step_view import RowSearch, StepView, find_rows
 from genlight.callbacks.witness.witness import facts_of_attempt
+from support import SUPPORT
 from support.jobs import run, write_job
 from support.messages import refusal
 from support.trainer_class import Trains
@@ -43,6 +49,11 @@ class Consumes(Sound):
         rows = super().prepare_batch(raw, state, ctx)
         raw.clear()
         return rows
+
+
+class OfArrow(Sound):
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor(raw["x"].to_pylist())
 
 
 class Draws(pl.Callback):
@@ -155,6 +166,30 @@ def test_the_cause_of_a_nan_is_named_by_module_and_row(train, tmp_path):
     assert result.as_json()["metrics"]["train/loss"] == "NaN"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(50))
+def test_planted_rows_that_are_not_finite_are_named(train, tmp_path, number):
+    """Each kind of value in any row of any step, in lists of rows and in Arrow batches of a file."""
+    chosen = random.Random(number)
+    step, row, count = chosen.randint(1, 12), chosen.randrange(8), chosen.choice([1, 3, 8])
+    bad = chosen.choice(["nan", "inf", "-inf", "1e25"])  # the square of the last one overflows
+    rows = batches(rows=count, steps=12)
+    rows[step - 1][row % count]["x"][1] = bad
+    if number % 2:
+        flat = [{"id": each["id"], "x": [float(value) for value in each["x"]]} for batch in rows for each in batch]
+        pq.write_table(pa.Table.from_pylist(flat), tmp_path / "rows.parquet")
+        fields = {"dataset": {"parquet_paths": ["rows.parquet"], "batch_size": count}, "mock_batches": ...}
+        folder = train("OfArrow", **fields)
+    else:
+        folder = train("Consumes", mock_batches=rows)
+
+    result = replay(folder, step, tmp_path / "scratch")
+
+    assert result.is_same is True, result.witness
+    assert (result.search.groups, result.ids) == (((row % count,) * 2,), [100 * (step - 1) + row % count])
+    assert result.first_nonfinite.startswith("output of" if bad != "1e25" else ("output of", "gradient"))
+
+
 def test_weights_that_were_not_finite_before_the_step_blame_no_row(train, tmp_path):
     folder = train(mock_batches=batches(nan=(7, 5)))
 
@@ -195,7 +230,7 @@ def test_another_number_of_ranks_is_not_compared(train, tmp_path, monkeypatch):
 
     result = replay(folder, 8, tmp_path / "scratch")
 
-    assert (result.is_same, result.witness) == (None, "not compared: the run had 1 ranks, the replay has 2")
+    assert (result.is_same, result.witness) == (None, "not compared: 1 and 2 ranks get other rows")
 
 
 def test_the_debugger_opens_in_the_step_and_after_its_exception(train, tmp_path, monkeypatch):
@@ -228,14 +263,51 @@ def test_a_step_before_the_first_checkpoint_is_replayed_from_the_beginning(train
     assert (result.record, result.witness) == ("", "steps 1 to 3 have the same bits as in the run")
 
 
+RANKED = """
+import torch
+from support.trainer_class import Trains
+
+class Ranked(Trains):
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor([[float(value) for value in row] for row in raw])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.promise(name="ranks")
+def test_a_step_of_two_ranks_is_replayed_on_two(tmp_path, monkeypatch):
+    (tmp_path / "ranked.py").write_text(RANKED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")]))
+    batches = [[[float(step), row / 8] for row in range(4)] for step in range(16)]
+    batches[15][0][0] = "nan"  # in the last step, on rank 1
+    lightning = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    fields = {"max_steps": 8, "checkpoint_every": 3, "mock_batches": batches, "seed": 1, "lightning": lightning}
+    job = write_job(tmp_path, trainer="ranked:Ranked", metric_every=1, artifacts_dir="out", **fields)
+
+    def start(*words):
+        command = [sys.executable, "-m", "genlight", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    ran = start("run", str(job))
+    assert ran.returncode == 0, ran.stderr
+    replayed = start("replay", "out", "--step", "8", "--json")
+    assert replayed.returncode == 0, replayed.stderr
+    result = json.loads(replayed.stdout)
+    assert result["witness"] == "steps 7 to 8 have the same bits as in the run", result
+    assert result["record"] == "step-00000006"
+    assert result["first_nonfinite"].startswith("rank 0: gradient of ")
+    assert 'rank 1: output of state["model"]' in result["first_nonfinite"]
+    assert "--set lightning.devices=1" in result["search"]["problem"]
+
+
 @pytest.mark.parametrize(
     ("step", "overrides", "fields"),
     [
         (99, (), {}),
         (3, (), {"seed": ...}),
-        (8, ("lightning.devices=2", "lightning.strategy=ddp"), {}),
+        (8, ("lightning.strategy=lightning.pytorch.strategies.ModelParallelStrategy",), {}),
     ],
-    ids=["beyond the run", "no seed and no checkpoint", "two ranks"],
+    ids=["beyond the run", "no seed and no checkpoint", "sharded"],
 )
 def test_what_cannot_be_replayed_is_refused(train, tmp_path, step, overrides, fields):
     folder = train(**fields)
