@@ -85,7 +85,7 @@ def halves(batch: Any) -> tuple[Any, Any] | None:
     row is dropped.
     """
     middle = count_rows(batch) // 2
-    return (_slice(batch, 0, middle), _slice(batch, middle, middle)) if middle else None
+    return (take_rows(batch, range(middle)), take_rows(batch, range(middle, 2 * middle))) if middle else None
 
 
 def count_rows(batch: Any) -> int:
@@ -108,14 +108,6 @@ def _has_columns(batch: Any) -> bool:
     return is_list and all(getattr(each, "ndim", 0) > 0 for each in batch)
 
 
-def _slice(batch: Any, start: int, length: int) -> Any:
-    if isinstance(batch, Mapping):
-        return {name: _slice(column, start, length) for name, column in batch.items()}
-    if _has_columns(batch):
-        return [_slice(column, start, length) for column in batch]
-    return batch.slice(start, length) if hasattr(batch, "num_rows") else batch[start : start + length]
-
-
 def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     """Return a raw batch of these rows of `batch`, of a kind that `count_rows` can count."""
     if isinstance(batch, Mapping):
@@ -124,7 +116,7 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
         return [take_rows(column, rows) for column in batch]
     if hasattr(batch, "num_rows"):
         return batch.take(pa.array(rows, pa.int64()))
-    return [batch[row] for row in rows] if isinstance(batch, list | tuple) else batch[list(rows)]
+    return batch[list(rows)] if hasattr(batch, "shape") else [batch[row] for row in rows]
 
 
 def describe_batch(batch: Any) -> str:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ...callbacks.checkpoint import list_checkpoints, load, save
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
+from ...callbacks.finite import are_finite
 from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import UnstorableStateError
 from ..contract.types import REQUIRED_HOOKS
@@ -401,7 +402,7 @@ def check_resume(case: _Case) -> Iterator[Finding]:
 
     whole = train(Observer(keep=True)) if as_in_job else case.full_run
     again = train(Observer(keep=True))
-    broken = [path for path, value in whole.take_snapshot("weight")["weight"].items() if not _is_finite(value)]
+    broken = [path for path, value in whole.take_snapshot("weight")["weight"].items() if not are_finite([value])]
     if broken:
         yield _finding("resume", "fail", f"{broken[0]} is not finite after {2 * subject.steps} steps")
         return
@@ -572,7 +573,7 @@ def check_bf16(case: _Case) -> Iterator[Finding]:
     precision = MixedPrecision("bf16-mixed", "cpu")
     half = case.subject.train(Observer(dropout=False), plugins=[precision]).take_snapshot("weight")
     distance, path = case.furthest(half, case.one_process, limit=CLOSE, kinds=("weight",))
-    broken = [path for path, tensor in half["weight"].items() if not _is_finite(tensor)]
+    broken = [path for path, tensor in half["weight"].items() if not are_finite([tensor])]
     if broken:
         yield _finding("bf16-mixed", "fail", f"{broken[0]} is not finite")
     elif distance > CLOSE:
@@ -605,10 +606,6 @@ def _distances(actual: Snapshot, expected: Snapshot, kinds: tuple[str, ...] = TR
         for path, size in apart[kind].items()
         if all(v is None or _is_measure(v) for v in (expected[kind].get(path), actual[kind].get(path)))
     }
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
 
 
 def _is_measure(value: Any) -> bool:

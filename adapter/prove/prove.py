@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...callbacks.checkpoint import list_checkpoints
 from ..check.finding import Finding
-from ..contract.exceptions import GenlightError
+from ..contract.exceptions import GenlightError, UsageError
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STOPPED
 from .evidence import Difference, Evidence, first_difference
 from .faults import Fault, marker
@@ -65,10 +65,16 @@ def prove(
         scene: The job.
         folder: An empty folder for all files of the rehearsals.
         minutes: Time for all rehearsals; what does not fit is reported as skipped.
-        only: Names of `rehearsals`; empty means all that make sense.
+        only: Names of `_cases`; empty means all that make sense.
         interrupted: Ends the rehearsals once it is set, with KeyboardInterrupt.
         keep: Whether the files of each rehearsal stay in `folder`.
+
+    Raises:
+        UsageError: There is no rehearsal of a name in `only`.
     """
+    names = [case.name for case in _cases(every=1, ranks=2)]
+    if unknown := [name for name in only if name not in names]:
+        raise UsageError(f"there is no rehearsal {unknown[0]!r}; name one of {', '.join(names)}")
     deadline = time.monotonic() + 60 * minutes
     runs = [
         Rehearsal(scene, folder / f"unbroken-{number}", limit_s=60 * minutes, interrupted=interrupted)
@@ -135,11 +141,6 @@ def _cases(every: int, ranks: int) -> Iterator[_Case]:
             "paused rank", [Fault("pause", late, last)], (EXIT_FAILED,), settings=(f"callbacks.WatchHangs={hangs}",)
         )
         yield _Case("fewer ranks", [Fault("kill", late)], killed, ranks_after=last)
-
-
-def rehearsals() -> list[str]:
-    """Return the names of all rehearsals with a fault, in their order."""
-    return [case.name for case in _cases(every=1, ranks=2)]
 
 
 def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -> Finding:

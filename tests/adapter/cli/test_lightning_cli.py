@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -288,7 +289,8 @@ def test_a_fit_that_starts_over_does_not_mix_with_earlier_files(genlight, tmp_pa
     assert "fit completed at step 3" in words
 
 
-def test_a_fit_with_overlap_repeats_the_steps_up_to_the_newest_checkpoint(genlight):
+def test_a_fit_with_overlap_repeats_the_steps_up_to_the_newest_checkpoint(genlight, caplog):
+    caplog.set_level(logging.INFO)
     often = {"every_n_steps": 1, "save_final": False}
     assert genlight(callback=often, max_steps=3)[0] == 0
 

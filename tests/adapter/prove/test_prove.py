@@ -8,12 +8,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import pytest
 
 from genlight.adapter.cli import main
+from genlight.adapter.contract.exceptions import UsageError
+from genlight.adapter.prove.prove import prove as rehearse
+from genlight.adapter.prove.rehearsal import Scene
 from support import SUPPORT
+from support.messages import refusal
 
 pytestmark = [pytest.mark.slow, pytest.mark.promise(name="resume")]
 
@@ -146,3 +151,10 @@ def test_an_interrupted_command_leaves_neither_files_nor_processes(prove, tmp_pa
     assert os.listdir(tmp_path / "scratch") == []
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in listed
+
+
+def test_an_unknown_rehearsal_is_refused_before_anything_runs(tmp_path):
+    scene = Scene(tmp_path / "job.json", (), (), steps=12, every_n_steps=4)
+
+    with refusal(UsageError):
+        next(rehearse(scene, tmp_path, minutes=1, only=["nap"], interrupted=threading.Event()))

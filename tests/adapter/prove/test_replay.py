@@ -174,6 +174,8 @@ def test_planted_rows_that_are_not_finite_are_named(train, tmp_path, number):
     step, row, count = chosen.randint(1, 12), chosen.randrange(8), chosen.choice([1, 3, 8])
     bad = chosen.choice(["nan", "inf", "-inf", "1e25"])  # the square of the last one overflows
     rows = batches(rows=count, steps=12)
+    for each in (each for batch in rows for each in batch):
+        each["x"][0] /= 16  # so that the training does not diverge
     rows[step - 1][row % count]["x"][1] = bad
     if number % 2:
         flat = [{"id": each["id"], "x": [float(value) for value in each["x"]]} for batch in rows for each in batch]
@@ -263,6 +265,8 @@ def test_a_step_before_the_first_checkpoint_is_replayed_from_the_beginning(train
     assert (result.record, result.witness) == ("", "steps 1 to 3 have the same bits as in the run")
 
 
+FSDP2 = {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}
+
 RANKED = """
 import torch
 from support.trainer_class import Trains
@@ -282,13 +286,13 @@ def test_a_step_of_two_ranks_is_replayed_on_two(tmp_path, monkeypatch):
     batches[15][0][0] = "nan"  # in the last step, on rank 1
     lightning = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
     fields = {"max_steps": 8, "checkpoint_every": 3, "mock_batches": batches, "seed": 1, "lightning": lightning}
-    job = write_job(tmp_path, trainer="ranked:Ranked", metric_every=1, artifacts_dir="out", **fields)
+    job = write_job(tmp_path, trainer="ranked:Ranked", metric_every=1, **fields)
 
     def start(*words):
         command = [sys.executable, "-m", "genlight", *words]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
-    ran = start("run", str(job))
+    ran = start("run", str(job), "--set", "artifacts_dir=out")
     assert ran.returncode == 0, ran.stderr
     replayed = start("replay", "out", "--step", "8", "--json")
     assert replayed.returncode == 0, replayed.stderr
@@ -305,7 +309,7 @@ def test_a_step_of_two_ranks_is_replayed_on_two(tmp_path, monkeypatch):
     [
         (99, (), {}),
         (3, (), {"seed": ...}),
-        (8, ("lightning.strategy=lightning.pytorch.strategies.ModelParallelStrategy",), {}),
+        (8, (f"lightning.strategy={json.dumps(FSDP2)}",), {}),
     ],
     ids=["beyond the run", "no seed and no checkpoint", "sharded"],
 )
