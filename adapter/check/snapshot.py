@@ -31,6 +31,7 @@ from ...callbacks.checkpoint.codec.tensors import content_digests
 from ...callbacks.optimizer_state import named_values
 from ..discovery.children import key_text, uncompiled
 from ..discovery.discover import Discovered, Found, discover, walk_both
+from ..plumbing.text import shortened
 
 KINDS: Final = ("metric", "setting", "optimizer state", "weight")
 """Kinds compared between two loops, in the order in which a step makes them, so that a cause precedes its effects."""
@@ -38,6 +39,8 @@ KINDS: Final = ("metric", "setting", "optimizer state", "weight")
 EVERYTHING: Final = ("weight", "optimizer state", "setting", "value")
 """Kinds that a resume has to restore; a "value" is anything else that the class keeps: averages, counters, strings."""
 
+_LONGEST = 100
+"""Characters of a described text."""
 NOISE = 1e-5
 """Below this share of the largest first moment, a gradient is only rounding around zero."""
 
@@ -297,8 +300,8 @@ def describe(value: Any) -> str:
     """Describe a value in a few words: a number or a string, or shape and norm of a tensor."""
     if value is None:
         return "absent"
-    if isinstance(value, str | bytes):
-        return repr(value)
+    if isinstance(value, str | bytes) or (isinstance(value, np.ndarray) and value.dtype.kind not in "biufc"):
+        return shortened(repr(value), _LONGEST)
     tensor = as_numbers(value)
     if tensor.numel() == 1:
         return str(tensor.item()) if tensor.is_complex() else f"{tensor.item():.8g}"

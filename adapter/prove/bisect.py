@@ -87,6 +87,9 @@ def bisect(folders: Sequence[Path], scratch: Path) -> Bisection:
     traces, summaries = [read_traces(folder) for folder in folders], [summary_of(each, sizes=False) for each in folders]
     changes = differences([facts_of_run(summary) for summary in summaries])
     result = Bisection([change for change in changes if change.about != "results"])
+    if len(last := {summary.step for summary in summaries}) > 1:
+        ends = " and ".join(f"{name} {summary.step}" for name, summary in zip(NAMES, summaries, strict=True))
+        result.notes.append(f"{ends} steps: those up to {min(last)} are compared")
     differing = _compare_traces(traces, result)
     if result.step is None:
         return result
@@ -174,15 +177,17 @@ class _States(Repetition):
     Args:
         run: The run.
         steps: These steps, in order. The first is the one from which the run is trained again.
+        keeps: Whether to keep the state after the last step, in host memory.
     """
 
-    def __init__(self, run: PastRun, steps: Sequence[int]) -> None:
+    def __init__(self, run: PastRun, steps: Sequence[int], *, keeps: bool) -> None:
         super().__init__(run, steps[-1])
-        self.steps = steps
+        self.steps, self.keeps = steps, keeps
         self.digests: dict[int, Mapping[str, str]] = {}
         """The digest of each value by path, by step."""
-        self.start = self.state = Snapshot()
-        """The state at the start, and after the last of the steps."""
+        self.others: set[str] = set()
+        """Paths of values that are neither weights nor states or settings of an optimizer."""
+        self.state = Snapshot()
 
     @override
     def is_read(self, step: int) -> bool:
@@ -208,9 +213,10 @@ class _States(Repetition):
             losses = {name: value for name, value in module.metrics().items() if "loss" in name.lower()}
             values["rows"] = {f"batch {entry.batch} of epoch {entry.epoch}": f"{entry.rows:016x}"}
             values |= {"random numbers": {name: f"{digest:016x}" for name, digest in states}, "metric": losses}
-        self.state = Snapshot({kind: values.get(kind, {}) for kind in (*_KINDS, *values)})
-        self.digests[step] = self.state.digests
-        self.start = self.state if step == self.steps[0] else self.start
+        state = Snapshot({kind: values.get(kind, {}) for kind in (*_KINDS, *values)})
+        self.digests[step] = state.digests
+        self.others |= state["value"].keys()
+        self.state = state if self.keeps else self.state
 
 
 class _Search:
@@ -247,7 +253,7 @@ class _Search:
             if step - before > 1:
                 low, high = before, step
                 continue
-            again = [self._train(side, steps[: steps.index(step) + 1]) for side in (0, 1)]
+            again = [self._train(side, steps[: steps.index(step) + 1], keeps=True) for side in (0, 1)]
             changed = set().union(*map(_unstable, pair, again))
             if path not in changed:
                 self._report(step, path, [each.state for each in again])
@@ -263,18 +269,17 @@ class _Search:
 
     def _differing_at_start(self, pair: Sequence[_States]) -> set[str]:
         """Return the paths of values that differ at the start and are no result of a step, such as hyperparameters."""
-        first, second = (each.start for each in pair)
-        paths = set(first.differences(second))
+        paths = set(differing_paths(*(each.digests[each.steps[0]] for each in pair)))
         # At a common checkpoint nothing that it holds differs. Before the first step, weights may.
-        return paths if self._result.after else paths & {*first["value"], *second["value"]}
+        return paths if self._result.after else paths & (pair[0].others | pair[1].others)
 
     def _states(self, side: int, steps: tuple[int, ...]) -> _States:
         if (side, steps) not in self._known:
             self._known[side, steps] = self._train(side, steps)
         return self._known[side, steps]
 
-    def _train(self, side: int, steps: tuple[int, ...]) -> _States:
-        run, states = self._runs[side], _States(self._runs[side], steps)
+    def _train(self, side: int, steps: tuple[int, ...], *, keeps: bool = False) -> _States:
+        run, states = self._runs[side], _States(self._runs[side], steps, keeps=keeps)
         shutil.rmtree(run.config.artifacts_dir, ignore_errors=True)  # of the repetition before
         self._result.replays += 1
         if (error := repeat(run, self._starts[side], states)) is not None:
@@ -297,13 +302,12 @@ class _Search:
         result.notes.append(f"{name}, trained again: {states.text}")
         if (found := states.difference) is None:
             return ""
-        if not result.cause:
+        if not result.cause and found.step <= (result.step or 0):
             result.step, result.kind, result.name = found.step, found.kind, found.text
         source = summary.metadata.get("source")
         if source is not None and source != source_digest(self._runs[side].target.__module__):
             return f"The file of the class has changed since {name} trained, so its replay is another training."
-        again = self._train(side, tuple(states.steps))
-        if _unstable(states, again) - set(states.state["value"]):
+        if _unstable(states, self._train(side, tuple(states.steps))) - states.others:
             return (
                 f"Two replays of {name} differ as well: kernels that are not deterministic, or code that depends on "
                 "something outside of the job."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,3 +69,5 @@ def test_description_of_a_tensor_is_shape_and_norm_and_of_a_number_its_value():
     assert describe(torch.tensor([[3.0, 4.0]])) == "1x2, norm 5"
     assert describe(torch.tensor(0.5)) == "0.5"
     assert describe(None) == "absent"
+    assert describe(np.array(["a", None], object)) == "array(['a', None], dtype=object)"
+    assert len(describe("a" * 1000)) == 100

@@ -123,6 +123,15 @@ KIND_OF = {
 }
 
 
+class Wider(Planted):
+    """Begins with other weights, from as many random numbers."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        flip(state["model"][0].weight)
+        return state
+
+
 class Timed(Planted):
     """Holds the time of its start, which no checkpoint has."""
 
@@ -243,11 +252,25 @@ def test_another_seed_differs_in_the_first_step(train, usual, tmp_path):
     assert [change.name for change in result.facts] == ["seed"]
 
 
-def test_another_class_differs_before_the_first_step(train, usual, tmp_path):
+def test_another_class_with_the_same_steps_is_equal(train, usual, tmp_path):
     result = bisect([usual, train("Timed")], tmp_path)
 
     assert result.step is None, result  # the time is in no checkpoint and changes no step
     assert [change.name for change in result.facts] == ["trainer"]
+
+
+def test_a_run_that_ended_earlier_is_compared_up_to_its_end(train, usual, tmp_path):
+    result = bisect([usual, train(max_steps=7)], tmp_path)
+
+    assert result.step is None, result
+    assert "RUN_A 12 and RUN_B 7 steps: those up to 7 are compared" in result.notes
+
+
+def test_other_weights_differ_before_the_first_step(train, usual, tmp_path):
+    result = bisect([usual, train("Wider")], tmp_path)
+
+    assert (result.step, result.kind) == (0, "weight"), result
+    assert "configure" in result.cause
 
 
 def test_many_steps_are_narrowed_in_rounds(train, usual, tmp_path, monkeypatch):
