@@ -7,6 +7,7 @@ import copy
 import inspect
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,8 @@ class PlainLoop:
     global_step = 0
 
     def __init__(self, plugin: TrainerPlugin, ctx: StepContext) -> None:
+        this = weakref.proxy(self)  # discovery would follow a reference from a context that the class keeps
+        ctx = replace(ctx, count_steps=lambda: this.global_step)
         self.plugin, self.ctx = plugin, ctx
         plugin.setup(ctx)
         self.contract_state = plugin.configure(ctx)

@@ -95,6 +95,17 @@ class StepContext:
     run_state: RunState | None = None
     job_context: Any = None
     """The ``JobContext`` of this process, or None outside of a scheduler's job."""
+    count_steps: Callable[[], int] | None = None
+    """Returns `step`. A test of a trainer class passes its own, such as ``lambda: 7``."""
+
+    @property
+    def step(self) -> int:
+        """Completed steps of the run, including those before a resume: 0 in the first ``train_step``, 1 in the second.
+
+        A step is one call of ``train_step``, whether it updates the weights or only accumulates gradients. ``setup``
+        and ``configure`` come before a checkpoint is loaded and always see 0.
+        """
+        return 0 if self.count_steps is None else self.count_steps()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from ...callbacks.evaluation.evaluate import Evaluate, scores_of
 from ...callbacks.hook.events import callbacks_of, publish_scores
 from ...callbacks.lightning_internals import attach_loaders, set_validation_source
 from ..contract.exceptions import StartupContractError
-from .epoch_loop import own_epoch_loop
 from .hosted_trainer import HostedTrainer
 
 log = logging.getLogger(__name__)
@@ -110,8 +109,7 @@ def _report(hosted: HostedTrainer, *_: Any) -> None:
         hosted.restore()
         scores = scores_of(module)
     scores = trainer.strategy.broadcast(scores)
-    loop = own_epoch_loop(module)
-    step = (loop.completed_steps if loop is not None else 0) or hosted.restored_step
+    step = hosted.completed_steps
     within_training = trainer.state.fn == TrainerFn.FITTING
     if within_training:
         publish_scores(trainer, scores, step)

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.hook.events import run_state_of
-from ...callbacks.lightning_internals import set_callback_metrics, training_source
+from ...callbacks.lightning_internals import attached_trainer, set_callback_metrics, training_source
 from ...callbacks.rank_channel import ALONE
 from ..cluster.job_context import current_job_context
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
@@ -71,7 +71,7 @@ class HostedTrainer:
         self.module = module
         self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else check_instance(plugin)
         self.job = job
-        self.ctx = context
+        self.ctx = dataclasses.replace(context, count_steps=_LiveFacts(self).count_steps)
         """The context that the trainer's hooks get."""
         self.step_result: Any = None
         """The result of the last ``train_step``."""
@@ -159,7 +159,7 @@ class HostedTrainer:
             dataset=self._callers_dataset,
             device=str(trainer.strategy.root_device),
             dtype=ctx.dtype if self._keeps_dtype else contract_dtype(trainer.precision_plugin),
-            is_canceled=_CancelCheck(self),
+            is_canceled=_LiveFacts(self).is_canceled,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             run_state=run_state_of(trainer),
@@ -255,6 +255,13 @@ class HostedTrainer:
             check() for check in self._cancel_checks
         )
 
+    @property
+    def completed_steps(self) -> int:
+        """The result of ``ctx.step``; without a fit, the completed steps of the checkpoint that was loaded last."""
+        trainer = attached_trainer(self.module)
+        steps = 0 if trainer is None else trainer.global_step
+        return steps if trainer is not None and trainer.state.fn == TrainerFn.FITTING else steps or self.restored_step
+
     def add_cancel_check(self, check: Callable[[], bool]) -> Callable[[], None]:
         """Have `is_canceled` call `check` too, until the returned function is called. Stop callbacks use it."""
         self._cancel_checks.append(check)
@@ -334,16 +341,21 @@ def _feed_of(trainer: pl.Trainer, module: pl.LightningModule, ctx: StepContext) 
     return None if source is module else getattr(source, "feed", source)
 
 
-class _CancelCheck:
-    """``is_canceled`` of `hosted`, without a strong reference: discovery would follow one from a trainer's context."""
+class _LiveFacts:
+    """Facts of `hosted` for its context, without a strong reference: discovery would follow one from the context."""
 
     def __init__(self, hosted: HostedTrainer) -> None:
         self._hosted: weakref.ref[HostedTrainer] | None = weakref.ref(hosted)
 
-    def __call__(self) -> bool:
+    def is_canceled(self) -> bool:
         """Whether a stop was requested; False if the hosted trainer no longer exists."""
         hosted = None if self._hosted is None else self._hosted()
         return hosted is not None and hosted.is_canceled()
+
+    def count_steps(self) -> int:
+        """Return the completed steps; 0 if the hosted trainer no longer exists."""
+        hosted = None if self._hosted is None else self._hosted()
+        return 0 if hosted is None else hosted.completed_steps
 
     def __getstate__(self) -> dict[str, Any]:
         return {"hosted": None if self._hosted is None else self._hosted()}

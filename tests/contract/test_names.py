@@ -245,4 +245,4 @@ def test_the_reference_describes_every_hook_and_every_field_of_the_context() -> 
     rows = REFERENCE.partition("## StepContext")[2].partition("###")[0]
     cells = [row.split("|")[1] for row in rows.splitlines() if row.startswith("| `")]
     fields = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
-    assert sorted(fields) == sorted(field.name for field in dataclasses.fields(StepContext))
+    assert sorted(fields) == sorted(["step", *(field.name for field in dataclasses.fields(StepContext))])

@@ -49,6 +49,7 @@ RECORDS = {
         "world_size": 1,
         "run_state": None,
         "job_context": None,
+        "count_steps": None,
     },
     StepResult: {"metrics": {}, "debug": {}, "control": None},
     StepControlHints: {"skip_cadence_emit": False, "backoff_seconds": None},
