@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,6 +18,7 @@ from .hook.cadence import next_multiple, step_cadence, suppressed
 from .hook.events import FIGURES_FIELD, data_wait_s, hosted_by, publish_metrics, run_state_of
 from .hook.hook import Hook, skippable
 from .lightning_internals import logger_connector, set_callback_metrics
+from .rank_channel import Channel
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +41,33 @@ class LogMetrics(Hook):
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
+    On several ranks, metrics and statistics of rollouts are those of rank zero, of its own rows. With
+    ``reduce="mean"`` they are the means over all ranks, exchanged at the cadence and in no other step. A rank without a
+    metric does not count in its mean. Between two cadences, a monitor sees rank zero's.
+
     For modules that host a trainer of the contract (``pl_module.metrics()``). Other modules log by themselves: for
     these it warns, and sends only scores and the figures of other hooks.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
+        reduce: ``mean``: report the means over all ranks; None: rank zero's metrics.
 
     Raises:
-        ValueError: `every_n_steps` is negative.
+        ValueError: `every_n_steps` is negative, or `reduce` is something else.
     """
 
     critical = True
+    _of_this_process = frozenset({"_channel"})
+    _channel: Channel | None = None
+    """Exchanges metrics with the other ranks; None if rank zero's count."""
     optional_reads = ("eval_scores", FIGURES_FIELD)
     writes = ("loss_stats",)
 
-    def __init__(self, every_n_steps: int = 10) -> None:
+    def __init__(self, every_n_steps: int = 10, *, reduce: Literal["mean"] | None = None) -> None:
+        if reduce not in (None, "mean"):
+            raise ValueError(f"Invalid `reduce`. Expected 'mean' or None, but received {reduce!r}.")
+        self.reduce = reduce
+        self.ranks = "zero" if reduce is None else "all"
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self._unsent_scores: Mapping[str, float] = {}
         self._unsent_figures: Mapping[str, float] = {}
@@ -63,7 +77,7 @@ class LogMetrics(Hook):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and hosted_by(pl_module) is None:
+        if stage == "fit" and hosted_by(pl_module) is None and trainer.is_global_zero:
             name = type(pl_module).__name__
             log.warning("LogMetrics has no effect: %s does not host a trainer and logs by itself", name)
 
@@ -73,6 +87,7 @@ class LogMetrics(Hook):
         self._sent_rollout = run_state_of(trainer).rollout_stats
         waited_s = data_wait_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
+        self._channel = Channel() if self.reduce is not None and trainer.world_size > 1 else None
 
     @skippable
     @override
@@ -83,16 +98,26 @@ class LogMetrics(Hook):
         every = self.every_n_steps
         self.next_due_step = next_multiple(step, every)
         metrics: dict[str, float] = {}
+        of_step: dict[str, float] | None = None
+        of_rollout: dict[str, float] = {}
         # Steps come one by one, so a multiple of the cadence is a crossed boundary.
-        is_due = every > 0 and step % every == 0 and not suppressed(pl_module)
+        is_due = every > 0 and step % every == 0
         hosted = getattr(pl_module, "hosted_trainer", None) if is_due else None  # `hosted_by`, without a call
-        if hosted is not None and hosted.step_result is not None:
-            metrics = hosted.metrics()
-            publish_metrics(trainer, metrics, step)
+        if hosted is not None and hosted.step_result is not None and not suppressed(pl_module):
+            of_step = hosted.metrics()
             rollout = run_state_of(trainer).rollout_stats
             if rollout is not self._sent_rollout:
                 self._sent_rollout = rollout
-                metrics = {**metrics, **rollout_means(rollout or {})}
+                of_rollout = rollout_means(rollout or {})
+        if is_due and self._channel is not None:  # also a rank that suppressed its metrics, or the others would wait
+            everyone = self._channel.gather_everywhere((of_step or {}, of_rollout))
+            if of_step is not None:
+                of_step, of_rollout = (_means([each[part] for each in everyone]) for part in (0, 1))
+        if not trainer.is_global_zero:
+            return
+        if of_step is not None:
+            publish_metrics(trainer, of_step, step)
+            metrics = {**of_step, **of_rollout}
             if self._waited is not None:
                 metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer, *self._waited)}
         metrics, figures = {**metrics, **self._unsent_scores}, self._unsent_figures
@@ -102,7 +127,7 @@ class LogMetrics(Hook):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._unsent_scores:  # scores of an evaluation command since the last step
+        if self._unsent_scores and trainer.is_global_zero:  # scores of an evaluation command since the last step
             _send(trainer, pl_module, self._unsent_scores, {}, trainer.global_step)
             if (hosted := hosted_by(pl_module)) is not None:
                 hosted.feed_callback_metrics()
@@ -126,6 +151,12 @@ class LogMetrics(Hook):
         waited_s, now = data_wait_s(trainer) or 0.0, time.monotonic()
         self._waited = waited_s, now
         return min(1.0, max(0.0, waited_s - before_s) / max(now - since, 1e-9))
+
+
+def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the ranks that have it."""
+    names = dict.fromkeys(name for each in metrics for name in each)
+    return {name: fmean(each[name] for each in metrics if name in each) for name in names}
 
 
 def rollout_means(stats: Mapping[str, Any]) -> dict[str, float]:

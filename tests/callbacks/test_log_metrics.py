@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from genlight.adapter.contract.types import StepControlHints, StepResult, Traini
 from genlight.callbacks import Hook, LogMetrics
 from genlight.callbacks.hook.events import callbacks_of, publish_figures, publish_scores, run_state_of
 from support.messages import refusal
+from support.rank_processes import run_ranks
 
 
 class Recorder(DummyLogger):
@@ -208,3 +210,21 @@ def test_a_late_score_is_logged_with_its_step(fit, counting_trainer):
 
     _, logged = rows(fit, counting_trainer(), [LogMetrics(0), Scores()], steps=4)
     assert logged == [(4, {"val": 0.25, "trainer/evaluated_step": 2.0})]
+
+
+def test_metrics_of_several_ranks_are_rank_zeros_or_their_mean(tmp_path):
+    run_ranks("log_metrics_ranks.py", tmp_path)
+    zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert zero["zero"]["logged"] == [[step, {"train/loss": 0.0}] for step in (2, 4, 6)]
+    mean = {"train/loss": 5.0, "only/one": 7.0}
+    # Rank 1 suppressed its metrics of step 4.
+    assert zero["mean"]["logged"] == [[2, mean], [4, {"train/loss": 0.0}], [6, mean]]
+    assert zero["mean"]["losses"] == [5.0, 0.0, 5.0]
+    assert one["zero"]["losses"] == one["mean"]["losses"] == [], "only rank zero reports"
+    for rank in (zero, one):
+        assert rank["mean"]["exchanges"] - rank["zero"]["exchanges"] == 3, "one exchange for each report"
+
+
+def test_an_unknown_reduction_is_refused():
+    with refusal(ValueError):
+        LogMetrics(reduce="sum")
