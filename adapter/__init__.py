@@ -22,6 +22,7 @@ __contract__ = (
 
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events
+    from .cli.lightning_cli import GenlightCLI as GenlightCLI
     from .cluster.job_context import (
         JobContext as JobContext,
         build_job_context as build_job_context,

@@ -167,13 +167,16 @@ def _installing(extra: str) -> str:
 
 def _run_lightning(words: list[str]) -> int:
     with contextlib.ExitStack() as stack:
-        signals = StopSignals()
         if words[0] == "fit":
-            signals = StopSignals.handling() or stack.enter_context(signals.installed())
+            signals = StopSignals.handling() or stack.enter_context(StopSignals().installed())
             signals.say("the fit stops before it trains" if is_rank_zero() else "")
-        from .lightning_cli import run_lightning_cli  # takes seconds
+        from .lightning_cli import EndedError, GenlightCLI  # takes seconds
 
-        return run_lightning_cli(words, signals)
+        try:
+            GenlightCLI(args=words, seed_everything_default=False, parser_kwargs={"prog": "genlight"})
+        except EndedError as end:
+            return int(end.code or 0)
+    return 0
 
 
 def completion_parser() -> CommandParser:

@@ -29,7 +29,7 @@ PUBLIC = {
     "genlight.adapter": """
         TRAINER_API_VERSION ArrowDataModule ArrowFeed ArtifactUploader ArtifactWriter AuthError BatchSource
         BrokenCheckpointError CheckpointError CompletedContext ContractError ContractModule EvaluationError
-        EventLogError FSDP2Strategy FunctionDataModule GenlightError HookOrderError InputError
+        EventLogError FSDP2Strategy FunctionDataModule GenlightError GenlightCLI HookOrderError InputError
         JobContext Minibatches
         MonitorError NonfiniteError
         OptimizerBundle RankFailedError RecoveryError ReplayBuffer ReplayFeed ReplayWriterError ReplicaDriftError
@@ -163,6 +163,7 @@ def test_names_of_the_vocabulary_load_neither_torch_nor_lightning():
         "ReplayBuffer",
         "ReplayFeed",
         "FSDP2Strategy",
+        "GenlightCLI",
     }
     heavy |= set(genlight.adapter.helpers.__all__)
     light = sorted(set(genlight.adapter.__all__) - heavy - {"ArrowFeed", "load_components"})
