@@ -21,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if trains:
             from ...callbacks.stop.signals import StopSignals
+            from ..plumbing.garbage import collect_rarely
 
+            collect_rarely()
             StopSignals().install()
         from .command_line import main as run_main
     except KeyboardInterrupt:  # The imports take long enough for a Ctrl-C.

@@ -152,7 +152,7 @@ def _stop(config: RunConfig) -> Outcomes:
 
 def _dataset(config: RunConfig) -> Outcomes:
     """Open the Parquet files on this machine as a run does."""
-    from ..feed.arrow_feed import ArrowFeed  # loads pyarrow
+    from ..feed.arrow_feed import ArrowFeed
 
     dataset = config.dataset
     assert dataset is not None

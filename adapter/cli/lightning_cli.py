@@ -34,6 +34,7 @@ from ..contract.exceptions import EventLogError, GenlightError, MonitorError, Tr
 from ..job.parser_errors import UnusableValueError, root_cause
 from ..module.module import ContractModule
 from ..plumbing.durable import write_bytes_durably
+from ..plumbing.garbage import collect_as_usual
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
@@ -131,6 +132,7 @@ class GenlightCLI(LightningCLI):
         # Not an instance, because jsonargparse copies defaults, and an instance holds a lock.
         defaults.setdefault("plugins", [{"class_path": "genlight.callbacks.DurableCheckpointIO"}])
         defaults["callbacks"] = [*as_list(defaults.get("callbacks")), StopRequests()]
+        collect_as_usual()  # everything large is imported
         with contextlib.ExitStack() as stack:
             # A validation or a test ends on a signal as usual.
             trains = "fit" in (words or ["fit"])

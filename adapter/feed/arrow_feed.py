@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import pyarrow as pa
 from msgspec.structs import replace
 
 from ..contract.exceptions import InputError
@@ -24,7 +23,11 @@ from .batching import ReadAhead, Spec, decoded, rebatched
 from .options import FeedOptions
 from .position import Layout, Order, Position
 from .row_plan import Share
-from .sources import Source, open_source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from .sources import Source
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +124,11 @@ class ArrowFeed(FeedOptions):
 
     @cached_property
     def _source(self) -> Source:
+        if hasattr(self.source, "group_rows"):
+            source: Source = self.source
+            return source
+        from .sources import open_source  # loads pyarrow, which rows of other kinds do not need
+
         return open_source(self.source, columns=self.columns, filesystem=self.filesystem)
 
     @cached_property
@@ -251,8 +259,7 @@ class ArrowFeed(FeedOptions):
         """Return batches prepared for the accelerator; record batches, and batches for the CPU, unchanged."""
         if self._collate is None or not (self.copy_ahead or self.pin_memory is not False):
             return batches
-        from ..plumbing.devices import accelerator
-        from .collate import copied_ahead, pinned
+        from ..plumbing.devices import accelerator, copied_ahead, pinned
 
         if self.copy_ahead:
             return copied_ahead(batches)

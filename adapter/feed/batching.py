@@ -7,20 +7,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from ..contract.exceptions import ThreadLimitError
 from .position import Layout, Order, Piece, Position
 from .row_plan import cut
-from .sources import Source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from .sources import Source
 
 CHUNK_BYTES = 32 << 20
 FIRST_CHUNK_BYTES = 1 << 18
 """Size of the first chunk, for which training waits; later chunks are larger."""
 
-Rows: TypeAlias = tuple[int, pa.RecordBatch]
+Rows: TypeAlias = "tuple[int, pa.RecordBatch]"
 """Index of the first row among the rows of the pass, and the rows."""
 T = TypeVar("T")
 
@@ -60,6 +62,8 @@ def decoded(spec: Spec, position: Position, steps: range, chunk_bytes: int = FIR
 
 
 def _shuffled(source: Source, order: Order, piece: Piece, chunk_bytes: int) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
     rows_of_group, window = order.group_rows[piece.group], order.window
     starts = range(piece.first // window * window, piece.end, window)
     windows = [(start, min(start + window, rows_of_group)) for start in starts]
@@ -96,6 +100,8 @@ def rebatched(chunks: Iterator[Rows], intervals: Iterable[tuple[int, int]]) -> I
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     """Return one batch with a copy of all rows, also if dictionaries differ."""
+    import pyarrow as pa
+
     columns = [pa.concat_arrays(parts) for parts in zip(*(batch.columns for batch in batches), strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=batches[0].schema)
 

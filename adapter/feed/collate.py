@@ -1,4 +1,4 @@
-"""Convert record batches to torch tensors, without a copy if possible, and copy tensors to a device.
+"""Convert record batches to torch tensors, without a copy if possible.
 
 The tensors share memory with Arrow, and Arrow treats that memory as constant: change them in place only after
 ``clone()``. Memory that is mapped from a file cannot be written at all.
@@ -8,18 +8,16 @@ This module is separate from `arrow_feed` because it imports torch, and a feed o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.dlpack import from_dlpack
 
 from ..contract.exceptions import InputError
-from ..plumbing.devices import accelerator
 
 
 def to_torch(batch: pa.RecordBatch) -> dict[str, Any]:
@@ -118,56 +116,3 @@ def _padded(name: str, array: pa.Array) -> tuple[torch.Tensor, torch.Tensor]:
     padded = values.new_zeros(len(lengths), longest, *values.shape[1:])
     padded[torch.arange(longest) < lengths[:, None]] = values
     return padded, lengths
-
-
-def pinned(batch: Any) -> Any:
-    """Return `batch` with its tensors in pinned memory, so that ``.to(device, non_blocking=True)`` does not wait.
-
-    Tensors that are on a device, pinned or not strided stay unchanged, like everything else.
-    """
-    return apply_to_collection(batch, torch.Tensor, _pinned)
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_pinned():
-        return tensor
-    return tensor.pin_memory()
-
-
-def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield `batches` on the current accelerator, each copied during the step before it; unchanged without one.
-
-    A separate stream copies. The training stream waits for the copy of a batch before it uses the batch; the host never
-    waits. One batch more than was handed out has been taken from `batches` and is on the device.
-    """
-    kind = accelerator()
-    if kind is None:
-        yield from batches
-        return
-    device = torch.device(kind.type, torch.accelerator.current_device_index())
-    stream = torch.Stream(device)
-    waiting: tuple[Any, torch.Event, Any] | None = None
-    for batch in batches:
-        source = pinned(batch)
-        training = torch.accelerator.current_stream(device)
-        torch.accelerator.set_stream(stream)
-        try:
-            copy = apply_to_collection(source, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True))
-            arrives = torch.Event(device)
-            arrives.record(stream)
-        finally:
-            torch.accelerator.set_stream(training)
-        if waiting is not None:
-            yield _arrived(device, *waiting[:2])
-        waiting = copy, arrives, source  # the source must stay alive until the copy was handed out
-    if waiting is not None:
-        yield _arrived(device, *waiting[:2])
-
-
-def _arrived(device: torch.device, batch: Any, arrives: torch.Event) -> Any:
-    """Return a batch that is being copied, for use by the training stream from now on."""
-    training = torch.accelerator.current_stream(device)
-    training.wait_event(arrives)
-    # Otherwise the next copy could get its memory while a kernel of the training stream still reads it.
-    apply_to_collection(batch, torch.Tensor, lambda tensor: tensor.record_stream(training))
-    return batch

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -37,6 +36,9 @@ from .arrow_feed import ArrowFeed
 from .batching import Spec
 from .position import Position
 from .workers import draw_from, entropy_of, made_by_workers
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 log = logging.getLogger(__name__)
 
@@ -297,13 +299,19 @@ class DatasetSource:
         dataset: Sent to workers, if there are any. Its ``__getitems__``, if it has one, gets a list of row numbers.
     """
 
-    schema = pa.schema([])
     fingerprint = "dataset"
     """Constant, because only the user knows the contents; the number of rows is part of each position."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.group_rows = (len(dataset),)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """An empty schema, since the rows are not Arrow data."""
+        import pyarrow as pa
+
+        return pa.schema([])
 
     def batches(self, spec: Spec, position: Position, workers: int, *, opened: ExitStack) -> Iterator[Any]:
         """Return the batches of an epoch from `position` on. Changes of the dataset reach workers in the next epoch."""

@@ -391,15 +391,12 @@ _TABLES = (pa.Table, pa.RecordBatch)
 
 
 def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -> Source:
-    """Return the source for paths, tables, record batches, a data frame, or a source itself.
+    """Return the source for paths, tables, record batches or a data frame.
 
     Raises:
         TypeError: `given` is none of these.
         InputError: The data cannot be used; lists every error that metadata shows.
     """
-    if hasattr(given, "group_rows"):
-        source: Source = given
-        return source
     if hasattr(given, "__arrow_c_stream__") and not isinstance(given, pa.Table):
         given = pa.table(given)
     items = _items(given)

@@ -10,10 +10,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,8 +21,10 @@ from ..contract.exceptions import InputError
 from .batching import CHUNK_BYTES, Spec, decoded, rebatched
 from .position import Position
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _BLOCK_ROWS = 65_536
-_IPC = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=False)
 
 
 class _Made(Dataset[Any]):
@@ -90,6 +91,8 @@ def arrow_batches(spec: Spec, position: Position, workers: int, *, ahead: int, o
     Raises:
         InputError: The processes cannot be started, or one of them raised it; the batches before it are yielded first.
     """
+    import pyarrow as pa
+
     share, group_rows = spec.layout.share(position.rows), spec.layout.order.group_rows
     own_rows = share.batch_size if share.shard == "row_groups" else share.step_rows
     steps = max(1, min(max(group_rows), _BLOCK_ROWS) // own_rows)
@@ -133,8 +136,11 @@ def draw_from(entropy: Sequence[int]) -> None:
 
 def _packed(spec: Spec, batches: list[pa.RecordBatch]) -> bytes:
     """Return the batches as one stream: pickling a slice would include all rows of its parent."""
+    import pyarrow as pa
+
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, spec.source.schema, options=_IPC) as writer:
+    options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=False, unify_dictionaries=False)
+    with pa.ipc.new_stream(sink, spec.source.schema, options=options) as writer:
         for batch in batches:
             writer.write_batch(batch)
     packed: bytes = sink.getvalue().to_pybytes()

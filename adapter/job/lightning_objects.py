@@ -72,7 +72,7 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
         StartupContractError: ``startup.invalid_job_spec``: `dataset` has options that cannot be used, such as a
             `collate` that cannot be imported.
     """
-    from ..feed import data_module  # loads pyarrow
+    from ..feed import data_module
 
     dataset = config.dataset
     if config.mock_batches is not None:

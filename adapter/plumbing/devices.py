@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from .redaction import safe_str
 
@@ -142,3 +143,56 @@ def release_memory() -> None:
     if device is not None:
         gc.collect()
         getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
+
+
+def pinned(batch: Any) -> Any:
+    """Return `batch` with its tensors in pinned memory, so that ``.to(device, non_blocking=True)`` does not wait.
+
+    Tensors that are on a device, pinned or not strided stay unchanged, like everything else.
+    """
+    return apply_to_collection(batch, torch.Tensor, _pinned)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
+
+
+def copied_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield `batches` on the current accelerator, each copied during the step before it; unchanged without one.
+
+    A separate stream copies. The training stream waits for the copy of a batch before it uses the batch; the host never
+    waits. One batch more than was handed out has been taken from `batches` and is on the device.
+    """
+    kind = accelerator()
+    if kind is None:
+        yield from batches
+        return
+    device = torch.device(kind.type, torch.accelerator.current_device_index())
+    stream = torch.Stream(device)
+    waiting: tuple[Any, torch.Event, Any] | None = None
+    for batch in batches:
+        source = pinned(batch)
+        training = torch.accelerator.current_stream(device)
+        torch.accelerator.set_stream(stream)
+        try:
+            copy = apply_to_collection(source, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+            arrives = torch.Event(device)
+            arrives.record(stream)
+        finally:
+            torch.accelerator.set_stream(training)
+        if waiting is not None:
+            yield _arrived(device, *waiting[:2])
+        waiting = copy, arrives, source  # the source must stay alive until the copy was handed out
+    if waiting is not None:
+        yield _arrived(device, *waiting[:2])
+
+
+def _arrived(device: torch.device, batch: Any, arrives: torch.Event) -> Any:
+    """Return a batch that is being copied, for use by the training stream from now on."""
+    training = torch.accelerator.current_stream(device)
+    training.wait_event(arrives)
+    # Otherwise the next copy could get its memory while a kernel of the training stream still reads it.
+    apply_to_collection(batch, torch.Tensor, lambda tensor: tensor.record_stream(training))
+    return batch

@@ -28,6 +28,7 @@ from ..module.plugin_loading import (
     optional_hook,
     signature_faults,
 )
+from ..plumbing.garbage import collect_as_usual
 from ..plumbing.redaction import safe_str
 from .proof import changes_since_proof
 from .report import is_input_error, shown_path, working_directory
@@ -79,7 +80,7 @@ def train(
     if config.seed is not None:
         seed_everything(config.seed)  # the same state, whether the trainer was imported just now or before
     with on_sys_path(here):
-        return _fit(config, session, make_trainer(target), inputs, start.record)
+        return _fit(config, session, target, inputs, start.record)
 
 
 def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
@@ -105,7 +106,7 @@ def _report_finished(config: RunConfig, session: Session, record: CheckpointReco
 def _fit(
     config: RunConfig,
     session: Session,
-    plugin: TrainerPlugin,
+    target: Any,
     inputs: MaterializedInputs,
     record: CheckpointRecord | None,
 ) -> Completion:
@@ -115,6 +116,8 @@ def _fit(
     from ..module.trainer_files import trainer_directory
     from .fit import continue_runs, fit, join
 
+    collect_as_usual()
+    plugin = make_trainer(target)
     if session.is_rank_zero:
         for misspelled in misspelled_hooks(plugin):
             log.warning(misspelled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS
+from genlight.adapter.plumbing.garbage import collect_as_usual, collect_rarely
 
 pytestmark = pytest.mark.promise(name="speed")
 
@@ -23,6 +25,7 @@ NEVER_BEFORE_THE_FIRST_STEP = {
     "wandb": "no such logger is asked for",
     "matplotlib": "nothing is drawn",
     "pandas": "no such data",
+    "pyarrow": "no such data",
     "sklearn": "no such model",
     "torchvision": "no such model",
     "transformers": "no such model",
@@ -30,7 +33,7 @@ NEVER_BEFORE_THE_FIRST_STEP = {
 }
 
 TRAINER = """
-import json, os, sys
+import gc, json, os, sys
 import torch
 
 class Looks:
@@ -41,7 +44,7 @@ class Looks:
     def prepare_batch(self, raw, state, ctx): return raw
     def train_step(self, batch, state, ctx):
         with open("loaded.json", "w") as file:
-            json.dump(sorted(sys.modules), file)
+            json.dump({"modules": sorted(sys.modules), "thresholds": gc.get_threshold()}, file)
         from genlight.adapter import StepResult
         return StepResult(metrics={"loss": 1.0})
     def state_dict(self, state): return {}
@@ -81,9 +84,30 @@ def run_folder(tmp_path_factory):
 
 def test_a_run_loads_nothing_before_its_first_step_that_it_does_not_use(run_folder):
     """Torch and Lightning are slow to load; nothing else that is slow is loaded for one step."""
-    loaded = set(json.loads((run_folder / "loaded.json").read_text()))
+    loaded = set(json.loads((run_folder / "loaded.json").read_text())["modules"])
     assert {"torch", "lightning.pytorch"} <= loaded
     assert {name: why for name, why in NEVER_BEFORE_THE_FIRST_STEP.items() if name in loaded} == {}
+
+
+def test_garbage_is_collected_as_usual_when_the_trainer_is_made(run_folder):
+    code = "import gc, json; print(json.dumps(gc.get_threshold()))"
+    usual = json.loads(python(code, run_folder).stdout)
+    assert json.loads((run_folder / "loaded.json").read_text())["thresholds"] == usual
+
+
+@pytest.mark.parametrize("chosen", [(0, 10, 10), (5000, 20, 20)])
+def test_thresholds_that_a_module_sets_while_it_is_imported_stay(chosen):
+    before = gc.get_threshold()
+    try:
+        collect_rarely()
+        assert gc.get_threshold() != before
+        gc.set_threshold(*chosen)
+        collect_as_usual()
+        assert gc.get_threshold() == chosen
+        collect_rarely()  # a second start in a process whose thresholds somebody chose
+        assert gc.get_threshold() == chosen
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize(
