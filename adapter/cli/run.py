@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .parser import add_overrides
+from .parser import add_overrides, at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start at step 0")
     parser.add_argument(
         "--allow-changed", action="store_true", help="resume although the job is not the one of the checkpoint"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="continue from the newest checkpoint, at most N times, after a rank was killed or preempted",
     )
     parser.add_argument(
         "--reset",
@@ -46,4 +53,8 @@ def run(args: argparse.Namespace) -> int:
         allow_changed=args.allow_changed,
         began_with_process=True,
     )
+    if args.restarts:
+        from ..run.restarts import run_with_restarts
+
+        return run_with_restarts(options, args.restarts)
     return run_job(options)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import json
 import logging
 import os
 import platform
@@ -40,6 +42,7 @@ from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger, trains_in_copies
 from ...callbacks.logged_steps import keep_logged_steps
 from ...callbacks.rank_channel import Channel
+from ...reporters.events.event_log import EventLog
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..cluster.job_context import host_name
 from ..contract.exceptions import StartupContractError, TrainingCanceled
@@ -49,6 +52,7 @@ from ..plumbing.safe_open import PRIVATE_FILE, read_own
 from .rank_files import FOLDER
 from .ranks import (
     POLL_S,
+    STORE,
     RankProcesses,
     RankZero,
     failed_ranks,
@@ -157,20 +161,20 @@ def _store_on_loopback(trainer: pl.Trainer) -> Iterator[None]:
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     is_elsewhere = trainer.num_nodes > 1 or dist.is_initialized()
+    supervised = os.environ.pop(STORE, None)
+    if supervised is not None and isinstance(environment, LightningEnvironment):  # it has set the variables, too
+        _open_store(environment, int(supervised))
+        yield
+        return
     if is_elsewhere or not isinstance(environment, LightningEnvironment) or environment.creates_processes_externally:
         yield
         return
-    _stores.clear()
     try:
-        listener = socket.create_server((environment.main_address, port := environment.main_port))
+        listener = socket.create_server((environment.main_address, environment.main_port))
     except OSError:  # torch will raise the same error, and `explain` recognizes it
         yield
         return
-    _stores.append(
-        dist.TCPStore(  # type: ignore[attr-defined]
-            environment.main_address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-    )
+    _open_store(environment, listener.detach())
     variables = {"TORCHELASTIC_USE_AGENT_STORE": str(True), "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ.update(variables)
     try:
@@ -178,6 +182,14 @@ def _store_on_loopback(trainer: pl.Trainer) -> Iterator[None]:
     finally:
         for name in variables:
             os.environ.pop(name, None)
+
+
+def _open_store(environment: LightningEnvironment, listener: int) -> None:
+    address, port = environment.main_address, environment.main_port
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener
+    )
+    _stores[:] = [store]
 
 
 def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> None:
@@ -225,6 +237,38 @@ def _run_of(logger: Any) -> str:
     """Return the id of the logger's run. Accessing the run creates it or finds it on the server."""
     run = logger.experiment
     return str(logger.run_id if isinstance(logger, MLFlowLogger) else run.id)
+
+
+class RestartTimes(pl.Callback):
+    """Logs as metrics how long each part of a restart took, from the death of a rank to the first new batch.
+
+    Args:
+        event_log: The open log.
+        times: The supervisor's `TIMES`.
+    """
+
+    def __init__(self, event_log: EventLog, times: str) -> None:
+        self._event_log = event_log
+        self._times: dict[str, float] = {**json.loads(times), "prepared": time.time()}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._times.setdefault("met", time.time())
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._times.setdefault("loaded", time.time())
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+        if not self._times:
+            return
+        times = [*self._times.values(), time.time()]
+        parts = ("end", "fork", "prepare", "meet", "load", "first_batch")
+        seconds = (later - earlier for earlier, later in itertools.pairwise(times))
+        metrics = {f"restart/{part}_s": part_s for part, part_s in zip(parts, seconds, strict=True)}
+        self._event_log.metrics(metrics | {"restart/seconds": times[-1] - times[0]}, step=trainer.global_step)
+        self._times.clear()
 
 
 class NodeCheck(pl.Callback):

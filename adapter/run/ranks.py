@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -65,6 +66,12 @@ PAUSE_PATIENCE_S = 15.0
 RANK_ZERO_PATIENCE_S = 5.0
 """How long another rank may take to end by itself after rank zero has ended."""
 _RANK_ZERO_PROCESS = "GENLIGHT_RANK_ZERO_PID"
+DEATHS = "GENLIGHT_DEATHS"
+"""Variable of a supervisor: the descriptor from which rank zero reads lines with a rank that ended, and its code."""
+STORE = "GENLIGHT_STORE"
+"""Variable of a supervisor: the descriptor of the port at which rank zero opens the store."""
+TIMES = "GENLIGHT_RESTART"
+"""Variable of a supervisor: when a rank died, all had ended, and this one was forked, in seconds since 1970."""
 
 
 class FailedElsewhere(RankFailedError):
@@ -118,7 +125,9 @@ class RankWatch:
 
 
 class RankProcesses:
-    """The processes of other ranks that Lightning started from this one; none if another launcher starts them.
+    """The processes of other ranks that Lightning started from this one, or that a supervisor of `restarts.py` forked.
+
+    There are none if another launcher starts them.
 
     Lightning's own observer kills all processes, including this one, up to five seconds after one has died. That may
     be before the run has reported it. `failed` therefore disables the observer; a `RankWatch` sees a death sooner.
@@ -126,6 +135,9 @@ class RankProcesses:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
+        descriptor = os.environ.pop(DEATHS, None)
+        self._deaths = None if descriptor is None else int(descriptor)
+        self._ended: tuple[int, int] | None = None
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
         return getattr(self._trainer.strategy.launcher, "procs", [])
@@ -135,6 +147,11 @@ class RankProcesses:
         for thread in threading.enumerate() if self._processes() else ():
             if thread.name == "child-process-observer":
                 thread._child_processes = []  # type: ignore[attr-defined]  # an observer without children ends
+        if self._deaths is not None and self._ended is None and select.select([self._deaths], [], [], 0)[0]:
+            rank, code = os.read(self._deaths, 64).split()[:2]
+            self._ended = int(rank), int(code)
+        if self._ended is not None:
+            return self._ended
         first = self._trainer.global_rank + 1
         codes = ((rank, process.poll()) for rank, process in enumerate(self._processes(), start=first))
         return next(((rank, code) for rank, code in codes if code), None)

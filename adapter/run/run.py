@@ -59,6 +59,8 @@ class RunOptions:
     """Resume although the job differs from the checkpoint's."""
     began_with_process: bool = False
     """Whether a time limit counts from the start of the process (as for the command line) or from the call."""
+    age_s: float | None = None
+    """Seconds since the run began, if it began before this process and before the call."""
     lifecycle: JobLifecycleClient | None = None
     """Control plane that hands out runs and gets claim, heartbeats and outcome. No setting of a job creates one."""
 
@@ -113,7 +115,7 @@ def _session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Se
     stop = StopSources(
         config.cancel_file_path,
         max_runtime_s=config.max_runtime_seconds or None,
-        age_s=None if options.began_with_process else 0.0,
+        age_s=None if options.age_s is None and options.began_with_process else options.age_s or 0.0,
         canceled=config.canceled,
         signals=signals,
     )

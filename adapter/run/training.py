@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from ..module.plugin_loading import (
 from ..plumbing.garbage import collect_as_usual
 from ..plumbing.redaction import safe_str
 from .proof import changes_since_proof
+from .ranks import TIMES
 from .report import is_input_error, shown_path, working_directory
 from .session import Completion, Session
 from .start import Start, decide_start
@@ -158,7 +160,7 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
     from ...callbacks.hook.events import callbacks_of, run_state_of
     from ...callbacks.upload_artifacts import UploadArtifacts
     from ...reporters.events.event_logger import RecordEvents
-    from .fit import NodeCheck
+    from .fit import NodeCheck, RestartTimes
 
     attempt = 1 if session.event_log is None else session.event_log.attempt
     state = run_state_of(trainer)
@@ -175,6 +177,8 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
         callbacks_of(trainer).append(NodeCheck(config.artifacts_dir, plugin))
     if session.event_log is not None:
         callbacks_of(trainer).insert(0, RecordEvents(session.event_log, metadata))
+        if (times := os.environ.pop(TIMES, None)) is not None:
+            callbacks_of(trainer).append(RestartTimes(session.event_log, times))
     if session.uploader is not None:
         callbacks_of(trainer).append(UploadArtifacts(session.uploader))
 
