@@ -1,8 +1,9 @@
-"""List runs: state, step, age, speed, loss, best score and size.
+"""List runs: state, step, age, speed, loss, best score, size, device hours and cost.
 
 A run is lost if its process, on this host or another, has ended without reporting how. BEST is the score that the job
-names in `checkpoints.monitor`. RESTART says whether the steps that the newest attempt repeated after a restart have the
-same bits as before it.
+names in `checkpoints.monitor`. HOURS are those of all attempts, times their number of processes; COST is HOURS times
+the `price_per_device_hour` of the job. RESTART says whether the steps that the newest attempt repeated after a restart
+have the same bits as before it.
 
 Exit codes: 0 done, 2 usage.
 """
@@ -20,7 +21,7 @@ from ..view.summary import RunSummary, figures_of, find_runs, summary_of
 from .parser import folder_of_runs
 from .terminal import aligned, print_error, say, say_json, styled
 
-_HEADER = ("STATE", "RUN", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "UPLOADS", "RESTART", "HOW IT ENDED")
+_HEADER = ("STATE", "RUN", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "HOURS", "COST", "UPLOADS", "RESTART")
 _STYLES = {"completed": "ok", "stopped": "warning", "failed": "fault", "lost": "fault"}
 _WATCH_EVERY_S = 2.0
 
@@ -68,12 +69,13 @@ def _runs(folder: Path) -> list[RunSummary]:
 
 def _lines(runs: list[RunSummary], folder: Path) -> list[tuple[str, str]]:
     """Return the lines of the table, each with its style."""
-    rows = [_HEADER]
+    rows = [(*_HEADER, "HOW IT ENDED")]
     for each in runs:
         name = str(each.path.relative_to(folder) if each.path != folder else each.path)
         age = str(timedelta(seconds=max(round(time.time() - each.alive_at_ms / 1000), 0)))
         figures = figures_of(each.as_json())
         score = "" if each.score is None else f"{each.score[0]} {each.score[1]:.4g}"
         start = (each.state, name, figures["steps"], age, figures["speed"], figures["loss"], score)
-        rows.append((*start, size_text(each.size_bytes), figures["uploads"], figures["restart"], each.ending))
+        spent = (size_text(each.size_bytes), figures["hours"], figures["cost"])
+        rows.append((*start, *spent, figures["uploads"], figures["restart"], each.ending))
     return list(zip(aligned(rows), ["dim", *(_STYLES.get(each.state, "") for each in runs)], strict=True))

@@ -1,6 +1,7 @@
 """Show the runs below a folder live in a browser: curves, samples, checkpoints and findings.
 
-On the page you can stop a run and download checkpoints and pictures. Only this machine can reach it, unless you name
+On the page you can stop a run and download checkpoints and pictures. `/metrics` has the figures of all runs for
+Prometheus, `/runs.json` the list as JSON. Only this machine can reach it, unless you name
 another address with --host. Then the page requires the token that is part of the printed address.
 
 Exit codes: 0 ended by Ctrl-C, 2 usage.
@@ -11,12 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ipaddress
+import re
 import secrets
 import socket
 
 from ..contract.exceptions import UsageError
 from .parser import folder_of_runs
 from .terminal import say
+
+_PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="allow the name of a proxy; may be repeated"
     )
+    parser.add_argument(
+        "--prefix",
+        default="",
+        type=_prefix,
+        metavar="PATH",
+        help="path below which a proxy shows it, such as /runs",
+    )
+
+
+def _prefix(text: str) -> str:
+    path = f"/{text.strip('/')}" if text.strip("/") else ""
+    if not _PATH.fullmatch(path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path of letters, digits and - . _ ~, such as /runs")
+    return path
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(text) from None
     token = secrets.token_urlsafe(24) if args.token or not _is_of_this_machine(args.host) else None
     names = {socket.gethostname(), socket.getfqdn(), args.host, *args.allow_host}
-    app = application(args.dir, token=token, hosts=names if token else args.allow_host)
+    app = application(args.dir, token=token, hosts=names if token else args.allow_host, prefix=args.prefix)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     shown = socket.gethostname() if args.host in ("0.0.0.0", "::") else args.host  # noqa: S104 - what the user chose
     address = f"[{shown}]" if ":" in shown else shown
-    say(f"http://{address}:{listening.getsockname()[1]}/{f'?token={token}' if token else ''}")
+    say(f"http://{address}:{listening.getsockname()[1]}{args.prefix}/{f'?token={token}' if token else ''}")
     say(f"shows the runs below {args.dir} until Ctrl-C", style="dim")
     with listening, contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code: 0 ended, 1 still running."""
     folder, give_up_at = args.run, time.monotonic() + args.wait
-    summary = summary_of(folder, sizes=False)
+    summary = summary_of(folder, counts=False)
     if summary.state == "running":
         request_stop(folder)
         say(f"asked run {summary.run_id} on {summary.host} to stop, at step {summary.step}")
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
             text = f"{folder} still runs after {args.wait:g} s; it stops once its step, checkpoint and uploads are done"
             return print_error("stop", text, 1)
         time.sleep(_POLL_S)
-        summary = summary_of(folder, sizes=False)
+        summary = summary_of(folder, counts=False)
     withdraw_stop(folder)
     say(f"{folder}:", *summary.words)
     return 0

@@ -58,6 +58,7 @@ def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
     settings = {
         "trainer": job.trainer,
         "max_steps": job.max_steps,
+        "price_per_device_hour": job.price_per_device_hour,
         "hyperparams": {name: value for name, value in leaves(_public(job.hyperparams)) if not isinstance(value, str)},
         "dataset.batch_size": job.dataset and job.dataset.batch_size,
         "lightning": {name: value for name, value in job.lightning.items() if name in LOGGED_ARGUMENTS},

@@ -67,6 +67,7 @@ NonBlankReference: TypeAlias = Annotated[str, replace(NONBLANK, relative="refere
 FilePath: TypeAlias = Annotated[Path, _PATH]
 ArtifactPath: TypeAlias = Annotated[Path, replace(_PATH, code="startup.invalid_artifact_paths")]
 Minutes: TypeAlias = Annotated[float, Meta(ge=0), Rule("a number of minutes >= 0", math.isfinite)]
+Price: TypeAlias = Annotated[float, Meta(ge=0), Rule("a number >= 0", math.isfinite)]
 Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]
 Collate: TypeAlias = Annotated[
     str, Meta(pattern=r"^(torch|[^:\s]+:[^:\s]+)$"), Rule('"torch" or "module:function"', is_storable)
@@ -185,6 +186,8 @@ class JobSpec(Block, frozen=True, kw_only=True):
     """Tags for finding the run, stored in its events and checkpoint records."""
     notes: Annotated[Prose, example("wider layers")] = ""
     """Notes on the run, stored in its events and checkpoint records."""
+    price_per_device_hour: Annotated[Price, example(2.5)] | None = None
+    """Price of one device for one hour, in any currency; listings and pages then show what the run has cost."""
     trainer: Annotated[ImportPath, variable("TRAINER_PLUGIN"), example("my_trainer:Trainer")]
     """Import path of the trainer class; modules next to the job file are found."""
     trainer_api_version: Version = TRAINER_API_VERSION

@@ -162,7 +162,7 @@ def replay(run: Path, step: int, folder: Path, *, overrides: Sequence[str] = (),
     traces = read_traces(run)
     past = open_run(traces, folder, overrides)
     witnessed = [key[0] for recorded in traces.witness.values() for key in recorded.entries]
-    if step > (last := max([summary_of(run, sizes=False).step, *traces.records, *witnessed])):
+    if step > (last := max([summary_of(run, counts=False).step, *traces.records, *witnessed])):
         raise UsageError(f"{run} is not known to have trained step {step}; its last known step is {last}.")
     record = start_before(past, step)
     observer = _Observer(past, Replay(step, "" if record is None else record.name), with_debugger=with_debugger)

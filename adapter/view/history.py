@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import codecs
+import csv
 import itertools
 import json
 import math
 import os
+import re
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,7 +30,8 @@ from ..contract.exceptions import EventLogError
 from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
 from .checkpoints import checkpoint_facts, checkpoints_of_run
 from .differences import facts_of_run
-from .summary import RunSummary, Starts, summary_of
+from .log_search import Searches
+from .summary import RunSummary, summary_of
 
 FAULT_PREFIX = "diagnosis/"
 MOST_EVENTS = 2000
@@ -35,10 +39,27 @@ MOST_CURVES = 400
 MOST_KEPT = 1 << 15
 """Number of points at which a curve is thinned to a quarter."""
 LARGEST_RECORD = 1 << 20
-LARGEST_PICTURE = 600_000
-BEGINNING_BYTES = 16
+LARGEST_MEDIA = 600_000
+"""Maximum size of a picture or a recording that is put into a page, in bytes."""
+BEGINNING_BYTES = 4000
+"""Bytes that tell the kind of a file, and that are shown of a text."""
 LONGEST_TEXT = 2000
-_PICTURES = ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
+_MEDIA = {
+    "image/png": re.compile(rb"\x89PNG\r\n\x1a\n"),
+    "image/jpeg": re.compile(rb"\xff\xd8\xff"),
+    "image/gif": re.compile(rb"GIF8"),
+    "image/webp": re.compile(rb"RIFF....WEBP", re.DOTALL),
+    "audio/wav": re.compile(rb"RIFF....WAVE", re.DOTALL),
+    "audio/ogg": re.compile(rb"OggS"),
+    "audio/flac": re.compile(rb"fLaC"),
+    "audio/mpeg": re.compile(rb"ID3|\xff[\xf2\xf3\xfb]"),
+}
+"""Kinds of files that a page shows or plays, by their first bytes."""
+_TABLES = {".csv": ",", ".tsv": "\t"}
+MOST_ROWS = 20
+_REQUEST = frozenset({"name", "task", "prompt", "negative_prompt", "instruction", "source_image", "seed", "run_id"})
+_NOT_RETURNED = _REQUEST | {"step", "files"}
+"""Keys of a sample's record that its generator did not return."""
 
 
 class Curve:
@@ -108,14 +129,14 @@ class Budget:
 
     Attributes:
         points: Points of all curves together.
-        picture_bytes: Bytes of all pictures together.
+        media_bytes: Bytes of all pictures and recordings together.
         sample_steps: Number of steps with samples.
-        address_of: Returns the address of a picture, given its path in the run's folder, for a page that loads its
-            pictures. None puts their bytes into the page.
+        address_of: Returns the address of a picture or recording, given its path in the run's folder, for a page that
+            loads them. None puts their bytes into the page.
     """
 
     points: int = 40_000
-    picture_bytes: int = 1_500_000
+    media_bytes: int = 1_500_000
     sample_steps: int = 60
     address_of: Callable[[str], str] | None = None
 
@@ -225,18 +246,18 @@ class History:
         self.findings.append(_finding(level, step, text, remedy))
 
 
-def history_of(folder: Path, before: History | None = None, starts: Starts | None = None) -> History:
+def history_of(folder: Path, before: History | None = None, searches: Searches | None = None) -> History:
     """Read the run in `folder`, in bounded memory.
 
     Args:
         folder: Folder of a run.
         before: The history from an earlier call. If the log is still the same file, only new lines are read.
-        starts: See `summary_of`.
+        searches: See `summary_of`.
     """
     if before is None or not before.is_current:
-        history = History(summary_of(folder, starts=starts))
+        history = History(summary_of(folder, searches=searches))
     else:
-        history, before.summary = before, summary_of(folder, starts=starts)
+        history, before.summary = before, summary_of(folder, searches=searches)
     history.read_new()
     return history
 
@@ -276,7 +297,7 @@ def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
     if len(steps) > budget.sample_steps:
         last = len(steps) - 1
         steps = [steps[round(index * last / (budget.sample_steps - 1))] for index in range(budget.sample_steps)]
-    share = replace(budget, picture_bytes=budget.picture_bytes // max(sum(len(by_step[step]) for step in steps), 1))
+    share = replace(budget, media_bytes=budget.media_bytes // max(sum(len(by_step[step]) for step in steps), 1))
     for step in steps:
         for path in by_step[step]:
             try:
@@ -290,34 +311,60 @@ def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
                     "step": record.get("step"),
                     "name": str(record.get("name") or path.stem)[:LONGEST_TEXT],
                     "prompt": str(record.get("prompt") or "")[:LONGEST_TEXT],
+                    "returned": {name[:LONGEST_TEXT]: _brief(record[name]) for name in record.keys() - _NOT_RETURNED},
                     "files": [_file(samples, name, share) for name in names[:8]],
                 }
 
 
+def _brief(value: Any) -> str | float:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return value
+    return (value if isinstance(value, str) else json.dumps(value))[:LONGEST_TEXT]
+
+
 def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
-    """Return a file of a sample: a picture to show, or the reason why it is not shown."""
+    """Return a file of a sample: a picture or a recording, a text, a table, or the reason why it is not shown."""
     path, shown = samples / name, {"name": name[:LONGEST_TEXT]}
     if not path.resolve().is_relative_to(samples.resolve()):
         return {**shown, "note": "it is outside the run's samples"}
     try:
-        size = path.stat().st_size
-        content = read_beginning(path) if budget.address_of else read_regular(path, limit=LARGEST_PICTURE)
+        size, beginning = path.stat().st_size, read_beginning(path)
+        kind = media_kind(beginning)
+        if kind is None:
+            return {**shown, **_text(path, beginning, size)}
+        if budget.address_of is not None:
+            return {**shown, "kind": kind, "source": budget.address_of(f"{samples.name}/{name}")}
+        content = read_regular(path, limit=LARGEST_MEDIA)
     except UnsafeFileError as error:
         return {**shown, "note": f"not shown: {error.strerror}"}
     except OSError as error:
         return {**shown, "note": error.strerror or "it cannot be read"}
-    kind = picture_kind(content)
-    if kind is None:
-        return {**shown, "note": f"not a picture, {size:,} bytes"}
-    if budget.address_of is not None:
-        return {**shown, "source": budget.address_of(f"{samples.name}/{name}")}
-    if size > budget.picture_bytes:
+    if size > budget.media_bytes:
         return {**shown, "note": f"{size:,} bytes: too large for this page, see {path}"}
-    return {**shown, "source": f"data:image/{kind};base64,{base64.b64encode(content).decode()}"}
+    return {**shown, "kind": kind, "source": f"data:{kind};base64,{base64.b64encode(content).decode()}"}
+
+
+def _text(path: Path, beginning: bytes, size: int) -> dict[str, Any]:
+    """Return the beginning of a text or the first rows of a table; a note for any other file."""
+    rest = max(size - len(beginning), 0)
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(beginning, final=not rest)
+    except UnicodeDecodeError:
+        text = "\0"
+    if not all(each.isprintable() or each in "\t\r\n" for each in text):
+        return {"note": f"neither a picture nor a text, {size:,} bytes"}
+    more = {"note": f"{rest:,} more bytes are not shown"} if rest > 0 else {}
+    delimiter = _TABLES.get(path.suffix.lower())
+    if delimiter is None:
+        return {"text": text, **more}
+    lines = text.splitlines()[: -1 if rest > 0 else None]
+    rows = [row[:MOST_ROWS] for row in itertools.islice(csv.reader(lines, delimiter=delimiter), MOST_ROWS + 1)]
+    more = {"note": f"only the first {MOST_ROWS} rows are shown"} if rest > 0 or len(lines) > len(rows) else {}
+    return {"table": rows, **more}
 
 
 def read_beginning(path: Path) -> bytes:
-    """Return the first bytes of a file, for `picture_kind`."""
+    """Return the first bytes of a file, for `media_kind`."""
     descriptor = open_regular(path)
     try:
         return os.read(descriptor, BEGINNING_BYTES)
@@ -325,6 +372,9 @@ def read_beginning(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def picture_kind(content: bytes) -> str | None:
-    """Return the media subtype of a picture, by its first bytes; None for any other file, which a browser might run."""
-    return next((kind for magic, kind in _PICTURES if content.startswith(magic)), None)
+def media_kind(content: bytes) -> str | None:
+    """Return the media type of a picture or a recording, by its first bytes.
+
+    None for any other file, because a browser might run it.
+    """
+    return next((kind for kind, beginning in _MEDIA.items() if beginning.match(content)), None)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -33,19 +33,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..plumbing.safe_open import open_below
 from ..run.folder import LOCK_NAME, request_stop
 from .checkpoints import checkpoints_of_run
-from .history import BEGINNING_BYTES, Budget, History, history_of, picture_kind
+from .history import BEGINNING_BYTES, Budget, History, history_of, media_kind
+from .log_search import Searches
 from .page import facts_of, page_of, stamp
-from .summary import RunSummary, Starts, find_runs, modified_ms, summary_of
+from .prometheus import CONTENT_TYPE, exposition
+from .summary import COUNTED, RunSummary, find_runs, modified_ms, summary_of
 
 COOKIE = "genlight_token"
+HEALTH = "/healthz"
+"""Address that answers without a token, for probes."""
 MOST_AT_ONCE = 20
 """Maximum number of runs on a page."""
 MOST_HISTORIES = 16
 """Maximum number of runs kept in memory with their curves; the least recently requested are dropped."""
-SIZES_FOR_S = 0.3
-"""Seconds that one listing may spend on sizes and scores; later listings do the rest."""
+COUNTS_FOR_S = 0.3
+"""Seconds that one listing may spend on what `summary_of` counts; later listings do the rest."""
+POINTS = 60_000
+"""Points of all curves on a page."""
 _PIECE_BYTES = 1 << 20
-_SOURCES = "img-src 'self' data:; connect-src 'self'"
+_SOURCES = "img-src 'self' data:; media-src 'self'; connect-src 'self'"
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -70,9 +76,9 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        self._listed: dict[str, tuple[RunSummary, bool]] = {}
-        """The summary of each run by address, and whether its files were counted."""
-        self._starts: Starts = {}
+        self._listed: dict[str, tuple[RunSummary, float]] = {}
+        """The summary of each run by address, and when its files were last counted; 0 if not since it changed."""
+        self._searches: Searches = {}
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -93,19 +99,23 @@ class Runs:
             for path in find_runs(self.folder):
                 address = path.relative_to(self.folder).as_posix()
                 before = self._listed.get(address)
-                is_same = before is not None and before[0].state != "running" and not _has_changed(before[0])
-                seen = before if before and is_same else (summary_of(path, sizes=False, starts=self._starts), False)
-                listed[address] = seen
-            until = time.monotonic() + SIZES_FOR_S
-            for address, (seen_summary, is_counted) in listed.items():
-                if not is_counted and time.monotonic() < until:
-                    listed[address] = summary_of(seen_summary.path, starts=self._starts), True
+                if before is None or before[0].state == "running" or _has_changed(before[0]):
+                    summary = summary_of(path, counts=False, searches=self._searches)
+                    if before is not None:  # older counts are better than none
+                        summary = replace(summary, **{name: getattr(before[0], name) for name in COUNTED})
+                    before = summary, 0 if before is None or summary.state != "running" else before[1]
+                listed[address] = before
+            waiting = [each for each in listed if not listed[each][1] or listed[each][0].state == "running"]
+            until = time.monotonic() + COUNTS_FOR_S
+            for address in sorted(waiting, key=lambda each: listed[each][1]):
+                if time.monotonic() < until:
+                    listed[address] = summary_of(listed[address][0].path, searches=self._searches), time.monotonic()
             self._listed = listed
         newest_first = sorted(listed.items(), key=lambda each: (-(each[1][0].started_at_ms or 0), each[0]))
         return [{**summary.as_json(), "address": address} for address, (summary, _) in newest_first]
 
     def details(self, addresses: Sequence[str]) -> list[dict[str, Any]]:
-        """Return runs as in `History.as_json`, with addresses of pictures instead of their bytes.
+        """Return runs as in `History.as_json`, with addresses of pictures and recordings instead of their bytes.
 
         Raises:
             KeyError: There is no such run.
@@ -120,10 +130,10 @@ class Runs:
             if len(self._seen) > MOST_HISTORIES:
                 self._seen.popitem(last=False)
         budget = Budget(
-            points=20_000 // among, address_of=lambda path: f"file?{urlencode({'run': address, 'path': path})}"
+            points=POINTS // among, address_of=lambda path: f"file?{urlencode({'run': address, 'path': path})}"
         )
         with seen.lock:
-            seen.history = history_of(folder, seen.history, self._starts)
+            seen.history = history_of(folder, seen.history, self._searches)
             return {**seen.history.as_json(budget), "address": address}
 
 
@@ -132,39 +142,46 @@ def _has_changed(summary: RunSummary) -> bool:
     return max(modified_ms(summary.log), modified_ms(summary.path / LOCK_NAME)) > summary.alive_at_ms
 
 
-def application(folder: Path, *, token: str | None = None, hosts: Collection[str] = ()) -> Starlette:
+def application(folder: Path, *, token: str | None = None, hosts: Collection[str] = (), prefix: str = "") -> Starlette:
     """Return the application for the runs below `folder`.
 
     Args:
         folder: Folder with runs below it.
         token: The token that every request must have, in a cookie or as a bearer token; None means no token.
         hosts: Host names that requests may use. Addresses and ``localhost`` are always allowed.
+        prefix: Path below which a proxy shows the application, such as ``/runs``, whether it removes it or not.
     """
     pages = _Pages(Runs(folder))
     routes = [
         Route("/", pages.shell("runs.json", "Runs")),
         Route("/run", pages.shell("data.json", "Run")),
         Route("/runs.json", pages.listing),
+        Route("/metrics", pages.metrics),
+        Route(HEALTH, lambda _: PlainTextResponse("ok\n")),
         Route("/data.json", pages.data),
         Route("/file", pages.file),
         Route("/checkpoint", pages.checkpoint),
         Route("/stop", pages.stop, methods=["POST"]),
     ]
-    guard = Middleware(_Guard, token=token, hosts=frozenset(name.lower() for name in hosts))
-    return Starlette(routes=routes, middleware=[guard, Middleware(GZipMiddleware)])
+    guard = Middleware(_Guard, token=token, hosts=frozenset(name.lower() for name in hosts), prefix=prefix)
+    return Starlette(routes=routes, middleware=[guard, Middleware(GZipMiddleware, compresslevel=5)])
 
 
 class _Guard:
     """Refuses requests for foreign host names or without the token, and adds security headers to each answer."""
 
-    def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str]) -> None:
-        self._app, self._token, self._hosts = app, token, hosts
+    def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str], prefix: str) -> None:
+        self._app, self._token, self._hosts, self._prefix = app, token, hosts, prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        if self._prefix and f"{scope['path']}/".startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
         request = Request(scope)
         answer = self._refusal(request)
+        if answer is None and not scope["path"]:  # relative addresses need the slash
+            answer = RedirectResponse(f"{self._prefix}/", 307)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -180,9 +197,9 @@ class _Guard:
         if not self._is_ours(host):
             text = f"{host!r} is not a name of this server; add it with `genlight serve --allow-host NAME`"
             return PlainTextResponse(text, 421)
-        if request.method == "POST" and not _is_from_our_page(request, host):
+        if request.method == "POST" and not self._is_from_our_page(request, host):
             return PlainTextResponse("only a page of this server may request that", 403)
-        if self._token is None:
+        if self._token is None or request.scope["path"] == HEALTH:
             return None
         if (token := request.query_params.get("token")) is not None and request.method == "GET":
             return self._welcome(request, token)
@@ -198,11 +215,20 @@ class _Guard:
         rest = urlencode([pair for pair in parse_qsl(request.url.query) if pair[0] != "token"])
         # A relative redirect, so that the request cannot choose its destination.
         answer = RedirectResponse(f"?{rest}" if rest else "?", 303)
-        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", path=f"{self._prefix}/")
         return answer
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), (self._token or "").encode())
+
+    def _is_from_our_page(self, request: Request, host: str) -> bool:
+        """Return whether a page of this server sent the request; other sites can set neither header nor origin.
+
+        The scheme does not count, and the host may be an allowed one, because a proxy with TLS changes both.
+        """
+        scheme, _, origin = request.headers.get("origin", f"http://{host}").partition("://")
+        is_known = origin == host or (urlsplit(f"//{origin}").hostname or "") in self._hosts
+        return request.headers.get("x-genlight") == "stop" and scheme in ("http", "https") and is_known
 
     def _is_ours(self, host: str) -> bool:
         """Return whether a ``Host`` is an address or a known name; only an unknown name can come from another site."""
@@ -217,12 +243,6 @@ class _Guard:
         except ValueError:
             return False
         return True
-
-
-def _is_from_our_page(request: Request, host: str) -> bool:
-    """Return whether a page of this server sent the request; other sites can set neither the header nor the origin."""
-    origin = request.headers.get("origin")
-    return request.headers.get("x-genlight") == "stop" and origin in (None, f"{request.url.scheme}://{host}")
 
 
 class _Pages:
@@ -240,6 +260,10 @@ class _Pages:
         """Return the summaries of all runs."""
         return _json(request, {"list": self._runs.listing(), "folder": str(self._runs.folder), **stamp()})
 
+    def metrics(self, request: Request) -> Response:
+        """Return the figures of all runs for Prometheus."""
+        return PlainTextResponse(exposition(self._runs.listing(), int(time.time() * 1000)), media_type=CONTENT_TYPE)
+
     def data(self, request: Request) -> Response:
         """Return all details of the requested runs."""
         addresses = list(dict.fromkeys(request.query_params.getlist("run")))
@@ -252,7 +276,7 @@ class _Pages:
         return _json(request, {**facts_of(runs), "folder": str(self._runs.folder)})
 
     def file(self, request: Request) -> Response:
-        """Return a file of a run's samples: a picture is shown, any other file is downloaded."""
+        """Return a file of a run's samples: a picture is shown, a recording is played, any other file is downloaded."""
         path = request.query_params.get("path", "")
         if not path.startswith("samples/"):
             return PlainTextResponse("only files of samples are available here", 404)
@@ -261,13 +285,12 @@ class _Pages:
             descriptor = self._open(folder, path)
         except (KeyError, OSError):
             return PlainTextResponse("there is no such file", 404)
-        kind = picture_kind(os.pread(descriptor, BEGINNING_BYTES, 0))
+        kind = media_kind(os.pread(descriptor, BEGINNING_BYTES, 0))
         size = os.fstat(descriptor).st_size
         headers = {**_FILE_HEADERS, "Content-Length": str(size)}
         if kind is None:
             headers["Content-Disposition"] = "attachment"
-        media = "application/octet-stream" if kind is None else f"image/{kind}"
-        return _Files(_pieces(descriptor, size), media, headers, [descriptor])
+        return _Files(_pieces(descriptor, size), kind or "application/octet-stream", headers, [descriptor])
 
     def checkpoint(self, request: Request) -> Response:
         """Return a checkpoint as a tar archive: its record and its files, as in the run's folder."""

@@ -1,7 +1,6 @@
-"""Summary of a run from its folder: state, progress, loss, best score.
+"""Summary of a run from its folder: state, progress, loss, best score, device time and cost.
 
-Only the end of an event log and its newest ``started`` line are read, so that a thousand long logs are listed quickly.
-Lines that cannot be read are skipped: the log may be torn, written by another release, or still being written.
+`log_search` reads its event log, so that a thousand long logs are listed quickly.
 """
 
 from __future__ import annotations
@@ -11,46 +10,30 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.selection import best_first, monitored
-from ...reporters.events.event import (
-    STOP_REASONS,
-    Completed,
-    Event,
-    Failed,
-    Finding,
-    Metric,
-    Started,
-    decode_event,
-)
-from ...reporters.events.json_lines import LONGEST_LINE, has_long_holes
-from ...reporters.events.reader import evaluation_stage, log_of_run
+from ...reporters.events.event import STOP_REASONS, Completed, Event, Failed, Metric
+from ...reporters.events.reader import log_of_run
 from ...reporters.uploads.queue import count_waiting
 from ..plumbing.file_lock import is_held
 from ..plumbing.safe_open import open_regular
 from ..run.folder import LOCK_NAME, last_holder
 from .checkpoints import checkpoints_of_run
+from .log_search import Search, Searches, job_of, last_step_of, metadata_of, read_tail, search_log, sketch
 
 State = Literal["running", "stopped", "completed", "failed", "lost"]
 
-_BLOCK_BYTES = 1 << 20
-TAIL_BYTES = 32 << 10
-"""Bytes to read from the end of a log: about two hundred lines."""
 DEEPEST = 4
 """Maximum depth of the search for runs."""
 SILENT_S = 300.0
 """Seconds without activity after which a run whose lock cannot be checked counts as lost."""
 SILENT_GAPS = 10.0
 """The same limit as a multiple of the longest gap between its last events; the larger of the two counts."""
-Start = tuple[Started | None, Finding | None]
-"""The newest ``started`` of an attempt that trains, and the proof of its resume, if it repeated steps."""
-Starts = dict[tuple[int, int], tuple[int, Start]]
-"""The byte up to which each log was searched, and its newest start, by device and inode of the log."""
 _CLOCK_MARGIN_MS = 2000
 """A lock taken this much later than the last event belongs to the next attempt."""
 
@@ -79,6 +62,11 @@ class RunSummary:
         score: Name and value of the best score among the remaining checkpoints; None if the job has no `monitor`.
         size_bytes: Size of all its files.
         waiting_uploads: Number of uploads that are not delivered yet.
+        checkpoint_ms: When the newest checkpoint was saved, in milliseconds since 1970; None if there is none.
+        losses: A few values of the loss from the whole run, by ascending step.
+        device_hours: Hours of all attempts, times their number of processes; None before the first attempt.
+        cost: Device hours times the job's `price_per_device_hour`; None without a price.
+        attempt_goodput: Share of the newest attempt's time that was spent on training steps; None if not reported yet.
         host: Host of the newest attempt.
         proof: The steps that the newest attempt repeated after a restart, compared with their first time: ``level``
             (``ok`` or ``warn``), ``step`` and ``text``; None if it compared none.
@@ -104,6 +92,11 @@ class RunSummary:
     score: tuple[str, float] | None = None
     size_bytes: int = 0
     waiting_uploads: int = 0
+    checkpoint_ms: int | None = None
+    losses: tuple[float, ...] = ()
+    device_hours: float | None = None
+    cost: float | None = None
+    attempt_goodput: float | None = None
     host: str = ""
     proof: Mapping[str, Any] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -155,17 +148,21 @@ class RunSummary:
         }
 
 
+COUNTED = ("score", "size_bytes", "waiting_uploads", "checkpoint_ms", "losses")
+"""Fields that `summary_of` fills only with `counts`."""
 _RESTART_WORDS = {"ok": "same bits", "warn": "differs"}
 
 
 def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return steps, speed, loss, uploads and restart of a run (from `RunSummary.as_json`) as texts for a table."""
+    """Return figures of a run (from `RunSummary.as_json`) as texts for a table."""
     of = f"/{run['max_steps']}" if run["max_steps"] else ""
-    loss, speed = run["loss"], run["steps_per_s"]
+    loss, speed, hours, cost = run["loss"], run["steps_per_s"], run["device_hours"], run["cost"]
     return {
         "steps": f"{run['step']}{of}",
         "speed": "" if speed is None else f"{speed:.3g}/s",
         "loss": "" if loss is None else f"{loss:.4g}" if isinstance(loss, float) else str(loss),
+        "hours": "" if hours is None else f"{hours:,.2f}",
+        "cost": "" if cost is None else f"{cost:,.2f}",
         "uploads": f"{run['waiting_uploads']} wait" if run["waiting_uploads"] else "",
         "restart": "" if run["proof"] is None else _RESTART_WORDS.get(run["proof"]["level"], ""),
     }
@@ -197,33 +194,34 @@ def find_runs(folder: Path, *, depth: int = DEEPEST) -> list[Path]:
 
 
 def summary_of(
-    folder: Path, *, now_ms: int | None = None, sizes: bool = True, starts: Starts | None = None
+    folder: Path, *, now_ms: int | None = None, counts: bool = True, searches: Searches | None = None
 ) -> RunSummary:
     """Return the summary of the run in `folder`.
 
     Args:
         folder: A folder from `find_runs`.
         now_ms: The time, in milliseconds since 1970; None means now.
-        sizes: Whether to count files and uploads and to read scores of checkpoints. It takes longer than the rest.
-        starts: Cache of the newest ``started`` of each log, for callers that read logs repeatedly.
+        counts: Whether to fill the fields in `COUNTED` as well. It takes longer than the rest.
+        searches: The search of each log so far, for callers that read logs repeatedly.
     """
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     log = log_of_run(folder)
-    tail, (started, proof), later_failure = _ends(log, {} if starts is None else starts)
+    tail, search, later_failure, losses = _read(log, {} if searches is None else searches, counts=counts)
+    started, proof = search.started, search.proof
     holder = last_holder(folder)
     end = next((event for event in reversed(tail) if not isinstance(event, Metric)), None)
     end = end if isinstance(end, Completed | Failed) else None
-    listed = checkpoints_of_run(folder) if sizes else []
+    listed = checkpoints_of_run(folder) if counts else []
     checkpoints = [each.record for each in listed if each.record is not None]
-    metadata = started.metadata if started is not None and isinstance(started.metadata, dict) else {}
-    job = metadata.get("job")
-    max_steps = job.get("max_steps") if isinstance(job, dict) else None
+    metadata = metadata_of(started)
+    max_steps = job_of(metadata).get("max_steps")
     if not isinstance(max_steps, int):
         max_steps = next((record.max_steps for record in reversed(checkpoints) if record.max_steps), None)
     newest = tail[-1] if tail else started
     signs = [newest.timestamp_ms if newest is not None else 0, modified_ms(log), modified_ms(folder / LOCK_NAME)]
     state, detail = _state(folder, log, end, tail, max(signs), now_ms, holder, metadata)
     attempt = started.attempt if started is not None and isinstance(started.attempt, int) else 1
+    spent = search.end_attempt(now_ms if state == "running" else search.last_ms)
     host = metadata.get("host") or holder.get("host") or ""
     run_id = newest.run_id if newest is not None else holder.get("run_id")
     return RunSummary(
@@ -234,7 +232,7 @@ def summary_of(
         detail=detail,
         later_failure="" if state == "running" else later_failure,
         resumable=isinstance(end, Failed) and end.resumable is True,
-        step=max([0, *(record.step for record in checkpoints[-1:])]) if newest is None else _step(tail),
+        step=max([0, *(record.step for record in checkpoints[-1:])]) if newest is None else last_step_of(tail),
         max_steps=max_steps,
         last_step=metadata.get("last_step"),
         ranks=metadata.get("ranks") or next((record.world_size for record in reversed(checkpoints)), None),
@@ -242,121 +240,37 @@ def summary_of(
         started_at_ms=None if started is None else started.timestamp_ms,
         alive_at_ms=max(signs),
         steps_per_s=_speed(tail),
-        loss=loss_among(tail),
+        loss=None if (loss := _newest_loss(tail)) is None else loss.number,
         score=_best_score(checkpoints),
-        size_bytes=_size(folder) if sizes else 0,
-        waiting_uploads=count_waiting(folder) if sizes else 0,
+        size_bytes=_size(folder) if counts else 0,
+        waiting_uploads=count_waiting(folder) if counts else 0,
+        checkpoint_ms=max((record.created_at_ms for record in checkpoints), default=None),
+        losses=tuple(losses),
+        device_hours=None if search.newest is None else round(spent.device_s / 3600, 4),
+        cost=None if spent.cost is None else round(spent.cost, 4),
+        attempt_goodput=search.goodput,
         host=str(host),
         proof=None if proof is None else {"level": proof.level, "step": proof.step, "text": proof.text},
         metadata=metadata,
     )
 
 
-def _ends(log: Path, starts: Starts) -> tuple[list[Event], Start, str]:
-    """Return the last events of the newest attempt that trained, its start, and the error of a later start.
+def _read(log: Path, searches: Searches, *, counts: bool) -> tuple[list[Event], Search, str, list[float]]:
+    """Return the last events of the newest attempt that trained, a search, the error of a later start, and losses.
 
     All are empty if the log is absent or unreadable.
     """
     try:
         descriptor = open_regular(log)
     except OSError:
-        return [], (None, None), ""
+        return [], Search(), "", []
     try:
-        events, later_failure = _tail(descriptor)
-        return events, _newest_start(descriptor, starts), later_failure
+        events, later_failure = read_tail(descriptor)
+        loss = _newest_loss(events)
+        losses = sketch(descriptor, loss.name) if counts and loss is not None else []
+        return events, search_log(descriptor, searches), later_failure, losses
     finally:
         os.close(descriptor)
-
-
-def _tail(descriptor: int) -> tuple[list[Event], str]:
-    """Return the last events of the newest attempt that trained, oldest first, and the error of a later start.
-
-    A start that failed early leaves a ``failed`` without ``started``. Only such a line follows the end of an attempt,
-    has the category startup, or has step 0 after training.
-    """
-    begin = max(os.fstat(descriptor).st_size - TAIL_BYTES, 0)
-    lines = os.pread(descriptor, TAIL_BYTES, begin).split(b"\n")[(1 if begin else 0) : -1]
-    events: list[Event] = []
-    evaluation: list[Event] = []
-    later_failure = ""
-    for event in map(_decoded, lines):
-        if event is None:
-            continue
-        if isinstance(event, Started) and evaluation_stage(event) is None:
-            events, evaluation, later_failure = [event], [], ""
-        elif isinstance(event, Started) or evaluation:
-            evaluation = [event] if isinstance(event, Started) else [*evaluation, event]
-            later_failure = event.error if isinstance(event, Failed) else ""
-        elif isinstance(event, Failed) and any(not isinstance(each, Failed) for each in events):
-            is_start = isinstance(events[-1], Completed | Failed) or event.category == "startup"
-            is_start = is_start or event.step == 0 < _step(events)
-            later_failure = event.error if is_start else later_failure
-            events += [] if is_start else [event]
-        else:
-            events.append(event)
-    return events or evaluation, later_failure if events else ""
-
-
-def _newest_start(descriptor: int, starts: Starts) -> Start:
-    """Return the start of the newest attempt that trains.
-
-    The log is read from its end in blocks, because a mapping would count as memory.
-    """
-    status = os.fstat(descriptor)
-    log = status.st_dev, status.st_ino
-    searched, known = starts.get(log, (0, (None, None)))
-    if searched > status.st_size:  # another file has taken its place
-        searched, known = 0, (None, None)
-    end, rest, complete_until = status.st_size, b"", None
-    if has_long_holes(descriptor):  # only the beginning is real; a search would read gigabytes
-        end = min(end, _BLOCK_BYTES)
-    found: Started | None = None
-    proof: Finding | None = None
-    while end > searched and found is None:
-        begin = max(end - _BLOCK_BYTES, searched)
-        block = os.pread(descriptor, end - begin, begin) + rest
-        first = block.find(b"\n") + 1 if begin > searched else 0
-        if complete_until is None:
-            complete_until = begin + block.rfind(b"\n") + 1
-        if begin == searched or first:
-            found, place = _last_event(block[first:], b'"started"', _trains)
-            proof = proof or _last_event(block[first + place :], b'"resume_proof"', _is_proof)[0]
-        rest, end = (block[:first] if first else block), begin
-        if len(rest) > LONGEST_LINE:  # no event is so long: the log is broken here, but maybe not at its start
-            rest, end = b"", min(end, searched + _BLOCK_BYTES)
-    newest = (found, proof) if found is not None else (known[0], proof or known[1])
-    starts[log] = complete_until or searched, newest
-    return newest
-
-
-def _last_event(block: bytes, mark: bytes, accepts: Callable[[Event | None], Any]) -> tuple[Any, int]:
-    """Return the event on the last complete line of `block` that has `mark` and is accepted, and where it begins.
-
-    None and 0 if there is none.
-    """
-    at = block.rfind(mark)
-    while at >= 0:
-        begin, end = block.rfind(b"\n", 0, at) + 1, block.find(b"\n", at)
-        event = _decoded(block[begin:end]) if end > 0 else None
-        if accepts(event):
-            return event, begin
-        at = block.rfind(mark, 0, begin)
-    return None, 0
-
-
-def _trains(event: Event | None) -> bool:
-    return isinstance(event, Started) and evaluation_stage(event) is None
-
-
-def _is_proof(event: Event | None) -> bool:
-    return isinstance(event, Finding) and event.kind == "resume_proof"
-
-
-def _decoded(line: bytes) -> Event | None:
-    try:
-        return decode_event(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _state(
@@ -391,11 +305,6 @@ def _state(
     return "running", ""
 
 
-def _step(tail: list[Event]) -> int:
-    """Return the completed steps, from the newest line with a step."""
-    return next((event.step for event in reversed(tail) if not isinstance(event, Started)), 0)
-
-
 def _speed(tail: list[Event]) -> float | None:
     """Return the steps per second over the tail of one attempt."""
     metrics = [event for event in tail if isinstance(event, Metric)]
@@ -404,11 +313,11 @@ def _speed(tail: list[Event]) -> float | None:
     return (metrics[-1].step - metrics[0].step) / (metrics[-1].timestamp_ms - metrics[0].timestamp_ms) * 1000
 
 
-def loss_among(events: list[Event]) -> float | None:
-    """Return the last value of ``train/loss``, or of the last metric whose name ends in ``loss``."""
+def _newest_loss(events: list[Event]) -> Metric | None:
+    """Return the last ``train/loss``, or the last metric whose name ends in ``loss``."""
     losses = [event for event in events if isinstance(event, Metric) and event.name.endswith("loss")]
     named = [event for event in losses if event.name == "train/loss"]
-    return (named or losses)[-1].number if losses else None
+    return next(reversed(named or losses), None)
 
 
 def _best_score(records: list[CheckpointRecord]) -> tuple[str, float] | None:

@@ -23,7 +23,8 @@ from typing_extensions import override
 from ..plumbing.text import printable, size_text
 from ..run.folder import request_stop
 from .history import Budget, History, history_of
-from .summary import Starts, figures_of, is_run
+from .log_search import Searches
+from .summary import figures_of, is_run
 
 READ_EVERY_S = 1.0
 NEWEST = 4
@@ -69,7 +70,7 @@ class WatchRuns(App[None]):
         self._histories: dict[Path, History] = {}
         self._runs: dict[Path, dict[str, Any]] = {}
         """The runs that have started, as in `History.as_json`."""
-        self._starts: Starts = {}
+        self._searches: Searches = {}
         self._metric = ""
         self._smoothing = 0
         self._chosen = 0
@@ -100,7 +101,7 @@ class WatchRuns(App[None]):
         budget = Budget(address_of=lambda path: path)
         for folder in self._folders:
             if folder in self._histories or is_run(folder):
-                history = history_of(folder, self._histories.get(folder), self._starts)
+                history = history_of(folder, self._histories.get(folder), self._searches)
                 self._histories[folder] = history
                 self._runs[folder] = history.as_json(budget)
         self.call_from_thread(self._show)
@@ -263,7 +264,8 @@ def _checkpoint(row: Mapping[str, Any]) -> str:
 
 def _sample(sample: Mapping[str, Any]) -> list[str]:
     about = f"step {sample['step']}  {sample['name']}{': ' if sample['prompt'] else ''}{sample['prompt']}"
-    return [about, *(f"  {file['name']}{'  ' + file['note'] if 'note' in file else ''}" for file in sample["files"])]
+    shown = {file["name"]: file.get("text", "").partition("\n")[0] or file.get("note", "") for file in sample["files"]}
+    return [about, *(f"  {name}  {text}".rstrip() for name, text in shown.items())]
 
 
 def _ranks(run: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import EventLogError
-from genlight.adapter.view import summary
+from genlight.adapter.view import log_search
 from genlight.adapter.view.summary import summary_of
 from genlight.reporters import EventLog, read_events
 from genlight.reporters.events import event_log, json_lines, validation
@@ -92,7 +92,7 @@ def test_checking_a_long_log_needs_no_memory_for_it(tmp_path):
 @pytest.fixture
 def endless(tmp_path, monkeypatch):
     """A log whose second line has four times as many bytes as are read; they are fewer here."""
-    for module in (json_lines, summary):
+    for module in (json_lines, log_search):
         monkeypatch.setattr(module, "LONGEST_LINE", 2 << 20)
     path = tmp_path / "metrics" / "events.jsonl"
     path.parent.mkdir()
@@ -116,9 +116,9 @@ def test_a_line_of_more_bytes_than_any_run_writes_is_named_before_it_takes_memor
 
 def test_a_listing_takes_no_more_memory_for_it(endless, monkeypatch):
     looked_through = []
-    last_event = summary._last_event
+    search = log_search._search_lines
     monkeypatch.setattr(
-        summary, "_last_event", lambda block, *rest: looked_through.append(len(block)) or last_event(block, *rest)
+        log_search, "_search_lines", lambda seen, block: looked_through.append(len(block)) or search(seen, block)
     )
 
     assert summary_of(endless.parent.parent).run_id == "r"

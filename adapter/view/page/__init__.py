@@ -22,6 +22,8 @@ __all__ = ["LARGEST_PAGE", "facts_of", "page_of", "report", "stamp"]
 
 LARGEST_PAGE = 5_000_000
 """Bytes of a page that is written to a file."""
+_SCRIPTS = ("text.js", "charts.js", "samples.js", "run.js", "list.js", "page.js")
+"""Parts of the script of a page, in the order in which they need each other."""
 _SHARES = (1.0, 0.5, 0.2, 0.05, 0.01)
 
 
@@ -38,7 +40,7 @@ def report(histories: Sequence[History]) -> str:
             each.as_json(
                 Budget(
                     points=int(budget.points * part),
-                    picture_bytes=int(budget.picture_bytes * part),
+                    media_bytes=int(budget.media_bytes * part),
                     sample_steps=max(int(budget.sample_steps * share), 2),
                 )
             )
@@ -61,7 +63,7 @@ def stamp() -> dict[str, Any]:
     return {"made_at_ms": int(time.time() * 1000), "version": metadata.version("genlight")}
 
 
-def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data:") -> str:
+def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data:; media-src data:") -> str:
     """Return the HTML page that shows `data`.
 
     Args:
@@ -73,7 +75,7 @@ def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data
     text = json.dumps(data, allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
     style = _part("uPlot.min.css") + _part("page.css")
     uplot = f"/* uPlot {_part('uPlot.LICENSE').replace('*/', '')} */\n{_part('uPlot.iife.min.js')}"
-    script = _part("page.js")
+    script = "\n".join(map(_part, _SCRIPTS))
     filled = {
         "policy": f"default-src 'none'; script-src {hash_of(uplot)} {hash_of(script)}; style-src {hash_of(style)}; "
         f"{sources}; base-uri 'none'; form-action 'none'",

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from genlight.adapter.cli import main
-from genlight.adapter.view.summary import Starts, find_runs, summary_of
+from genlight.adapter.view.log_search import Searches
+from genlight.adapter.view.summary import find_runs, summary_of
 from genlight.reporters.events.event_log import EventLog
 from support.messages import refusal
 from support.seen_runs import start, wait_for_step
@@ -185,15 +186,15 @@ def test_uploads_that_wait_are_counted_and_names_of_folders_do_not_command_the_t
 
 
 def test_a_log_is_not_searched_twice_and_a_new_start_is_found(copy):
-    log, starts = copy("done") / "metrics" / "events.jsonl", {}
-    assert summary_of(log.parent.parent, starts=starts).attempts == 1
+    log, searches = copy("done") / "metrics" / "events.jsonl", {}
+    assert summary_of(log.parent.parent, searches=searches).attempts == 1
     with EventLog(log, run_id="done") as events:
         events.started(metadata={"notes": "x" * 100_000})
-        assert summary_of(log.parent.parent, starts=starts).attempts == 2
+        assert summary_of(log.parent.parent, searches=searches).attempts == 2
         events.metric(name="train/loss", value=1.0, step=41)
-    assert summary_of(log.parent.parent, starts=starts).metadata["notes"] == "x" * 100_000
+    assert summary_of(log.parent.parent, searches=searches).metadata["notes"] == "x" * 100_000
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:20]))
-    assert summary_of(log.parent.parent, starts=starts).attempts == 1
+    assert summary_of(log.parent.parent, searches=searches).attempts == 1
 
 
 def test_the_proof_of_the_newest_attempt_is_found_in_a_long_log(tmp_path):
@@ -207,16 +208,16 @@ def test_the_proof_of_the_newest_attempt_is_found_in_a_long_log(tmp_path):
             for step in range(lines):
                 log.metric(name="train/loss", value=0.5, step=step)
 
-    starts: Starts = {}
+    searches: Searches = {}
     write("", lines=10)
-    assert summary_of(tmp_path / "run", starts=starts).proof is None
+    assert summary_of(tmp_path / "run", searches=searches).proof is None
     write("proven", lines=20_000)
     for _ in range(2):
-        summary = summary_of(tmp_path / "run", starts=starts)
+        summary = summary_of(tmp_path / "run", searches=searches)
         assert summary.proof == {"level": "ok", "step": 3, "text": "proven"}
     assert "Resumed: proven." in summary.words
     write("", lines=10)
-    assert summary_of(tmp_path / "run", starts=starts).proof is None
+    assert summary_of(tmp_path / "run", searches=searches).proof is None
 
 
 def test_a_folder_that_is_no_run_is_refused(runs, tmp_path, capsys):

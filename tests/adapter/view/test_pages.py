@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import tarfile
 
@@ -47,36 +46,32 @@ def three(request):
     return request.getfixturevalue("site") + "run?run=done&run=broken&run=killed"
 
 
-def canvas(page):
-    """Scroll to the curves and return their position in the window."""
-    page.locator(".chart").scroll_into_view_if_needed()
-    return page.locator(".u-over").bounding_box()
-
-
-def hover(page):
-    box = canvas(page)
-    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + box["height"] / 2)
-    page.mouse.move(box["x"] + box["width"] / 3, box["y"] + box["height"] / 2)
-    return page.locator(".u-legend").inner_text()
+def enlarge(page, metric):
+    """Open the large chart of a metric; return the position of its plot in the window."""
+    page.get_by_role("button", name=f"enlarge {metric}").click()
+    return page.locator("dialog .u-over").bounding_box()
 
 
 def test_a_page_shows_runs_as_text(browser, three):
     with opened(browser, three) as page:
         text = page.locator("main").inner_text()
-        assert page.locator("main b, main img[src=x], main script").count() == 0
+        assert page.locator("main b img, main img[src=x], main script").count() == 0
         assert "no <b>luck</b>" in text
-        names = page.locator("#metric option").all_text_contents()
+        names = page.locator(".card .title").all_text_contents()
+        assert names[0] == "loss"
         assert "<img src=x onerror=alert(1)>" in names
         assert "bell\\u0007" in names
-        assert page.locator("canvas").count() == 1
+        wait_until(page, "document.querySelectorAll('.card canvas').length >= 3")
 
 
 def test_curves_react_to_zoom_hover_smoothing_and_axes(browser, three):
     with opened(browser, three) as page:
-        whole = page.evaluate(WIDTH)
-        assert re.search(r"done\s*[\d.]+\s*broken\s*[\d.]+", hover(page))
-        box = canvas(page)
-        middle = box["y"] + box["height"] / 2
+        box = enlarge(page, "train/loss")
+        whole, middle = page.evaluate(WIDTH), box["y"] + box["height"] / 2
+        page.mouse.move(box["x"] + box["width"] * 0.3, middle)
+        page.mouse.move(box["x"] + box["width"] / 3, middle)
+        assert {"done", "broken", "killed"} <= set(page.locator(".tip .name").all_text_contents())
+        assert "step" in page.locator(".tip").inner_text()
         page.mouse.move(box["x"] + box["width"] * 0.1, middle)
         page.mouse.down()
         page.mouse.move(box["x"] + box["width"] * 0.3, middle, steps=4)
@@ -84,35 +79,58 @@ def test_curves_react_to_zoom_hover_smoothing_and_axes(browser, three):
         assert page.evaluate(WIDTH) == pytest.approx(whole / 5, rel=0.1)
         page.mouse.dblclick(box["x"] + 20, middle)
         assert page.evaluate(WIDTH) == pytest.approx(whole)
-
-        page.locator("#zoom-in").focus()
-        page.keyboard.press("Enter")
+        page.locator("#zoom-in").press("Enter")
         assert page.evaluate(WIDTH) == pytest.approx(whole / 2)
         page.locator("#zoom-reset").press("Space")
+        values = page.get_by_role("group", name="values of train/loss")
+        assert values.locator("tbody th").all_text_contents() == ["done", "broken", "killed"]
+        page.keyboard.press("Escape")
+        assert page.locator("dialog").count() == 0
+
         page.locator("#smooth").press("End")
         page.locator("#log").check()
+        page.locator("#axis").select_option("clock")
+        enlarge(page, "train/loss")
         assert page.evaluate("window.chart.scales.y.distr") == 3
-        page.locator("#time").check()
         assert page.evaluate("window.chart.scales.x.min") > 1e9
-        page.locator("#metric").select_option("<img src=x onerror=alert(1)>")
-        assert "values of <img" in page.locator(".chart .wide").get_attribute("aria-label")
+        assert page.evaluate("window.chart.data.length") == 7, "each run smoothed, and as it is"
+        page.keyboard.press("Escape")
+        page.locator("#axis").select_option("elapsed")
+        page.locator("#metric").fill("onerror")
+        assert page.locator(".card:visible").count() == 1
 
 
-def test_pictures_show_over_steps_and_events_are_filtered(browser, three):
+def test_the_legend_filters_and_what_differs_names_only_the_runs_that_differ(browser, three):
     with opened(browser, three) as page:
-        picture = page.locator("figure img").first
-        picture.scroll_into_view_if_needed()
-        wait_until(page, "document.querySelector('figure img').naturalWidth == 16")
-        assert page.locator("output").first.inner_text() == "step 40"
-        page.locator(".steps").first.press("Home")
-        assert page.locator("output").first.inner_text() == "step 20"
-        assert "not a picture" in page.locator(".samples").first.inner_text()
+        styles = page.evaluate("[...Array(24).keys()].map((i) => color(i) + dash(i)).join(' ')").split()
+        assert len(set(styles)) == 24
+        page.get_by_label("show broken").uncheck()
+        enlarge(page, "train/loss")
+        assert page.evaluate("window.chart.data.length") == 3
+        page.keyboard.press("Escape")
+        page.locator("#runs").fill("kill")
+        assert page.locator(".legend li:visible").count() == 1
+        row = page.locator("#what-differs tr", has_text="hyperparams.lr")
+        assert row.locator("td").all_text_contents() == ["0.1 (2 runs)", "0.2broken"]
 
-        events = page.locator("section", has=page.locator(".kind")).first
+
+def test_samples_are_a_grid_and_events_are_filtered(browser, site):
+    with opened(browser, f"{site}run?run=done") as page:
+        assert page.locator(".samples thead th").all_text_contents() == ["step 40", "step 20"]
+        assert page.locator(".samples .prompt").all_text_contents() == ["a <b>cat</b>"]
+        assert "<script>alert(1)</script>" in page.locator(".samples td pre").first.inner_text()
+        page.locator(".samples img").first.scroll_into_view_if_needed()
+        wait_until(page, "document.querySelector('.samples img').naturalWidth == 16")
+        page.locator(".samples .picture").first.click()
+        assert page.locator("dialog img").get_attribute("alt") == "step 40, a <b>cat</b>"
+        page.keyboard.press("Escape")
+
+        page.locator("summary", has_text="events").click()
+        events = page.locator("details", has=page.locator(".kind"))
         assert "started" in events.locator("tbody").inner_text()
-        page.locator(".kind").first.select_option("checkpoint")
+        page.locator(".kind").select_option("checkpoint")
         assert set(events.locator("tbody td:nth-child(2)").all_text_contents()) == {"checkpoint"}
-        page.locator(".filter").first.fill("step-00000020")
+        page.locator(".filter").fill("step-00000020")
         assert events.locator("tbody tr").count() == 1
 
 
@@ -130,15 +148,20 @@ def test_a_page_is_dark_for_those_who_like_it_and_prints_light(browser, three):
         assert page.evaluate(paper) == "rgb(13, 17, 23)"
         page.emulate_media(media="print", color_scheme="dark")
         assert page.evaluate(paper) == "rgb(255, 255, 255)"
-        assert not page.locator("#zoom-in").is_visible()
+        assert not page.locator("#smooth").is_visible()
         assert len(page.pdf()) > 10_000
 
 
 def test_a_list_is_filtered_and_its_runs_are_compared(browser, site):
     with opened(browser, site) as page:
         page.wait_for_selector("tbody tr")
-        names, states = (page.locator(each).all_text_contents() for each in ("tbody th", "td.state"))
+        names, states = (page.locator(each).all_text_contents() for each in ("tbody th", "tbody .state"))
         assert dict(zip(names, states, strict=True)) == {"done": "completed", "broken": "failed", "killed": "lost"}
+        assert page.locator(".spark").count() == 3
+        page.get_by_role("button", name="progress").click()
+        page.get_by_role("button", name="progress").click()
+        assert page.locator("tbody th").first.inner_text() == "done"
+        assert page.locator("th[aria-sort=descending]").inner_text() == "progress ▼"
         page.locator("#state").select_option("failed")
         assert page.locator("tbody tr:visible th").all_text_contents() == ["broken"]
         page.locator("#state").select_option("all")
@@ -168,17 +191,18 @@ def test_a_live_runs_curve_grows_and_stop_stops_it(browser, tmp_path):
         wait_for_step(tmp_path / "runs/live", 20)
         with served(tmp_path / "runs") as address, opened(browser, f"{address}run?run=live") as page:
             last = "window.chart.data[0].at(-1)"
-            page.wait_for_selector("canvas")
+            page.locator("summary", has_text="events").click()
+            page.locator(".filter").fill("started")
+            enlarge(page, "train/loss")
             before = page.evaluate(last)
-            page.locator("#metric").select_option("train/loss")
-            page.locator(".filter").first.fill("started")
             wait_until(page, f"{last} > {before + 100}")
-            assert page.locator(".filter").first.input_value() == "started", "what a person has set stays"
+            page.keyboard.press("Escape")
+            assert page.locator(".filter").input_value() == "started", "what a person has set stays"
 
             asked = []
             page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
             page.get_by_role("button", name="Stop this run").click()
-            page.wait_for_selector("section .state.stopped")
+            page.wait_for_selector(".tiles .state.stopped")
             assert "live" in asked[0]
         assert process.wait(timeout=120) == 75
     finally:

@@ -51,7 +51,7 @@ def test_a_page_loads_nothing_and_says_what_happened_and_what_differs(page):
     assert [each["level"] for each in broken["findings"]] == ["fail"]
     files = {file["name"].rpartition("/")[2]: file for file in done["samples"][-1]["files"]}
     assert files["picture.png"]["source"].startswith("data:image/png;base64,")
-    assert "not a picture" in files["fake.png"]["note"]
+    assert files["fake.png"] == {"name": "step-00000040-00/fake.png", "text": "<script>alert(1)</script>"}
 
 
 def test_huge_pictures_and_links_out_of_the_run_are_named_and_not_shown(runs, tmp_path):

@@ -55,9 +55,8 @@ def test_everything_of_a_run_is_there_and_scrolls(runs, tmp_path):
     (folder / "uploads").mkdir()
     (folder / "uploads/000000001.json").write_text("{}")
     with Terminal(["watch", str(folder)], columns=100, rows=120) as terminal:
-        terminal.shows(
-            "picture.png", "fake.png  not a picture", "a <b>cat</b>", "1 wait", "ranks", "accelerator cpu", "machine"
-        )
+        terminal.shows("picture.png", "fake.png  <script>alert(1)</script>", "a <b>cat</b>", "1 wait")
+        terminal.shows("ranks", "accelerator cpu", "machine")
         terminal.press("q")
         assert terminal.ended() == 0
     with Terminal(["watch", str(folder)]) as terminal:
