@@ -84,7 +84,10 @@ def bisect(folders: Sequence[Path], scratch: Path) -> Bisection:
     Raises:
         UsageError: They have nothing in common that can be compared.
     """
-    traces, summaries = [read_traces(folder) for folder in folders], [summary_of(each, counts=False) for each in folders]
+    traces, summaries = (
+        [read_traces(folder) for folder in folders],
+        [summary_of(each, counts=False) for each in folders],
+    )
     changes = differences([facts_of_run(summary) for summary in summaries])
     result = Bisection([change for change in changes if change.about != "results"])
     if len(last := {summary.step for summary in summaries}) > 1:

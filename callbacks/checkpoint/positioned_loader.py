@@ -68,7 +68,8 @@ def with_position(loader: Any) -> Any:
         return loader
     if isinstance(loader.dataset, IterableDataset) or (loader.num_workers > 1 and not loader.in_order):
         return loader
-    if is_stateful(loader) or any(getattr(kind, name) is not getattr(DataLoader, name) for name in _ITERATION):
+    own = kind.__mro__[: kind.__mro__.index(DataLoader)]
+    if is_stateful(loader) or any(name in vars(base) for base in own for name in _ITERATION):
         return loader
     if kind is DataLoader:
         return PositionedLoader(loader)
@@ -266,7 +267,7 @@ class PositionedLoader(DataLoader[Any]):
             "num_workers": self.num_workers,
             "persistent_workers": self.persistent_workers,
             "draws": self._workers.draws,
-            "started": self._started if are_needed else None,
+            "started": self._started if are_needed and self._started is not self._begun else None,
             "states": list(self._workers.states) if are_needed else [],
             "begun": self._begun,
             "source": self._order.source_state() if self._begun is None else self._source,
@@ -300,6 +301,8 @@ class PositionedLoader(DataLoader[Any]):
         self._source, self._progress = saved.get("source"), saved.get("progress")
         if self._begun is not None:
             self._begun = saved.get("begun", self._begun)  # a sampler may draw other numbers on each rank
+            if saved["started"] is None:  # with this pass
+                self._to_restore = saved = {**saved, "started": self._begun}
         elif self._source is not None:
             self._order.set_source_state(self._source)
         self._workers.draws = saved["draws"]

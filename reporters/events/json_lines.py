@@ -44,6 +44,7 @@ def encode_json(value: object) -> bytes:
 
 def encode_lines(values: Sequence[object]) -> bytes:
     """Return a line for each of `values`, as by `encode_json`."""
+    values = list(values)  # of any other iterable msgspec 0.22 keeps the iterator for good
     try:
         return _encoder.encode_lines(values)
     except UnicodeEncodeError:
