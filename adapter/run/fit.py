@@ -46,9 +46,11 @@ from ...reporters.events.event_log import EventLog
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..cluster.job_context import host_name
 from ..contract.exceptions import StartupContractError, TrainingCanceled
+from ..job.config import RunConfig
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.redaction import safe_str, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, read_own
+from .deaths import StepNote, note_deaths
 from .rank_files import FOLDER
 from .ranks import (
     POLL_S,
@@ -63,7 +65,7 @@ from .ranks import (
 )
 from .report import explain
 from .session import Session
-from .start import RUNS_FILE
+from .start import RUNS_FILE, Start
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +239,37 @@ def _run_of(logger: Any) -> str:
     """Return the id of the logger's run. Accessing the run creates it or finds it on the server."""
     run = logger.experiment
     return str(logger.run_id if isinstance(logger, MLFlowLogger) else run.id)
+
+
+class NoteStep(pl.Callback):
+    """Notes each step when it begins, so that the next attempt knows in which one this process was killed.
+
+    Args:
+        config: The run.
+        start: How this attempt starts.
+    """
+
+    def __init__(self, config: RunConfig, start: Start) -> None:
+        self._config, self._start = config, start
+        self._note: StepNote | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        folder, record = self._config.artifacts_dir, 0 if self._start.record is None else self._start.record.step
+        if trainer.is_global_zero:  # the ranks have met, so each has read the notes
+            note_deaths(folder, self._start.deaths)
+        job = self._config.spec_digest
+        try:
+            self._note = StepNote(folder, trainer.global_rank, job=job, record=record, went_back=self._start.went_back)
+        except OSError as error:
+            log.warning("a repeated death in one step would not be noticed: %s", error)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._note is not None:
+            self._note.begin(trainer.global_step + 1, trainer.current_epoch, batch_idx)
 
 
 class RestartTimes(pl.Callback):

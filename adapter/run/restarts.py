@@ -34,6 +34,7 @@ from ..job.config import RunConfig, read_run_config
 from ..module.plugin_loading import on_sys_path
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_STOPPED
 from .attempts import last_attempts
+from .deaths import DEATH
 from .rank_files import LAUNCH_ID, RESTART
 from .ranks import DEATHS, STORE, TIMES
 from .report import working_directory
@@ -145,7 +146,8 @@ class _Supervisor:
                 break
             log.warning("%s: starting it again (restart %d of %d)", what, restart + 1, most)
             now = time.time()
-            variables = {TIMES: json.dumps({"died": now if died is None else died[2], "ended": now})}
+            variables = {} if died is None else {DEATH: f"{died[0]} {died[1]}"}
+            variables |= {TIMES: json.dumps({"died": now if died is None else died[2], "ended": now})}
             resumed = (*self._options.overrides, "resume_from_latest=true")
             options = dataclasses.replace(self._options, overrides=resumed, fresh=False)
         return code if code >= 0 else 128 - code

@@ -30,6 +30,7 @@ from ..plumbing.operating_system import require_linux
 from ..plumbing.settings import is_true
 from .attempts import has_trained
 from .control_plane import Lease
+from .deaths import forget_deaths
 from .folder import lock_artifacts, prepare_artifact_dirs, untrusted_dirs
 from .ranks import agent_check
 from .report import show_results
@@ -146,6 +147,7 @@ def _open(session: Session, config: RunConfig, options: RunOptions) -> None:
         session.holds.enter_context(lock_artifacts(config))
         if options.fresh:
             move_old_artifacts_aside(config)
+            forget_deaths(config.artifacts_dir)
         try:
             session.event_log = EventLog(config.events_path, run_id=config.run_id)
         except EventLogError as error:

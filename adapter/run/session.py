@@ -38,6 +38,7 @@ from ..plumbing.failures import (
 )
 from ..plumbing.redaction import safe_str, traceback_of
 from .attempts import Attempt, last_attempts
+from .deaths import RepeatedDeathError
 from .folder import STOP_NAME, withdraw_stop
 from .rank_files import RankFiles
 from .ranks import FailedElsewhere, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
@@ -317,10 +318,11 @@ class Session:
 
     def _describe(self, error: BaseException) -> Failure:
         saved = None if self.checkpoints_dir is None else newest_complete(self.checkpoints_dir) is not None
+        dies_again = isinstance(error, RepeatedDeathError)
         own = describe_failure(
             error,
-            stage=self.stage,
-            has_checkpoint=bool(saved) or self.has_other_checkpoint(),
+            stage="train-step" if dies_again else self.stage,
+            has_checkpoint=not dies_again and (bool(saved) or self.has_other_checkpoint()),
             lost_steps=saved is None and self.step > 0,
             secrets=self.secrets,
             environ=self.environ,

@@ -24,6 +24,7 @@ from ..job.identity import differing_fields
 from ..plumbing.durable import fsync_directory, make_directory, write_bytes_durably
 from ..plumbing.redaction import HIDDEN
 from ..plumbing.safe_open import read_regular
+from .deaths import FOLDER, MOST_AT_A_STEP, Death, RepeatedDeathError, describe_deaths, repeated_deaths
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,10 @@ class Start:
     """Step at which this run has completed with `record`, so nothing is left to train; None if it has not. If an
     older runtime's record has no step, this is the job's `max_steps`."""
     warnings: tuple[str, ...] = ()
+    deaths: tuple[Death, ...] = ()
+    """The last attempts, if all of them were killed in the same step."""
+    went_back: bool = False
+    """Whether `record` is not the newest one, because of these deaths."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def decide_start(
             if may_have_completed and (completed := _find_unchanged_end(config)) is not None:
                 return completed
             refuse_to_overwrite(config.checkpoints_dir, ExitHints())
-            return Start()
+            return _before_deaths(Start(), config, knows_types=False)
         completed = _find_end(config, allow_changed)
         if completed is not None:
             return completed
@@ -102,6 +107,7 @@ def decide_start(
             _check_is_ours(start.record, config, allow_changed)
             if config.resume.overlap:
                 start = overlapping(start, config.checkpoints_dir, knows_types=import_types is not None)
+        start = _before_deaths(start, config, knows_types=import_types is not None)
         return _warn_of_changes(start, config)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; let this user read it, or move it away") from error
@@ -118,15 +124,45 @@ def overlapping(start: Start, directory: Path, *, knows_types: bool) -> Start:
     newest = start.record
     if newest is None or newest.is_old or newest.final:
         return start
-
-    def is_earlier(record: CheckpointRecord) -> bool:
-        return record.step < newest.step and record.run_id == newest.run_id and not record.is_old
-
-    earlier, warnings = newest_valid(directory, accept=is_earlier, knows_types=knows_types)
+    earlier, warnings = _newest_before(newest, directory, knows_types=knows_types)
     if earlier is None:
         reason = f"There is no checkpoint before {newest.name}, so `overlap` compares nothing"
         return dataclasses.replace(start, warnings=(*start.warnings, *warnings, reason))
     return dataclasses.replace(start, record=earlier, warnings=(*start.warnings, *warnings))
+
+
+def _newest_before(
+    newest: CheckpointRecord, directory: Path, *, knows_types: bool
+) -> tuple[CheckpointRecord | None, list[str]]:
+    def is_earlier(record: CheckpointRecord) -> bool:
+        return record.step < newest.step and record.run_id == newest.run_id and not record.is_old
+
+    return newest_valid(directory, accept=is_earlier, knows_types=knows_types)
+
+
+def _before_deaths(start: Start, config: RunConfig, *, knows_types: bool) -> Start:
+    """Return the start from the checkpoint before the one of `start`, if attempts from it were killed in the same step.
+
+    Raises:
+        RepeatedDeathError: There is no earlier one, or an attempt from there was killed in that step too.
+    """
+    deaths = repeated_deaths(config)
+    start = dataclasses.replace(start, deaths=tuple(deaths))
+    newest = start.record
+    here = [death for death in deaths if death.record == (0 if newest is None else newest.step)]
+    if len(deaths) < MOST_AT_A_STEP or (len(here) < MOST_AT_A_STEP and not deaths[-1].went_back):
+        return start
+    earlier = None
+    if newest is not None and not newest.is_old and not any(death.went_back for death in deaths):
+        earlier, _ = _newest_before(newest, config.checkpoints_dir, knows_types=knows_types)
+    if newest is None or earlier is None:
+        notes = config.artifacts_dir / FOLDER
+        raise RepeatedDeathError(
+            f"{describe_deaths(deaths)}. Another attempt would be killed there, too. Correct the cause, and remove the "
+            f"folder {str(notes)!r} or start over with `genlight run --fresh`"
+        )
+    text = f"{describe_deaths(deaths)}. This attempt begins at the checkpoint before, {earlier.name}"
+    return dataclasses.replace(start, record=earlier, went_back=True, warnings=(*start.warnings, text))
 
 
 def _find_end(config: RunConfig, allow_changed: bool) -> Start | None:

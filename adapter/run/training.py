@@ -31,6 +31,7 @@ from ..module.plugin_loading import (
 )
 from ..plumbing.garbage import collect_as_usual
 from ..plumbing.redaction import safe_str
+from .deaths import forget_deaths
 from .proof import changes_since_proof
 from .ranks import TIMES
 from .report import is_input_error, shown_path, working_directory
@@ -82,7 +83,7 @@ def train(
     if config.seed is not None:
         seed_everything(config.seed)  # the same state, whether the trainer was imported just now or before
     with on_sys_path(here):
-        return _fit(config, session, target, inputs, start.record)
+        return _fit(config, session, target, inputs, start)
 
 
 def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
@@ -110,7 +111,7 @@ def _fit(
     session: Session,
     target: Any,
     inputs: MaterializedInputs,
-    record: CheckpointRecord | None,
+    start: Start,
 ) -> Completion:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -119,6 +120,7 @@ def _fit(
     from .fit import continue_runs, fit, join
 
     collect_as_usual()
+    record = start.record
     plugin = make_trainer(target)
     if session.is_rank_zero:
         for misspelled in misspelled_hooks(plugin):
@@ -133,7 +135,7 @@ def _fit(
         module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
     elif record is not None:
         ckpt_path = str(record.path)
-    _add_callbacks(config, session, trainer, plugin)
+    _add_callbacks(config, session, trainer, plugin, start)
     join(session, trainer, module)
     if session.is_rank_zero:
         if changes := changes_since_proof(config, type(plugin)):
@@ -152,15 +154,20 @@ def _fit(
             raise
         text = f"The `lightning` block of the job cannot be used: {safe_str(error).strip()}"
         raise StartupContractError("startup.invalid_job_spec", text) from error
+    if session.is_rank_zero:
+        forget_deaths(config.artifacts_dir)
     return _completion(config, module.completed_steps, module.stopped)
 
 
-def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plugin: TrainerPlugin) -> None:
+def _add_callbacks(
+    config: RunConfig, session: Session, trainer: pl.Trainer, plugin: TrainerPlugin, start: Start
+) -> None:
     """Add the callbacks that need objects of this process; the others were made from the configuration."""
     from ...callbacks.hook.events import callbacks_of, run_state_of
+    from ...callbacks.lightning_internals import trains_in_copies
     from ...callbacks.upload_artifacts import UploadArtifacts
     from ...reporters.events.event_logger import RecordEvents
-    from .fit import NodeCheck, RestartTimes
+    from .fit import NodeCheck, NoteStep, RestartTimes
 
     attempt = 1 if session.event_log is None else session.event_log.attempt
     state = run_state_of(trainer)
@@ -179,6 +186,8 @@ def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plu
         callbacks_of(trainer).insert(0, RecordEvents(session.event_log, metadata))
         if (times := os.environ.pop(TIMES, None)) is not None:
             callbacks_of(trainer).append(RestartTimes(session.event_log, times))
+    if not trains_in_copies(trainer):
+        callbacks_of(trainer).append(NoteStep(config, start))
     if session.uploader is not None:
         callbacks_of(trainer).append(UploadArtifacts(session.uploader))
 

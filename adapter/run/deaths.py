@@ -1,0 +1,187 @@
+"""Deaths of attempts in the same step: they end a run that would be killed there again and again.
+
+Each rank notes the step in progress in a small file that is mapped into memory, so a step pays for no system call, and
+the kernel keeps the note of a killed process. The next attempt reads the notes, before it overwrites them.
+
+An attempt counts as dead if its log has no terminal event, or one about a lost rank. A mistake in code or input does
+not count, and neither does a stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...reporters.events.event import Failed
+from ..cluster.job_context import host_name
+from ..contract.exceptions import RankFailedError
+from ..job.config import RunConfig
+from ..plumbing.durable import make_directory, write_bytes_durably
+from ..plumbing.safe_open import PRIVATE_FILE, open_own, read_own
+from .attempts import last_attempts
+
+FOLDER = ".deaths"
+DEATH = "GENLIGHT_DEATH"
+"""Variable of a supervisor: the rank that died and its exit code, as ``RANK CODE``."""
+MOST_AT_A_STEP = 2
+"""Deaths in one step from one checkpoint after which an attempt begins at the checkpoint before."""
+_AGAIN = "attempts in a row were killed in step"
+_NUMBERS = struct.Struct("<5q")
+_SIZE = 4096
+_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+
+class RepeatedDeathError(RankFailedError):
+    """Attempts of a run were killed in the same step again and again, so no further one is made."""
+
+
+class Death(msgspec.Struct, frozen=True):
+    """The end of an attempt that was killed within a step."""
+
+    step: int
+    """The step in progress."""
+    epoch: int
+    batch: int
+    """Index of its batch in the epoch."""
+    record: int
+    """Step of the checkpoint from which the attempt had continued; 0 without one."""
+    went_back: bool
+    """Whether it had begun at the checkpoint before the newest, because of earlier deaths."""
+    job: str
+    """Digest of the job."""
+    host: str
+    rank: int = -1
+    """The rank that died; -1 if that is unknown."""
+    how: str = ""
+
+    @property
+    def where(self) -> tuple[int, int, int]:
+        """The place in the training."""
+        return self.step, self.epoch, self.batch
+
+
+class _Facts(msgspec.Struct, frozen=True):
+    """The constant part of a rank's note."""
+
+    job: str
+    host: str
+    oom_kills: int
+
+
+class StepNote:
+    """The note of this rank about the step in progress.
+
+    Args:
+        folder: The run's folder.
+        rank: This rank.
+        job: Digest of the job.
+        record: Step of the checkpoint from which this attempt continues.
+        went_back: As in `Death`.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, job: str, record: int, went_back: bool) -> None:
+        make_directory(folder / FOLDER)
+        facts = msgspec.json.encode(_Facts(job, host_name(), _oom_kills()))
+        descriptor = open_own(folder / FOLDER / f"rank-{rank}", os.O_RDWR | os.O_CREAT)
+        try:
+            os.pwrite(descriptor, facts.rjust(_SIZE - _NUMBERS.size).rjust(_SIZE, b"\0"), 0)
+            self._file = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._constant = record, int(went_back)
+
+    def begin(self, step: int, epoch: int, batch: int) -> None:
+        """Note that a step begins."""
+        _NUMBERS.pack_into(self._file, 0, step, epoch, batch, *self._constant)
+
+
+def repeated_deaths(config: RunConfig) -> list[Death]:
+    """Return the last attempts of a run that were killed in the same step, the oldest first; empty after another end.
+
+    Every rank gets the same result until they have met and `note_deaths` is called.
+    """
+    end = last_attempts(config.events_path, config.run_id)[1].end
+    is_death = isinstance(end, Failed) and ("RankFailedError" in end.error or _AGAIN in end.error)
+    if end is not None and not is_death:
+        return []
+    folder, notes = config.artifacts_dir / FOLDER, dict[int, Death]()
+    for path in sorted(folder.glob("rank-*")):
+        with contextlib.suppress(OSError, ValueError, struct.error):  # torn by a loss of power, or somebody else's
+            data = read_own(path, limit=_SIZE)
+            step, epoch, batch, record, went_back = _NUMBERS.unpack_from(data)
+            facts = msgspec.json.decode(data[_NUMBERS.size :].strip(b"\0 "), type=_Facts)
+            rank = int(path.name.removeprefix("rank-"))
+            is_full = facts.host == host_name() and 0 <= facts.oom_kills < _oom_kills()
+            how = "the kernel killed it because memory was full" * is_full
+            if step and facts.job == config.spec_digest:
+                notes[rank] = Death(step, epoch, batch, record, bool(went_back), facts.job, facts.host, -1, how)
+    if not notes:
+        return []
+    rank, how = _cause(end)
+    last = notes.get(rank, notes[min(notes)])
+    last = msgspec.structs.replace(last, rank=rank if len(notes) > 1 else min(notes), how=last.how or how)
+    before = _read(folder / "deaths.json")
+    return [*(death for death in before if (death.where, death.job) == (last.where, last.job)), last]
+
+
+def note_deaths(folder: Path, deaths: Sequence[Death]) -> None:
+    """Keep the deaths of earlier attempts, for the attempts after this one. Call it on rank zero, once all have met."""
+    if deaths or (folder / FOLDER).exists():
+        make_directory(folder / FOLDER)
+        write_bytes_durably(folder / FOLDER / "deaths.json", msgspec.json.encode(deaths), mode=PRIVATE_FILE)
+
+
+def forget_deaths(folder: Path) -> None:
+    """Remove all notes, after a run has completed or starts over."""
+    for path in (folder / FOLDER).glob("*"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (folder / FOLDER).rmdir()
+
+
+def describe_deaths(deaths: Sequence[Death]) -> str:
+    """Return a sentence with everything that deaths in the same step have in common."""
+    last = deaths[-1]
+    *most, newest = dict.fromkeys(str(death.record) for death in deaths)
+    records = f"{', '.join(most)} and {newest}" if most else newest
+    ranks, hosts, ways = ({getattr(death, name) for death in deaths} for name in ("rank", "host", "how"))
+    who = f"rank {last.rank}" if len(ranks) == 1 and last.rank >= 0 else "not always the same rank"
+    host = f"on {last.host}" if len(hosts) == 1 else "on several hosts"
+    how = (last.how or "nothing recorded how") if len(ways) == 1 else f"the last time: {last.how or 'unknown'}"
+    return (
+        f"{len(deaths)} {_AGAIN} {last.step}, in batch {last.batch} of epoch "
+        f"{last.epoch}, from the checkpoints of step {records}: {who} {host} ({how})"
+    )
+
+
+def _cause(end: object) -> tuple[int, str]:
+    """Return the rank that died, or -1, and how, from the supervisor or the terminal event."""
+    if DEATH in os.environ:
+        rank, code = map(int, os.environ[DEATH].split())
+        return rank, f"signal {-code}"
+    text = end.error.partition("RankFailedError: ")[2] if isinstance(end, Failed) else ""
+    words = text.split()
+    rank = int(words[1]) if words[:1] == ["rank"] and words[1].isdigit() else -1
+    return rank, text
+
+
+def _read(path: Path) -> list[Death]:
+    try:
+        return msgspec.json.decode(read_own(path, limit=1 << 20), type=list[Death])
+    except (OSError, ValueError, RecursionError):
+        return []
+
+
+def _oom_kills() -> int:
+    """Return how many processes of this container the kernel has killed because memory was full; -1 if unknown."""
+    for name in _OOM_COUNTERS:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            lines = Path(name).read_text(encoding="utf-8").split()
+            return int(dict(zip(lines[::2], lines[1::2], strict=True))["oom_kill"])
+    return -1

@@ -1,0 +1,261 @@
+"""``genlight run --restarts``: real processes that are killed, and runs that would be killed forever."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from genlight.adapter import read_events
+from genlight.reporters.events.validation import validate_events
+from support.fork_server import FORKS
+from support.forked import Forked, run_forked
+
+pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
+
+TRAINER = '''
+import os, signal, time
+from pathlib import Path
+import torch
+from genlight.adapter import StepResult
+
+if Path("broken").exists():
+    raise RuntimeError("this module is broken")
+
+
+class Dies:
+    """Does in a step what the files of the folder say: ``RANK-STEP-N`` holds a signal for the Nth time."""
+
+    def setup(self, ctx):
+        torch.manual_seed(0)
+
+    def configure(self, ctx):
+        model = torch.nn.Linear(4, 4)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 0}
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.full((2, 4), float(raw))
+
+    def train_step(self, batch, state, ctx):
+        state["step"] += 1
+        Path(f"at-{ctx.rank}-{state['step']}").touch()
+        for path in sorted(Path().glob(f"{ctx.rank}-{state['step']}-*")):
+            number = int(path.read_text())
+            path.unlink()
+            if number:
+                os.kill(os.getpid(), number)
+                break
+            raise ValueError("a mistake in the code")
+        while Path("wait").exists() and state["step"] >= 5 and not ctx.is_canceled():
+            time.sleep(0.02)
+        loss = state["model"](batch).pow(2).mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        return StepResult(metrics={"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["step"] = payload["step"]
+'''
+STEPS = 10
+ENVIRON = {**os.environ, FORKS: "1"}
+PARTS = {f"restart/{part}" for part in ("end_s", "fork_s", "prepare_s", "meet_s", "load_s", "first_batch_s", "seconds")}
+
+
+class Job:
+    """A job in a folder, and what its log says."""
+
+    def __init__(self, folder, ranks=1):
+        self.folder = folder
+        (folder / "dies.py").write_text(TRAINER)
+        lightning = {"accelerator": "cpu", **({"devices": ranks, "strategy": "ddp"} if ranks > 1 else {})}
+        job = {"run_id": "r", "trainer": "dies:Dies", "max_steps": STEPS, "checkpoint_every": 2, "metric_every": 1}
+        job |= {"mock_batches": list(range(ranks * STEPS)), "lightning": lightning}
+        (folder / "job.json").write_text(json.dumps(job))
+
+    def dies(self, rank, step, times=1, number=signal.SIGKILL):
+        for index in range(times):
+            (self.folder / f"{rank}-{step}-{index}").write_text(str(int(number)))
+
+    def run(self, *words):
+        return run_forked("run", "job.json", *words, folder=self.folder, environ=ENVIRON)
+
+    def start(self, *words):
+        return Forked(
+            "genlight.adapter.cli", "run", "job.json", *words,
+            environ=ENVIRON, folder=self.folder, log=self.folder / "log",
+        )  # fmt: skip
+
+    @property
+    def events(self):
+        path = self.folder / "runs/r/metrics/events.jsonl"
+        assert validate_events(path) == []
+        return list(read_events(path))
+
+    @property
+    def ends(self):
+        ends = [event for event in self.events if event["event"] in ("failed", "completed")]
+        return [event.get("category", "completed") for event in ends]
+
+    @property
+    def losses(self):
+        return {event["step"]: event["value"] for event in self.events if event.get("name") == "loss"}
+
+    @property
+    def resumed(self):
+        return [e["step"] for e in self.events if e.get("name") == "trainer/resumed_from_step"]
+
+
+def wait_until(condition, what):
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def uninterrupted(request, tmp_path_factory):
+    job = Job(tmp_path_factory.mktemp("whole"), request.param)
+    done = job.run()
+    assert done.returncode == 0, done.stderr
+    return request.param, job.losses
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_started_again_and_the_run_has_the_same_bits(uninterrupted, rank, tmp_path):
+    ranks, losses = uninterrupted
+    if rank >= ranks:
+        pytest.skip("there is one rank")
+    job = Job(tmp_path, ranks)
+    job.dies(rank, 6)
+    done = job.run("--restarts", "2")
+
+    assert done.returncode == 0, done.stderr
+    assert job.ends == (["completed"] if rank == 0 else ["train-step", "completed"])
+    assert job.losses == losses
+    names = {event["name"]: event["value"] for event in job.events if event.get("name", "").startswith("restart/")}
+    assert {*names} == PARTS
+    assert names["restart/seconds"] == pytest.approx(sum(names.values()) - names["restart/seconds"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_restarts_are_used_up(rank, tmp_path):
+    job = Job(tmp_path, 2)
+    for step in (3, 5, 7):
+        job.dies(rank, step)
+    done = job.run("--restarts", "1")
+
+    assert done.returncode == (128 + signal.SIGKILL if rank == 0 else 1)
+    assert "restart 1 of 1" in done.stderr
+    assert not (tmp_path / "at-0-7").exists()
+
+
+def test_a_preempted_rank_is_started_again(tmp_path):
+    job = Job(tmp_path, 2)
+    job.dies(1, 6, number=signal.SIGTERM)
+    done = job.run("--restarts", "2")
+    assert (done.returncode, job.ends) == (0, ["preempted", "completed"]), done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("number", "category"), [(signal.SIGTERM, "preempted"), (signal.SIGINT, "canceled")])
+def test_a_signal_to_the_supervisor_stops_all_ranks_and_restarts_nothing(ranks, number, category, tmp_path):
+    job = Job(tmp_path, ranks)
+    (tmp_path / "wait").touch()
+    process = job.start("--restarts", "2")
+    wait_until(lambda: all((tmp_path / f"at-{rank}-5").exists() for rank in range(ranks)), "all ranks train")
+    process.send_signal(number)
+
+    assert process.wait(120) == 75, (tmp_path / "log").read_text()
+    assert job.ends == [category]
+
+
+def test_a_stop_by_a_file_restarts_nothing(tmp_path):
+    job = Job(tmp_path)
+    (tmp_path / "wait").touch()
+    process = job.start("--restarts", "2", "--set", f"cancel_file_path={tmp_path / 'cancel'}")
+    wait_until((tmp_path / "at-0-5").exists, "it trains")
+    (tmp_path / "cancel").touch()
+    assert process.wait(120) == 75, (tmp_path / "log").read_text()
+    assert job.ends == ["canceled"]
+
+
+def test_the_ranks_end_with_their_supervisor(tmp_path):
+    job = Job(tmp_path, 2)
+    (tmp_path / "wait").touch()
+    process = job.start("--restarts", "2")
+    wait_until(lambda: all((tmp_path / f"at-{rank}-5").exists() for rank in range(2)), "both ranks train")
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=120)
+
+    assert (len(ranks), alive) == (2, [])
+    assert job.ends == ["preempted"]
+
+
+def test_mistakes_in_code_are_not_retried(tmp_path):
+    job = Job(tmp_path)
+    job.dies(0, 6, number=0)
+    done = job.run("--restarts", "2")
+    assert (done.returncode, job.ends) == (1, ["train-step"])
+    assert "restart 1" not in done.stderr
+
+
+def test_a_class_that_cannot_be_imported_fails_as_without_restarts(tmp_path):
+    job = Job(tmp_path)
+    (tmp_path / "broken").touch()
+    plain, supervised = job.run(), job.run("--restarts", "2")
+    assert (supervised.returncode, supervised.stderr) == (plain.returncode, plain.stderr)
+    assert plain.returncode == 2
+
+
+@pytest.mark.parametrize("words", [("--restarts", "9"), ()])
+def test_a_run_that_is_killed_in_the_same_step_goes_back_once_and_then_ends(words, tmp_path):
+    """Also if an orchestrator starts it again and again."""
+    job = Job(tmp_path)
+    job.dies(0, 6, times=9)
+    starts = 0
+    while True:
+        starts += 1
+        done = job.run(*words, "--set", "resume_from_latest=true")
+        if words or done.returncode > 0:
+            break
+    assert done.returncode == 1, done.stderr
+    assert starts == (1 if words else 5)
+    assert job.resumed == [4, 4, 2] or job.resumed == [2, 2], done.stderr
+    assert job.ends == ["train-step"]
+    end = job.events[-1]
+    assert end["resumable"] is False
+    assert "step 6" in end["error"]
+    assert "batch 5 of epoch 0" in end["error"]
+
+    assert job.run("--set", "resume_from_latest=true").returncode == 1  # until somebody has looked
+    for path in tmp_path.glob("0-6-*"):
+        path.unlink()
+    for path in (tmp_path / "runs/r/.deaths").iterdir():
+        path.unlink()
+    done = job.run("--set", "resume_from_latest=true")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "runs/r/.deaths").exists()
+
+
+def test_two_deaths_of_a_rank_are_answered_by_the_checkpoint_before(tmp_path):
+    job = Job(tmp_path, 2)
+    job.dies(1, 6, times=3)
+    done = job.run("--restarts", "9")
+    assert done.returncode == 0, done.stderr
+    assert job.ends[-1] == "completed"
+    assert job.resumed[-1] < job.resumed[-2]
+
+
+def test_deaths_in_different_steps_do_not_count(tmp_path):
+    job = Job(tmp_path)
+    for step in range(3, STEPS):
+        job.dies(0, step)
+    done = job.run("--restarts", "20")
+    assert (done.returncode, job.ends) == (0, ["completed"]), done.stderr
