@@ -2,9 +2,10 @@
 
     python examples/benchmarks/restart_time.py --pairs 5
 
-Each pair is one run whose ranks meet in the store of torchrun's agent, as in Lightning, and one whose ranks meet in a
-new store for each start, as in genlight. They take turns, since other work on the machine slows both. On a busy machine
-CPU time is more exact than the clock; it is measured for one rank from its start to its first step.
+Each round is one run whose ranks meet in the store of torchrun's agent, as in Lightning, one whose ranks meet in a new
+store for each start, as in genlight, and one of ``genlight run --restarts`` without torchrun. They take turns, since
+other work on the machine slows all of them. On a busy machine CPU time is more exact than the clock; it is measured for
+one rank from its start to its first step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from genlight.adapter import StepResult
 
 
 def note(what):
-    line = {"what": what, "at": time.time(), "cpu": time.process_time(), "rank": os.environ["RANK"]}
+    line = {"what": what, "at": time.time(), "cpu": time.process_time(), "rank": os.environ["LOCAL_RANK"]}
     with open("marks.jsonl", "a") as file:
         file.write(json.dumps(line | {"start": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\\n")
 
@@ -72,16 +73,23 @@ JOB = {"run_id": "restart", "trainer": "tiny:Tiny", "max_steps": 12, "checkpoint
 AS_LIGHTNING = {"class_path": "lightning.fabric.plugins.environments.TorchElasticEnvironment"}
 
 
-def measure(folder: Path, plugins: list[dict[str, str]], patience_s: float) -> tuple[float, float, int] | None:
+def measure(folder: Path, plugins: list[dict[str, str]] | None, patience_s: float) -> tuple[float, float, int] | None:
     """Return the seconds from the kill to the next step, the CPU seconds of a rank until then, and the restarts.
+
+    Without `plugins`, the ranks are started by ``genlight run --restarts`` instead of torchrun.
 
     Returns None if that took longer than `patience_s`, or torchrun gave up.
     """
     (folder / "tiny.py").write_text(TRAINER)
-    lightning = {"accelerator": "cpu", "strategy": "ddp", "plugins": plugins}
+    lightning = {
+        "accelerator": "cpu",
+        "strategy": "ddp",
+        **({"devices": 2} if plugins is None else {"plugins": plugins}),
+    }
     (folder / "job.json").write_text(json.dumps(JOB | {"mock_batches": list(range(24)), "lightning": lightning}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=9"]
-    command += ["--no-python", sys.executable, "-m", "genlight.adapter.cli", "run", "job.json"]
+    run = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json"]
+    command = [*run, "--restarts", "9"] if plugins is None else [*command, "--no-python", *run]
     with (folder / "log").open("wb") as log:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         torchrun = psutil.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log)
@@ -115,9 +123,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--patience", type=float, default=120, help="seconds after which a run counts as not restarted")
     args = parser.parse_args()
-    found: dict[str, list[tuple[float, float, int] | None]] = {"the agent's store": [], "a store of each start": []}
+    kinds = {"the agent's store": [AS_LIGHTNING], "a store of each start": [], "the port of --restarts": None}
+    found: dict[str, list[tuple[float, float, int] | None]] = {name: [] for name in kinds}
     for _ in range(args.pairs):
-        for (name, results), plugins in zip(found.items(), ([AS_LIGHTNING], []), strict=True):
+        for (name, results), plugins in zip(found.items(), kinds.values(), strict=True):
             with tempfile.TemporaryDirectory() as folder:
                 results.append(measure(Path(folder), plugins, args.patience))
             print(name, results[-1], flush=True)
