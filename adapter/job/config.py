@@ -221,6 +221,12 @@ def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
             f"`checkpoint_every` is {settings.checkpoint_every} and `checkpoints.every_n_steps` is "
             f"{settings.checkpoints.every_n_steps}. They mean the same; give one of them."
         )
+    saves = settings.checkpoints
+    if (saves.lose_at_most or saves.pay_at_most) and (saves.every_n_steps or saves.every_minutes):
+        errors.add(
+            "`checkpoints.lose_at_most` and `pay_at_most` choose the time between checkpoints. Remove `every_n_steps`, "
+            "`every_minutes` and `checkpoint_every`, or these two."
+        )
     for fault in faults_of_callbacks(settings.callbacks):
         errors.add(f"Invalid `callbacks`. {fault}", name="callbacks")
 

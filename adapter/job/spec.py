@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from ...callbacks.checkpoint.budget import DURATION
 from ...reporters.uploads.config import CapabilityToken, Deadline, FileStore, TokenOrigins, UploadUrls
 from ..contract.types import TRAINER_API_VERSION
 from ..feed.options import FeedOptions
@@ -68,6 +69,8 @@ FilePath: TypeAlias = Annotated[Path, _PATH]
 ArtifactPath: TypeAlias = Annotated[Path, replace(_PATH, code="startup.invalid_artifact_paths")]
 Minutes: TypeAlias = Annotated[float, Meta(ge=0), Rule("a number of minutes >= 0", math.isfinite)]
 Price: TypeAlias = Annotated[float, Meta(ge=0), Rule("a number >= 0", math.isfinite)]
+Duration: TypeAlias = Annotated[str, Meta(pattern=rf"^{DURATION}$"), Rule('a time such as "60s", "5min" or "1h"')]
+Share: TypeAlias = Annotated[float, Meta(gt=0, lt=1), Rule("a share of the time between 0 and 1")]
 Host: TypeAlias = Annotated[str, Rule("host names, addresses or networks, separated by commas, or *", _is_host)]
 Collate: TypeAlias = Annotated[
     str, Meta(pattern=r"^(torch|[^:\s]+:[^:\s]+)$"), Rule('"torch" or "module:function"', is_storable)
@@ -123,6 +126,11 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     """Steps between checkpoints; 0 saves only the final one."""
     every_minutes: Annotated[Minutes, example(15)] = 0
     """Minutes between checkpoints; 0 means no such cadence."""
+    lose_at_most: Annotated[Duration, example("60s")] | None = None
+    """Instead of a cadence: how much training a crash may cost. The time between checkpoints follows from how long they
+    stall training and how long they take until they are durable."""
+    pay_at_most: Annotated[Share, example(0.02)] | None = None
+    """With `lose_at_most` or instead of it: the largest share of the time in which saves stall training."""
     keep_last: Count = 2
     """How many of the newest checkpoints are kept; 0 keeps all."""
     keep_best: Annotated[Count, example(3)] = 1

@@ -33,6 +33,7 @@ from ..rank_channel import ALONE, Channel
 from ..witness.entry import Proof
 from ..witness.overlap import compare_with_checkpoint
 from ..witness.witness import Witness
+from .budget import Budget, seconds_of
 from .capture import CONTRACT_KEY
 from .export import keep_configurations
 from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
@@ -94,6 +95,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         every_n_steps: Save when ``trainer.global_step`` crosses a multiple of this; 0 never does.
         every_n_epochs: Save at the end of every such epoch; 0 never does.
         every_minutes: Save when this many minutes have passed since the last save, by rank zero's clock; 0 never does.
+        lose_at_most: Instead of a cadence: how much training a crash may cost, such as ``60s`` or ``5min``. The time
+            between saves follows from how long they stall training and how long they take until they are durable. It is
+            logged when it changes, with what half and twice of it would give, and continues in a resumed run.
+        pay_at_most: With `lose_at_most` or instead of it: the largest share of the time in which saves stall training,
+            such as 0.02. If both cannot be kept, `lose_at_most` is, and a warning says so.
         keep_last: How many of the newest step checkpoints to keep; None keeps all. Only checkpoints that this callback
             wrote in the same run count, and none is removed while a link in `dirpath` points to it.
         keep_best: How many of the best checkpoints to keep, if `monitor` is set.
@@ -135,6 +141,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         every_n_steps: int = 0,
         every_n_epochs: int = 0,
         every_minutes: float = 0,
+        lose_at_most: str | None = None,
+        pay_at_most: float | None = None,
         keep_last: int | None = 2,
         keep_best: int = 1,
         monitor: str | None = None,
@@ -149,12 +157,21 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         require(
             (0 <= every_minutes < math.inf, "every_minutes", "a number >= 0", every_minutes),
+            (pay_at_most is None or 0 < pay_at_most < 1, "pay_at_most", "0 < `pay_at_most` < 1", pay_at_most),
             (on_error in ("stop", "continue"), "on_error", "'stop' or 'continue'", on_error),
             (weights in ("all", "trained"), "weights", "'all' or 'trained'", weights),
             (on_difference in ("warn", "stop"), "on_difference", "'warn' or 'stop'", on_difference),
         )
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
+        self._budget: Budget | None = None
+        if lose_at_most is not None or pay_at_most is not None:
+            if self.every_n_steps or self.every_n_epochs or every_minutes:
+                raise ValueError(
+                    "`lose_at_most` and `pay_at_most` choose the time between checkpoints. Remove `every_n_steps`, "
+                    "`every_n_epochs` and `every_minutes`, or these two."
+                )
+            self._budget = Budget(math.inf if lose_at_most is None else seconds_of(lose_at_most), pay_at_most or 1.0)
         self.dirpath = None if dirpath is None else local_path(dirpath)
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
@@ -204,7 +221,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state, self._scores = run_state_of(trainer), Scores()
         self._boundaries = Boundaries(self, trainer.global_step)
-        self._clock = SaveClock(self.every_minutes, trainer.global_step)
+        self._clock = SaveClock(self.every_minutes, trainer.global_step, self._budget)
         self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         if trainer.ckpt_path is not None:  # the run state in a checkpoint names the previous checkpoint
@@ -275,7 +292,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self._overlapped is not None:
             is_due |= trainer.global_step == self._overlapped.step
             self._wake()
-        if self.every_minutes:
+        if self.every_minutes or self._budget is not None:
             is_due |= self._clock.is_due(self, trainer, pl_module)
         if not is_settled:
             self._wake()
@@ -445,7 +462,16 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     def saves_while_training(self) -> bool:
         """Whether it saves before the end of training."""
-        return bool(self.every_n_steps or self.every_n_epochs or self.every_minutes)
+        return bool(self.every_n_steps or self.every_n_epochs or self.every_minutes or self._budget)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._budget is None else {"budget": self._budget.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._budget is not None and "budget" in state_dict:
+            self._budget.load_state_dict(state_dict["budget"])
 
     @property
     def saves_anything(self) -> bool:
@@ -504,6 +530,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             )
             future.add_done_callback(lambda ended: self._note_end(ended, began_s))
         trainer.strategy.barrier("Checkpoint.save")
+        if self._budget is not None and not wait:
+            self._budget.note_stall(time.monotonic() - began_s)
         if wait:
             self.wait(trainer)
         return path
@@ -581,6 +609,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             record, seconds = self._durable.popleft()
             run_state_of(trainer).latest_checkpoint_uri = str(record.path)
             fire(trainer, "on_checkpoint_timed", seconds)
+            if self._budget is not None and not record.final and (report := self._budget.note_durable(seconds)):
+                fire(trainer, "on_checkpoint_budget", *report)
             fire(trainer, "on_checkpoint_durable", record)
             self._add_score(record)
             if self.retention.keep_last is not None:
@@ -632,10 +662,12 @@ class SaveClock:
     Args:
         every_minutes: Minutes between saves, counted from now.
         step: Training begins after this step.
+        budget: Decides the time between saves instead.
     """
 
-    def __init__(self, every_minutes: float, step: int) -> None:
+    def __init__(self, every_minutes: float, step: int, budget: Budget | None = None) -> None:
         self._every_s = 60 * every_minutes
+        self._budget = budget
         self._pace = Pace(_LOOK_EVERY_S)
         self.rewind(step)
         self.note_save()
@@ -652,7 +684,8 @@ class SaveClock:
         """Whether `hook` must save after this step, the same on all ranks; it is called again at the next check."""
         step, is_due = trainer.global_step, False
         if step >= self._next_look and not suppressed(pl_module):
-            answer = time.monotonic() - self._saved_s >= self._every_s, self._pace.next_look(step)
+            every_s = self._every_s if self._budget is None else self._budget.interval_s
+            answer = time.monotonic() - self._saved_s >= every_s, self._pace.next_look(step)
             is_due, self._next_look = trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
         hook.next_due_step = min(hook.next_due_step, self._next_look)
         return is_due

@@ -206,6 +206,11 @@ class Hook(pl.Callback):
     ) -> None:
         """The checkpoint of `record` can no longer be lost; may be fired some steps after ``record.step``."""
 
+    def on_checkpoint_budget(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, level: Literal["ok", "warn"], text: str
+    ) -> None:
+        """The time between checkpoints that follows from a budget has changed; on rank zero."""
+
     def on_resume_proof(self, trainer: pl.Trainer, pl_module: pl.LightningModule, proof: Proof) -> None:
         """Steps that the run repeated after a restart were compared with their first time; fired on rank zero."""
 

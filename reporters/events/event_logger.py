@@ -10,7 +10,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -291,6 +291,12 @@ class RecordEvents(Callback):
     def on_checkpoint_durable(self, trainer: pl.Trainer, pl_module: pl.LightningModule, record: Any) -> None:
         """Write the event of a checkpoint that is now durable."""
         self.event_log.checkpoint(path=record.reported_path, step=record.step)
+
+    def on_checkpoint_budget(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, level: Literal["ok", "warn"], text: str
+    ) -> None:
+        """Write the time between checkpoints that now keeps the budget."""
+        self.event_log.finding(kind="checkpoint_budget", level=level, step=trainer.global_step, text=text)
 
     def on_resume_proof(self, trainer: pl.Trainer, pl_module: pl.LightningModule, proof: Any) -> None:
         """Write the result of a comparison of repeated steps."""

@@ -1,0 +1,114 @@
+"""The interval between checkpoints that keeps a budget: how much a crash may cost, and how much saving may cost.
+
+A save stalls training while the tensors are copied, and is durable some time later. A crash just before that costs the
+interval and this time. Both are measured for every save, and the slowest recent ones count.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+log = logging.getLogger(__name__)
+
+FIRST_INTERVAL_S = 10.0
+"""Seconds until the first save, which measures; less if the budget asks for less."""
+_FADES = 0.9
+"""Factor on a measured time at each later save, so that one slow save does not count forever."""
+_CHANGED = 1.25
+"""Factor by which the interval must change to be reported again."""
+
+
+Level: TypeAlias = Literal["ok", "warn"]
+DURATION = r"(\d+(?:\.\d+)?) ?(s|min|h)"
+"""Pattern of a time such as ``60s``, ``1.5min`` or ``2h``."""
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time that matches `DURATION`.
+
+    Raises:
+        ValueError: It does not match.
+    """
+    if (found := re.fullmatch(DURATION, text)) is None:
+        raise ValueError(
+            f'Invalid `lose_at_most`. Expected a time such as "60s", "5min" or "1h", but received {text!r}.'
+        )
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]]
+
+
+@dataclass
+class Budget:
+    """The interval between saves, from the times that saves have taken in this run.
+
+    Args:
+        lose_at_most_s: Most seconds of training that a crash may cost; infinite without this limit.
+        pay_at_most: Largest share of the time in which saves stall training; 1 without this limit.
+    """
+
+    lose_at_most_s: float = math.inf
+    pay_at_most: float = 1.0
+    stall_s: float = 0.0
+    """Seconds for which a save stops training."""
+    durable_s: float = 0.0
+    """Seconds from the start of a save until it is durable; 0 before the first."""
+    _reported_s: float = field(default=0.0, repr=False)
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between the starts of two saves.
+
+        The shortest interval whose stalls are paid for, but at most what a crash may cost, less the time until a save
+        is durable. Without a limit on the stalls, the latter.
+        """
+        if not self.durable_s:
+            return min(FIRST_INTERVAL_S, self.lose_at_most_s / 2)
+        longest_s = max(self.lose_at_most_s - self.durable_s, 0.0)
+        paid_s = self.stall_s / self.pay_at_most if self.pay_at_most < 1 else longest_s
+        return max(min(paid_s, longest_s), self.durable_s)
+
+    def note_stall(self, seconds: float) -> None:
+        """Note how long a save has stopped training."""
+        self.stall_s = max(seconds, _FADES * self.stall_s)
+
+    def note_durable(self, seconds: float) -> tuple[Level, str] | None:
+        """Note how long a save took until it was durable.
+
+        Returns:
+            If the interval has changed since the last report: whether the budget is kept, and what it gives.
+        """
+        self.durable_s = max(seconds, _FADES * self.durable_s)
+        interval_s = self.interval_s
+        if self._reported_s and 1 / _CHANGED < interval_s / self._reported_s < _CHANGED:
+            return None
+        self._reported_s = interval_s
+        faults = []
+        if interval_s + self.durable_s > self.lose_at_most_s:
+            faults.append(f"`lose_at_most` {self.lose_at_most_s:.3g} s cannot be kept")
+        if self.stall_s > self.pay_at_most * interval_s:
+            faults.append(f"`pay_at_most` {self.pay_at_most:.3g} cannot be kept")
+        text = "; ".join([*faults, f"a checkpoint is saved every {self}"])
+        log.log(logging.WARNING if faults else logging.INFO, text)
+        return "warn" if faults else "ok", text
+
+    def __str__(self) -> str:
+        """Return what this interval gives, and what half and twice of it would give."""
+        intervals = [self.interval_s * factor for factor in (1, 0.5, 2)]
+        given = [
+            f"{interval_s:.3g} s loses at most {interval_s + self.durable_s:.3g} s and stalls for "
+            f"{100 * self.stall_s / interval_s:.2g} % of the time"
+            for interval_s in intervals
+        ]
+        return "; ".join(given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the measured times."""
+        return {"stall_s": self.stall_s, "durable_s": self.durable_s}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the measured times of an earlier attempt."""
+        self.stall_s, self.durable_s = float(state["stall_s"]), float(state["durable_s"])
