@@ -140,7 +140,7 @@ class _Supervisor:
             code = attempt.codes[0]
             if self._is_stopping or (died is None and not (code == EXIT_STOPPED and self._was_preempted())):
                 break
-            what = "the run was preempted" if died is None else f"rank {died[0]} was killed by {_name(-died[1])}"
+            what = "the run was preempted" if died is None else f"rank {died[0]} was killed by signal {-died[1]}"
             if restart == most:
                 log.error("%s, and all %d restarts are used up", what, most)
                 break
@@ -278,10 +278,3 @@ class _Attempt:
         for descriptor in self._deaths or ():
             os.close(descriptor)
         return died
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

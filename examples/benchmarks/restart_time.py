@@ -11,6 +11,7 @@ one rank from its start to its first step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -98,8 +99,9 @@ def measure(folder: Path, plugins: list[dict[str, str]] | None, patience_s: floa
         assert killed, (folder / "log").read_text()
         again = wait_for(lambda: [m for m in marks_in(folder) if m["at"] > killed[0]["at"]], torchrun, patience_s)
     finally:
-        for process in [*torchrun.children(recursive=True), torchrun]:
-            process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has completed
+            for process in [*torchrun.children(recursive=True), torchrun]:
+                process.kill()
         torchrun.wait()
     return (again[0]["at"] - killed[0]["at"], again[0]["cpu"], again[0]["start"]) if again else None
 
