@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import gc
 import importlib
 import json
@@ -89,6 +90,7 @@ def run_with_restarts(options: RunOptions, most: int) -> int:
             )
         for module in _PRELOADED:
             importlib.import_module(module)
+        faulthandler.cancel_dump_traceback_later()  # it has a thread, for which a copy would wait at its end
         gc.freeze()
         supervisor = _Supervisor(options, config)
         supervisor.forward_signals()  # from here on, a signal is forwarded, or has been noted

@@ -47,8 +47,6 @@ LOADED = (
     "genlight.callbacks.write_samples",
 )
 
-FORKS = "FORKS_ITSELF"
-"""Variable of a process that forks others."""
 HANGS_AFTER_S = 140
 """Seconds after which a process that has not ended prints the stacks of its threads."""
 
@@ -127,8 +125,7 @@ def become(wanted):
     os.environ.update(wanted["environ"])
     for descriptor, file in ((1, wanted["output"]), (2, wanted["log"])):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    if FORKS not in os.environ:  # it has a thread, for which a copy of this process would wait at its end
-        faulthandler.dump_traceback_later(HANGS_AFTER_S)
+    faulthandler.dump_traceback_later(HANGS_AFTER_S)
     faulthandler.register(signal.SIGQUIT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

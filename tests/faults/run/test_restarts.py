@@ -11,7 +11,6 @@ import pytest
 
 from genlight.adapter import read_events
 from genlight.reporters.events.validation import validate_events
-from support.fork_server import FORKS
 from support.forked import Forked, run_forked
 
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
@@ -67,7 +66,6 @@ class Dies:
         state["step"] = payload["step"]
 '''
 STEPS = 10
-ENVIRON = {**os.environ, FORKS: "1"}
 PARTS = {f"restart/{part}" for part in ("end_s", "fork_s", "prepare_s", "meet_s", "load_s", "first_batch_s", "seconds")}
 
 
@@ -87,13 +85,13 @@ class Job:
             (self.folder / f"{rank}-{step}-{index}").write_text(str(int(number)))
 
     def run(self, *words):
-        return run_forked("run", "job.json", *words, folder=self.folder, environ=ENVIRON)
+        return run_forked("run", "job.json", *words, folder=self.folder)
 
     @contextlib.contextmanager
     def started(self, *words):
         process = Forked(
             "genlight.adapter.cli", "run", "job.json", *words,
-            environ=ENVIRON, folder=self.folder, log=self.folder / "log",
+            environ=os.environ, folder=self.folder, log=self.folder / "log",
         )  # fmt: skip
         try:
             yield process
