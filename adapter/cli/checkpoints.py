@@ -20,15 +20,14 @@ from ...callbacks.checkpoint.contents import read_header, sliced_tensors
 from ...callbacks.checkpoint.format.headers import RAW, TORCH_TYPES
 from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.format.slice_index import rank_of
-from ...callbacks.checkpoint.listing import Listed
+from ...callbacks.checkpoint.listing import Listed, list_checkpoints
 from ...callbacks.checkpoint.selection import (
     best_first,
     find_checkpoint,
     folder_of_checkpoints,
-    list_checkpoints,
     monitored,
 )
-from ..contract.exceptions import BrokenCheckpointError, UsageError
+from ..contract.exceptions import UsageError
 from ..plumbing.text import size_text
 from ..view.checkpoints import checkpoint_facts
 from .parser import add_json
@@ -106,11 +105,7 @@ def _list_path(path: str) -> list[Listed]:
     folder = folder_of_checkpoints(path)
     if folder is not None:
         return list_checkpoints(folder)
-    record = find_checkpoint(path)
-    try:
-        return [Listed(record, read_record(record))]
-    except BrokenCheckpointError as error:
-        return [Listed(record, None, error.reason)]
+    return [Listed(find_checkpoint(path))]
 
 
 def _cells(row: Mapping[str, Any]) -> list[object]:

@@ -21,8 +21,9 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
+from ...callbacks.checkpoint.listing import list_checkpoints
 from ...callbacks.checkpoint.policy import savers_of
-from ...callbacks.checkpoint.selection import list_checkpoints, newest_complete
+from ...callbacks.checkpoint.selection import newest_complete
 from ...callbacks.job_progress import JobProgress
 from ...callbacks.lightning_internals import trains_in_copies
 from ...callbacks.stop.signals import StopSignals

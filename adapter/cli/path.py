@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from ...callbacks.checkpoint.listing import Listed
-from ...callbacks.checkpoint.selection import best_first, folder_of_checkpoints, list_checkpoints, monitored
+from ...callbacks.checkpoint.listing import list_checkpoints
+from ...callbacks.checkpoint.selection import best_first, folder_of_checkpoints, monitored
 from ..contract.exceptions import UsageError
 from ..view.checkpoints import checkpoint_facts
 from .terminal import print_error, say
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
         monitor, mode = monitored(records)
         if monitor is None or mode is None:
             raise UsageError(f"no job in {folder} defines the best score; set `checkpoints.monitor` in the job")
-        candidates = [Listed(record.path, record) for record in best_first(records, monitor, mode)]
+        listed = {each.record.path: each for each in candidates if each.record is not None}
+        candidates = [listed[record.path] for record in best_first(records, monitor, mode)]
     for each in candidates:
         facts = checkpoint_facts(each, proves=True)
         if not facts["problem"]:

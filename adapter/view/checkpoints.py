@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord, name_of
-from ...callbacks.checkpoint.listing import Listed
-from ...callbacks.checkpoint.selection import folder_of_checkpoints, list_checkpoints
+from ...callbacks.checkpoint.listing import Listed, list_checkpoints
+from ...callbacks.checkpoint.selection import folder_of_checkpoints
 from ...callbacks.checkpoint.storage import missing_file, verify_files
 from ..contract.exceptions import BrokenCheckpointError
 

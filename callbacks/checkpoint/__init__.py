@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         RecordMeta as RecordMeta,
         read_record as read_record,
     )
-    from .listing import Listed as Listed
+    from .listing import Listed as Listed, list_checkpoints as list_checkpoints
     from .loading import load as load, load_weights as load_weights
     from .plugins import DurableCheckpointIO as DurableCheckpointIO
     from .policy import Checkpoint as Checkpoint, WritesTrainerFiles as WritesTrainerFiles
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         Retention as Retention,
         find_checkpoint as find_checkpoint,
         find_final as find_final,
-        list_checkpoints as list_checkpoints,
         newest_valid as newest_valid,
     )
     from .storage import delete_checkpoint as delete_checkpoint, sweep as sweep, verify as verify

@@ -15,26 +15,38 @@ The module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from ...adapter.contract.exceptions import BrokenCheckpointError
-from ...adapter.plumbing.safe_open import open_regular
+from ...adapter.plumbing.safe_open import read_own
 from .format.record import (
+    FINAL_NAME,
     RECORD_MARKER,
+    RECORD_SUFFIXES,
+    SCORES_FILE,
     STATE_FILE,
     CheckpointRecord,
     is_record_of_callback,
     is_torch_file,
     name_of,
+    read_beginning,
     read_record,
     record_path,
     record_paths,
+    step_of_name,
 )
+
+log = logging.getLogger(__name__)
 
 STATE_MARKER = b'{"format":"genlight.training_state"'
 """Start of every state file, to distinguish a data folder from a user's own."""
@@ -46,49 +58,99 @@ _NUMBER = re.compile(r"(?<=.)~\d+(?=(\.[^.~]*)?\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Listed:
-    """A file that is a record or has the name of one: the parsed record, or the reason why it is broken."""
+    """A file that is a record or has the name of one. It is read when it is needed, and once."""
 
     path: Path
-    record: CheckpointRecord | None
-    problem: str = ""
-    error: OSError | None = None
-    """The error that left open whether the file is broken: this user may not read it, for example."""
+
+    @functools.cached_property
+    def _content(self) -> tuple[CheckpointRecord | None, str, OSError | None]:
+        try:
+            record = read_record(self.path)
+        except BrokenCheckpointError as error:
+            return None, error.reason, None
+        except FileNotFoundError:
+            return None, "it was removed meanwhile", None
+        except OSError as error:
+            return None, f"it cannot be read: {error.strerror}", error
+        return replace(record, metrics={**record.metrics, **read_scores(record)}), "", None
+
+    @property
+    def record(self) -> CheckpointRecord | None:
+        """The parsed record, with the scores that came later; None if it is broken. The files are not proven."""
+        return self._content[0]
+
+    @property
+    def problem(self) -> str:
+        """The reason why the record is broken; empty if it is not."""
+        return self._content[1]
+
+    @property
+    def error(self) -> OSError | None:
+        """The error that left open whether the record is broken: this user may not read it, for example."""
+        return self._content[2]
 
     @property
     def is_own_but_broken(self) -> bool:
         """Whether it is a broken record with a name of the `Checkpoint` callback."""
-        return self.record is None and is_record_of_callback(self.path) and is_checkpoint_file(self.path)
+        return is_record_of_callback(self.path) and self.record is None and is_checkpoint_file(self.path)
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Key that sorts checkpoints by step, the final one last, then by time of commit.
+
+        A name of the `Checkpoint` callback says the step. An unreadable ``final`` counts as newest.
+        """
+        name = name_of(self.path)
+        step = step_of_name(name) if is_record_of_callback(self.path) else None
+        if step is None and self.record is not None:
+            return (self.record.step, int(self.record.final), self.record.created_at_ms)
+        return (sys.maxsize if name == FINAL_NAME else step or step_of_name(name) or 0, 0, 0)
 
 
-def records_in(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Return every record in `directory`, intact or broken, by name; a link is read as its target.
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
+    """Return every record in `directory`, intact or broken, oldest step first; a link is read as its target.
 
-    A record of an older runtime may have any name.
+    A record of an older runtime may have any name. Records with other names than those of the `Checkpoint` callback are
+    read here.
     """
-    return [listed for path in record_paths(directory) if (listed := _listed(path)) is not None]
+    return sorted(filter(_is_ours, map(Listed, record_paths(directory))), key=lambda listed: listed.age)
 
 
-def _listed(path: Path) -> Listed | None:
-    """Return None if the file at `path` belongs to another program or is gone."""
-    has_our_name = is_record_of_callback(path)
+def _is_ours(listed: Listed) -> bool:
+    """Whether a file may be a checkpoint; if not, it belongs to another program or is gone."""
+    if is_record_of_callback(listed.path):
+        return True
+    is_named = listed.path.suffix == ".ckpt"
     try:
         # Another program's JSON may be large; do not parse it.
-        if not has_our_name and path.suffix != ".ckpt" and not _begins_like_record(path):
-            return None
-        return Listed(path, read_record(path))
-    except BrokenCheckpointError as error:
-        return Listed(path, None, error.reason) if has_our_name or is_checkpoint_file(path) else None
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        is_ours = has_our_name or path.suffix == ".ckpt"  # only the name is available
-        return Listed(path, None, f"it cannot be read: {error.strerror}", error) if is_ours else None
+        if not is_named and not _begins_like_record(listed.path):
+            return False
+        return listed.record is not None or (is_named if listed.error else is_checkpoint_file(listed.path))
+    except OSError:
+        return is_named
+
+
+LARGEST_BYTES = 1 << 20
+"""Limit on the size of a file of scores."""
+
+
+def read_scores(record: CheckpointRecord) -> dict[str, float]:
+    """Return the scores for `record` that came after it was written."""
+    if record.data_path is None:
+        return {}
+    path = record.data_path / SCORES_FILE
+    try:
+        return msgspec.json.decode(read_own(path, limit=LARGEST_BYTES), type=dict[str, float])
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("%s cannot be read: %s", path, getattr(error, "strerror", None) or error)
+        return {}
 
 
 def _begins_like_record(path: Path) -> bool:
     """Whether the file at `path` begins like a record, or is a truncated beginning of one."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        beginning = file.read(len(RECORD_MARKER))
+    beginning = read_beginning(path, len(RECORD_MARKER))
     return bool(beginning) and RECORD_MARKER.startswith(beginning)
 
 
@@ -100,10 +162,12 @@ def is_checkpoint_file(path: Path) -> bool:
     """
     if not path.is_file():
         return False
+    if _begins_like_record(path):
+        return True
     if is_torch_file(path):
         return path.suffix == ".ckpt"
     try:
-        return _begins_like_record(path) or read_record(path).is_old
+        return read_record(path).is_old
     except BrokenCheckpointError:
         return False
 
@@ -119,8 +183,13 @@ def is_record(path: str | os.PathLike[str]) -> bool:
 
 def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the records in `directory`, intact or broken, and ``.ckpt`` files of torch, sorted; no links."""
-    found = [listed for listed in records_in(directory) if not listed.path.is_symlink()]
-    return [each.path for each in found if each.error is not None or is_checkpoint_file(each.path)]
+    found = []
+    for path in (listed.path for listed in list_checkpoints(directory) if not listed.path.is_symlink()):
+        try:
+            found += [path] if is_checkpoint_file(path) else []
+        except OSError:
+            found.append(path)
+    return sorted(found)
 
 
 def count_folder_names(listed: Sequence[Listed]) -> Counter[str]:
@@ -141,7 +210,7 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
 
     For an older runtime's record, that is the folder of the same name, with its trainer's files.
     """
-    listed = [entry for path in files if (entry := _listed(path)) is not None]
+    listed = [Listed(path) for path in files]
     data = [files[0].parent / name for name in sorted(count_folder_names(listed))]
     of_old = [entry.record.trainer_folder for entry in listed if entry.record is not None and entry.record.is_old]
     others = [folder for folder in of_old if folder is not None and not folder.is_symlink()]
@@ -150,16 +219,17 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
 
 def record_of_folder(folder: Path) -> Path | None:
     """Return the record that names the data folder `folder`; None if it is no data folder, or no record names it."""
-    listed = records_in(folder.parent) if is_data_folder(folder) else []
-    own = (entry for entry in listed if entry.record is not None and not entry.path.is_symlink())
-    return next((entry.path for entry in own if entry.record and entry.record.folder == folder.name), None)
+    listed = list_checkpoints(folder.parent) if is_data_folder(folder) else []
+    # A record most likely has the folder's name.
+    own = sorted(listed, key=lambda each: name_of(each.path) != folder.name)
+    records = ((each.path, each.record) for each in own if not each.path.is_symlink())
+    return next((path for path, record in records if record is not None and record.folder == folder.name), None)
 
 
 def is_data_folder(path: Path) -> bool:
     """Whether a folder, and not a link to one, holds the data of a checkpoint."""
     try:
-        with os.fdopen(open_regular(path / STATE_FILE), "rb") as file:
-            return file.read(len(STATE_MARKER)) == STATE_MARKER and not path.is_symlink()
+        return read_beginning(path / STATE_FILE, len(STATE_MARKER)) == STATE_MARKER and not path.is_symlink()
     except OSError:
         return False
 
@@ -173,7 +243,7 @@ def files_in_the_way(directory: str | os.PathLike[str]) -> list[Path]:
         OSError: One cannot be read.
     """
     try:
-        paths = [Path(directory, name) for name in sorted(os.listdir(directory))]
+        paths = [Path(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(RECORD_SUFFIXES)]
     except FileNotFoundError:
         return []
     return [path for path in paths if is_record_of_callback(path) and is_in_the_way(path)]

@@ -38,11 +38,11 @@ from .capture import CONTRACT_KEY
 from .export import keep_configurations
 from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
 from .frozen import Frozen, frozen_in
-from .listing import Listed, files_in_the_way
+from .listing import Listed, files_in_the_way, list_checkpoints
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import WITNESS, ResumeState, capture_parts
-from .selection import WRITER, Retention, add_score, best_first, list_checkpoints, own_records, require, to_delete
+from .selection import WRITER, Retention, add_score, best_first, own_records, require, to_delete
 from .storage import Staging, move_out_of_the_way, require_space, stage, sweep
 from .store import CheckpointStore, wait_after_failure
 from .writing import require_shared_directory
@@ -269,8 +269,10 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _newest_after(self, step: int, listed: list[Listed]) -> CheckpointRecord | None:
         """Return the newest checkpoint of this run after `step`, but not its final one."""
-        later = [record for record in own_records(listed) if record.step > step and not record.final]
-        return next((record for record in reversed(later) if record.run_id == self._run_id), None)
+        for record in (record for each in reversed(listed) for record in own_records([each])):
+            if record.run_id == self._run_id and not record.final:
+                return record if record.step > step else None
+        return None
 
     def _directory_fault(self, trainer: pl.Trainer, listed: list[Listed]) -> str | None:
         """Return the reason why this training must not save into its directory, or None."""
@@ -699,13 +701,13 @@ def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
     if directory in _trained_here:
         return None
     # A broken one may still be the user's only copy.
-    files = [entry for entry in listed if not entry.path.is_symlink()]
-    names = [record.path.name for record in own_records(files)] + [e.path.name for e in files if e.is_own_but_broken]
-    if not names:
+    files = (entry for entry in reversed(listed) if not entry.path.is_symlink())
+    newest = next((entry for entry in files if own_records([entry]) or entry.is_own_but_broken), None)
+    if newest is None:
         return None
     return (
         f"{os.fspath(directory)!r} holds checkpoints of another run. Resume from them with "
-        f"`trainer.fit(…, ckpt_path={os.fspath(directory / names[-1])!r})`, choose another `dirpath`, move them away, "
+        f"`trainer.fit(…, ckpt_path={os.fspath(newest.path)!r})`, choose another `dirpath`, move them away, "
         "or replace them with `Checkpoint(replace_existing=True)`."
     )
 

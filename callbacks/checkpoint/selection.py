@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,10 +20,9 @@ import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
 from ...adapter.plumbing.durable import write_bytes_durably
-from ...adapter.plumbing.safe_open import read_own
 from .contents import check_contents
-from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path, step_of_name
-from .listing import Listed, record_of_folder, records_in
+from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path
+from .listing import Listed, list_checkpoints, read_scores, record_of_folder
 from .storage import missing_file, verify_files
 
 if TYPE_CHECKING:
@@ -38,17 +36,6 @@ MOST_WARNINGS = 10
 
 FALLS_BACK = "; falling back to the one before it"
 """End of the warning about a broken checkpoint."""
-
-
-def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Return every record in `directory`, oldest step first, with scores that came later; files are not proven."""
-    found = [
-        entry
-        if (record := entry.record) is None
-        else replace(entry, record=replace(record, metrics={**record.metrics, **read_scores(record)}))
-        for entry in records_in(directory)
-    ]
-    return sorted(found, key=_order)
 
 
 def newest_valid(
@@ -97,9 +84,10 @@ def newest_complete(directory: str | os.PathLike[str]) -> CheckpointRecord | Non
     Its time does not depend on the size of the files, and it raises nothing. `newest_valid` also compares content.
     """
     try:
-        records = [listed.record for listed in reversed(list_checkpoints(directory))]
+        listed = list_checkpoints(directory)
     except OSError:
         return None
+    records = (each.record for each in reversed(listed))
     return next((record for record in records if record is not None and not missing_file(record)), None)
 
 
@@ -153,18 +141,6 @@ def find_final(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
     return record
 
 
-def _order(listed: Listed) -> tuple[int, int, int]:
-    """Sort by step, then the final one last, then by time of commit. An unreadable ``final`` counts as newest."""
-    if listed.record is None:
-        name = name_of(listed.path)
-        return (sys.maxsize if name == FINAL_NAME else step_of_name(name) or 0, 0, 0)
-    return (listed.record.step, int(listed.record.final), listed.record.created_at_ms)
-
-
-LARGEST_BYTES = 1 << 20
-"""Limit on the size of a file of scores."""
-
-
 def add_score(record: CheckpointRecord, name: str, value: float) -> None:
     """Store the score `value` of `record`; durable when this returns.
 
@@ -174,20 +150,6 @@ def add_score(record: CheckpointRecord, name: str, value: float) -> None:
     assert record.data_path is not None
     scores = {**read_scores(record), name: value}
     write_bytes_durably(record.data_path / SCORES_FILE, msgspec.json.encode(scores))
-
-
-def read_scores(record: CheckpointRecord) -> dict[str, float]:
-    """Return the scores for `record` that came after it was written."""
-    if record.data_path is None:
-        return {}
-    path = record.data_path / SCORES_FILE
-    try:
-        return msgspec.json.decode(read_own(path, limit=LARGEST_BYTES), type=dict[str, float])
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        log.warning("%s cannot be read: %s", path, getattr(error, "strerror", None) or error)
-        return {}
 
 
 WRITER = "Checkpoint"
@@ -292,7 +254,7 @@ def never_queued(uploader: Uploader, record: CheckpointRecord) -> list[Checkpoin
     does not send its past.
     """
     missed: list[CheckpointRecord] = []
-    for older in reversed(own_records(list_checkpoints(record.path.parent))):
+    for older in (each for listed in reversed(list_checkpoints(record.path.parent)) for each in own_records([listed])):
         if older.run_id != record.run_id or older.final or older.step > record.step or older.path == record.path:
             continue
         if uploader.has_queued(older.path):

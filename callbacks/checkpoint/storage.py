@@ -53,7 +53,7 @@ from .format.record import (
     record_path,
     serialise_record,
 )
-from .listing import Listed, count_folder_names, is_checkpoint_file, is_data_folder, is_in_the_way, records_in
+from .listing import Listed, count_folder_names, is_checkpoint_file, is_data_folder, is_in_the_way, list_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ def _sole_owner_of_its_folder(record: Path, named: Counter[str] | None = None) -
         return None
     if parsed.data_path is None or not is_data_folder(parsed.data_path):
         return None
-    named = count_folder_names(records_in(record.parent)) if named is None else named
+    named = count_folder_names(list_checkpoints(record.parent)) if named is None else named
     return parsed if named[parsed.data_path.name] == 1 else None
 
 
@@ -445,28 +445,31 @@ def sweep(directory: str | os.PathLike[str], listed: Sequence[Listed] | None = N
 
     Args:
         directory: The directory.
-        listed: Result of `records_in` for it; None reads them.
+        listed: Result of `list_checkpoints` for it; None lists them.
 
     Returns:
         The removed names.
     """
     directory = Path(directory)
     try:
-        names = sorted(os.listdir(directory))
+        with os.scandir(directory) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
     except FileNotFoundError:
         return []
-    named = count_folder_names(records_in(directory) if listed is None else listed)
-    swept = []
-    for name in names:
-        path = directory / name
-        if path.is_symlink():
+    swept: list[str] = []
+    left: dict[str, CheckpointRecord] = {}
+    """Folders that hold their own record."""
+    for entry in entries:
+        if entry.is_symlink():
             continue
-        if is_temporary(name) and name not in _live:
-            _remove_tree(path)
-        elif name not in named and path.is_dir() and (record := _record_within(path)) is not None:
-            _remove_data(record)
-        else:
-            continue
+        if is_temporary(entry.name) and entry.name not in _live:
+            _remove_tree(directory / entry.name)
+            swept.append(entry.name)
+        elif entry.is_dir() and (record := _record_within(directory / entry.name)) is not None:
+            left[entry.name] = record
+    named = count_folder_names(list_checkpoints(directory) if listed is None else listed) if left else ()
+    for name in left.keys() - named:
+        _remove_data(left[name])
         swept.append(name)
     if swept:
         log.info("Removed leftovers of an interrupted run in %s: %s", directory, ", ".join(swept))

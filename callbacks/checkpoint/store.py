@@ -33,9 +33,9 @@ from .capture import Captured, HostBuffer, capture
 from .codec.tensors import Layout
 from .format.record import CheckpointRecord, RecordMeta, is_torch_file, name_of, read_record, record_path
 from .frozen import Frozen
-from .listing import Listed, count_folder_names
+from .listing import Listed, count_folder_names, list_checkpoints
 from .loading import Base, load_record, load_torch_file
-from .selection import find_checkpoint, list_checkpoints
+from .selection import find_checkpoint
 from .storage import Staging, delete_checkpoint, require_space, stage
 from .writing import write_checkpoint
 

@@ -22,9 +22,10 @@ from ...reporters.events.event import ROLLED_BACK_METRIC
 from ..checkpoint.capture import CONTRACT_KEY
 from ..checkpoint.codec.state_tree import format_path
 from ..checkpoint.format.record import CheckpointRecord
+from ..checkpoint.listing import list_checkpoints
 from ..checkpoint.policy import Checkpoint, savers_of
 from ..checkpoint.rank_state import digests_of, gradients_of_rank, restore_gradients, restore_rng_of_rank
-from ..checkpoint.selection import WRITER, list_checkpoints, newest_valid, own_records
+from ..checkpoint.selection import WRITER, newest_valid, own_records
 from ..checkpoint.storage import delete_checkpoint
 from ..checkpoint.writing import require_shared_directory
 from ..hook.cadence import rewind

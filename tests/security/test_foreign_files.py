@@ -10,7 +10,8 @@ import pytest
 from genlight.callbacks.checkpoint import RecordMeta, save
 from genlight.callbacks.checkpoint.format import record as record_module
 from genlight.callbacks.checkpoint.format.record import record_paths
-from genlight.callbacks.checkpoint.selection import MOST_WARNINGS, list_checkpoints, newest_valid
+from genlight.callbacks.checkpoint.listing import list_checkpoints
+from genlight.callbacks.checkpoint.selection import MOST_WARNINGS, newest_valid
 from genlight.callbacks.checkpoint.storage import sweep
 
 pytestmark = pytest.mark.promise(name="security")

@@ -107,17 +107,19 @@ def record_path(path: str | os.PathLike[str]) -> Path:
 
 def name_of(record: Path) -> str:
     """Return the checkpoint's name: the record's name without its suffix."""
-    return record.name.removesuffix(record.suffix) if record.suffix in RECORD_SUFFIXES else record.name
+    root, suffix = os.path.splitext(record.name)
+    return root if suffix in RECORD_SUFFIXES else record.name
 
 
 def is_record_of_callback(record: Path) -> bool:
     """Whether `record` has a name that only the `Checkpoint` callback gives."""
-    return record.suffix == ".json" and _NAME_OF_CALLBACK.fullmatch(name_of(record)) is not None
+    root, suffix = os.path.splitext(record.name)
+    return suffix == ".json" and _NAME_OF_CALLBACK.fullmatch(root) is not None
 
 
 def is_temporary(name: str) -> bool:
     """Whether `name` is one of our temporary names, so that the file or folder is unfinished."""
-    return _TEMPORARY.fullmatch(name) is not None
+    return name.startswith(TEMPORARY_PREFIX) and _TEMPORARY.fullmatch(name) is not None
 
 
 def record_paths(directory: str | os.PathLike[str]) -> list[Path]:
@@ -407,8 +409,17 @@ def is_torch_file(path: Path) -> bool:
     Raises:
         OSError: It cannot be read, or is not a regular file.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        return file.read(2) in _TORCH_MAGICS
+    return read_beginning(path, 2) in _TORCH_MAGICS
+
+
+def read_beginning(path: Path, nbytes: int) -> bytes:
+    """Return the first bytes of the file at `path`.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+    """
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        return file.read(nbytes) or b""
 
 
 @functools.cache

@@ -13,7 +13,8 @@ from genlight.adapter.cli import main
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook
 from genlight.callbacks.checkpoint import RecordMeta, delete_checkpoint, list_checkpoints, save
 from genlight.callbacks.checkpoint.format.record import SCORES_FILE
-from genlight.callbacks.checkpoint.selection import WRITER, add_score, read_scores
+from genlight.callbacks.checkpoint.listing import read_scores
+from genlight.callbacks.checkpoint.selection import WRITER, add_score
 from genlight.callbacks.hook.events import publish_scores
 from support.score_waiting import WaitsForScores
 
