@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from genlight.callbacks.checkpoint import CheckpointStore, save, storage, store as store_module
-from genlight.callbacks.checkpoint.format.record import CheckpointRecord
+from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry
 from genlight.callbacks.checkpoint.selection import Retention, to_delete
 
 pytestmark = pytest.mark.promise(name="checkpoint")
@@ -118,3 +118,16 @@ def test_a_failure_of_a_removal_is_logged(tmp_path, caplog, monkeypatch):
     store.remove(tmp_path / "old")
     store.close()
     assert f"Could not remove {tmp_path / 'old'}: ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "named", ["step-00000001.json", "step-00000001", "step-00000001/model.safetensors", "step-00000001/trainer/lora"]
+)
+def test_a_checkpoint_stays_while_one_of_its_paths_is_in_use(named: str) -> None:
+    files = (FileEntry("step-00000001/model.safetensors", 1, "0" * 32),)
+    used = dataclasses.replace(
+        record(1), folder="step-00000001", files=files, trainer_checkpoint={"primary_path": "lora"}
+    )
+    records = [used, record(2), record(3)]
+    assert steps(to_delete(records, Retention(keep_last=1), {f"/c/{named}"})) == [2]
+    assert steps(to_delete(records, Retention(keep_last=1), {"/c/step-00000001/other"})) == [1, 2]

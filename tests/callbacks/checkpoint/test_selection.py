@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
 from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, find_final, list_checkpoints, newest_valid, save
+from genlight.callbacks.checkpoint.format.record import step_name
+from genlight.callbacks.checkpoint.selection import newest_complete
 
 pytestmark = pytest.mark.promise(name="checkpoint")
 
@@ -179,3 +183,38 @@ def test_a_checkpoint_with_a_type_that_is_not_imported_is_not_reported_as_broken
     assert record is None
     assert "is intact, but cannot be loaded here: late_optimizers:Mode is not imported" in warning
     assert "broken" not in warning
+
+
+_opened: list[str] | None = None
+
+
+def _note_opened(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and _opened is not None and isinstance(arguments[0], str | bytes | os.PathLike):
+        _opened.append(os.path.basename(os.fsdecode(arguments[0])))
+
+
+@pytest.mark.parametrize("search", [newest_valid, newest_complete, find_checkpoint])
+def test_a_search_for_the_newest_reads_no_older_record(search: Callable[[Path], object], tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path / step_name(step), {"global_step": step, "state_dict": {}})
+    (tmp_path / "step-00000005.json").write_text("broken")
+    sys.addaudithook(_note_opened)  # it cannot be removed
+    global _opened
+    _opened = []
+    try:
+        search(tmp_path)
+        records = {name for name in _opened if name.startswith("step-")}
+    finally:
+        _opened = None
+    assert records == {"step-00000005.json", "step-00000004.json"}
+
+
+def test_a_record_is_listed_by_the_step_in_its_name_and_others_by_their_own(tmp_path: Path) -> None:
+    for name, step in (("step-00000030", 30), ("later", 40), ("earlier", 20), ("final", 30)):
+        meta = RecordMeta(final=name == "final")
+        save(tmp_path / f"{name}.json", {"global_step": step, "state_dict": {}}, meta=meta)
+    (tmp_path / "step-00000035.json").write_text('{"format":"genlight')
+
+    names = [listed.path.stem for listed in list_checkpoints(tmp_path)]
+
+    assert names == ["earlier", "step-00000030", "final", "step-00000035", "later"]
