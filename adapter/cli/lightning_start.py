@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from typing_extensions import override
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
-from ...callbacks.checkpoint.policy import Checkpoint, savers_of
 from ...callbacks.checkpoint.listing import list_checkpoints
+from ...callbacks.checkpoint.policy import Checkpoint, savers_of
 from ...callbacks.checkpoint.selection import find_checkpoint
 from ...callbacks.hook.events import callbacks_of
 from ..contract.exceptions import UsageError

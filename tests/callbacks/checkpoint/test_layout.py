@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 def make_state() -> State:
-    tied, base = torch.randn(3, 4), torch.arange(12.0)
+    tied, base, wave = torch.randn(3, 4), torch.arange(12.0), torch.randn(4, dtype=torch.complex64)
     moments = {
         number: {"step": torch.tensor(float(number)), "exp_avg": torch.randn(3, 4), "exp_avg_sq": torch.rand(5)}
         for number in range(3)
@@ -26,7 +26,14 @@ def make_state() -> State:
         "global_step": 7,
         "state_dict": {"a": tied, "b": tied, "c": torch.randn(5), "empty": torch.empty(0, 3)},
         "optimizer_states": [{"state": moments, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}],
-        "genlight": {"state": {"views": [base, base[2:], base.view(3, 4).t()], "text": "\ud800", "plain": 2**70}},
+        "genlight": {
+            "state": {
+                "views": [base, base[2:], base.view(3, 4).t()],
+                "waves": [wave, wave, wave.imag, wave.imag],
+                "text": "\ud800",
+                "plain": 2**70,
+            }
+        },
     }
 
 
@@ -46,11 +53,22 @@ def only_values(state: State) -> None:
     payload(state)["text"], state["global_step"] = "other", 8
 
 
+def rename_last(state: State) -> None:
+    name = next(reversed(moment(state)))
+    moment(state)[f"{name}x"] = moment(state).pop(name)
+
+
+def replace_wave(state: State, at: int, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    waves = payload(state)["waves"]
+    waves[at] = view(waves[0])
+
+
 CHANGES: dict[str, Callable[[State], object]] = {
     "nothing": lambda state: None,
     "values": only_values,
     "new tensors of the same form": lambda state: state["state_dict"].update(c=torch.randn(5)),
     "a name": lambda state: state["state_dict"].update(d=state["state_dict"].pop("c", torch.ones(5))),
+    "only a name": rename_last,
     "the order": lambda state: state["state_dict"].update(a=state["state_dict"].pop("a")),
     "a shape": lambda state: moment(state).update(exp_avg=torch.randn(4, 3)),
     "strides": lambda state: moment(state).update(exp_avg=torch.randn(4, 3).t()),
@@ -62,9 +80,12 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "another view": lambda state: payload(state)["views"].__setitem__(1, payload(state)["views"][0][3:]),
     "a view of it": lambda state: moment(state).update(exp_avg_sq=state["state_dict"]["c"][:]),
     "a parameter": lambda state: moment(state).update(exp_avg=torch.nn.Parameter(torch.randn(3, 4))),
+    "a frozen parameter": lambda state: moment(state).update(exp_avg=torch.nn.Parameter(torch.ones(3, 4), False)),
     "a gradient": lambda state: moment(state)["exp_avg"].requires_grad_(),
     "a conjugate": lambda state: moment(state).update(exp_avg=torch.randn(3, 4, dtype=torch.complex64).conj()),
     "a negative view": lambda state: moment(state).update(exp_avg=torch.randn(3, 4, dtype=torch.cfloat).conj().imag),
+    "a conjugate of the same memory": lambda state: replace_wave(state, 1, torch.Tensor.conj),
+    "a negative view of the same memory": lambda state: replace_wave(state, 3, lambda wave: wave.conj().imag),
     "one more": lambda state: payload(state).update(more=torch.randn(2)),
     "one less": lambda state: payload(state)["views"].pop(),
     "a key of another type": lambda state: payload(state).update({"views": {0: torch.zeros(1), "0": torch.ones(1)}}),
