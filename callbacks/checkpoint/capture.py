@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,17 @@ class Captured:
         """Approximate number of bytes to write."""
         return len(self.rest) + sum(entry.nbytes for entry in self.entries)
 
+    def select(self, condition: Callable[[Entry], bool]) -> Captured:
+        """Return the same checkpoint with the tensors whose entries meet `condition`."""
+        kept = [each for each in zip(self.entries, self.sources, strict=True) if condition(each[0])]
+        return replace(self, entries=[entry for entry, _ in kept], sources=[source for _, source in kept])
+
     def snapshot(self, buffer: HostBuffer) -> Captured:
         """Return a copy with the current values, in `buffer`; frozen tensors, written once, get separate memory."""
         entries, sources, files = self.entries, self.sources, list[TensorFile]()
         if any(entry.file == FROZEN_FILE for entry in entries):
-            is_once = [entry.file == FROZEN_FILE for entry in entries]
-            files = HostBuffer().copy(*(list(itertools.compress(each, is_once)) for each in (entries, sources)))
-            is_again = [not once for once in is_once]
-            entries, sources = (list(itertools.compress(each, is_again)) for each in (entries, sources))
+            once, again = self.select(lambda e: e.file == FROZEN_FILE), self.select(lambda e: e.file != FROZEN_FILE)
+            files, entries, sources = HostBuffer().copy(once.entries, once.sources), again.entries, again.sources
         return replace(self, sources=[], files=[*files, *buffer.copy(entries, sources)])
 
     def has_finite_weights(self) -> bool | None:
@@ -200,7 +203,7 @@ class HostBuffer:
         """Places in the memory, in the order of the tensors."""
 
     @torch.no_grad()
-    def copy(self, entries: Sequence[Entry], sources: Sequence[torch.Tensor]) -> list[TensorFile]:
+    def copy(self, entries: Sequence[Entry], sources: list[torch.Tensor]) -> list[TensorFile]:
         """Return files with the current values of `sources`, in this buffer; valid until the next call."""
         if entries != self._entries:
             self._lay_out(entries, sources)

@@ -16,7 +16,6 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -150,6 +149,7 @@ def _has_the_bytes(file: FrozenFile, tensors: Mapping[str, torch.Tensor]) -> boo
     hasher = xxhash.xxh3_128()
     sources = [tensor.detach() for tensor in tensors.values()]
     for content in tensor_files([entry_of(FROZEN_FILE, *item) for item in zip(tensors, sources, strict=True)], sources):
-        for piece in chain([content.header], content.pieces()):
+        hasher.update(content.header)
+        for piece in content.pieces():
             hasher.update(piece)
     return hasher.hexdigest() == file.xxh3_128

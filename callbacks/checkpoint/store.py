@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +208,7 @@ class CheckpointStore:
             )
         self.wait(owner)
         if groups is not None and groups.training.rank != 0:
-            is_slice = [entry.box is not None for entry in captured.entries]
-            entries, sources = (list(compress(each, is_slice)) for each in (captured.entries, captured.sources))
-            return replace(captured, entries=entries, sources=sources, rest=b"")
+            return replace(captured.select(lambda entry: entry.box is not None), rest=b"")
         if (frozen := self._frozen.get(staging.record.parent)) is None:
             return captured
         entries, sources, linked, left_out = frozen.divide(captured.entries, captured.sources, staging.path)

@@ -123,7 +123,7 @@ class TensorTable:
         """End the walk; return whether all references that it got hold. If not, a table without `earlier` is needed."""
         facts, earlier = _facts_of(self._tensors, self._paths), self.layout
         if earlier is None:
-            self.layout = facts and Layout(facts, self._returned, self.entries, self._stored)
+            self.layout = None if facts is None else Layout(facts, self._returned, self.entries, self._stored)
         elif facts == earlier.facts:
             self.entries = earlier.entries
             stored = map(self._tensors.__getitem__, earlier.stored)

@@ -318,7 +318,7 @@ def build_json(content: Any) -> bytes:
     """Return values of a checkpoint as JSON. A float that is not finite becomes null."""
     try:
         return msgspec.json.encode(content, enc_hook=dict)
-    except (UnicodeEncodeError, OverflowError):  # half of a surrogate pair, or an integer of more than 64 bits
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape
         return json.dumps(content, separators=(",", ":"), allow_nan=False, default=_as_plain).encode()
 
 
