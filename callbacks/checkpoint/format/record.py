@@ -350,7 +350,7 @@ def serialise_record(record: CheckpointRecord) -> bytes:
     body = build_json(content)[:-1]
     if len(body) > LARGEST_RECORD_BYTES - 100:
         hint = f"it takes {len(body):,} bytes of JSON, and a record has room for {LARGEST_RECORD_BYTES:,}; use tensors"
-        raise UnstorableStateError("state_dict()", "dict", hint)
+        raise UnstorableStateError("state_dict()", type(json.loads(build_json(record.state))).__name__, hint)
     return body + _DIGEST_MEMBER + digest_of(body).encode() + b'"}\n'
 
 
