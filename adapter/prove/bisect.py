@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from ...callbacks.witness.entry import OF_MODEL, RANDOM_STATES, describe_steps
+from ...callbacks.witness.entry import OF_MODEL, RANDOM_STATES, describe_steps, limit_between
 from ...reporters.events.run_metadata import source_digest
 from ..check.batches import list_first
 from ..check.compare import CAUSES
@@ -27,7 +27,7 @@ from ..check.snapshot import EVERYTHING, KINDS, Snapshot, describe, differing_pa
 from ..contract.exceptions import BrokenCheckpointError, GenlightError, UsageError
 from ..view.differences import Difference, differences, facts_of_run
 from ..view.summary import RunSummary, summary_of
-from .evidence import compare_witnesses, limit_between, state_of
+from .evidence import compare_witnesses, state_of
 from .repetition import PastRun, Repetition, Traces, open_run, read_traces, repeat, start_before
 
 MOST_DIGESTS = 64

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...callbacks.checkpoint import find_final, load
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
@@ -86,25 +85,6 @@ def state_of(record: CheckpointRecord) -> Snapshot:
     if isinstance(own := content.get(CONTRACT_KEY), Mapping):
         content[CONTRACT_KEY] = {key: value for key, value in own.items() if key not in _OF_A_START}
     return flatten(content, "state")
-
-
-def limit_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return whether steps of two attempts can be compared, and the limit of that in words; empty if there is none.
-
-    With any limit, losses are not compared.
-
-    Args:
-        before: Facts about one attempt, of the header of its witness.
-        now: Facts about the other one.
-    """
-    if before.get("ranks") != now.get("ranks"):
-        return False, f"{before.get('ranks')} and {now.get('ranks')} ranks get other rows"
-    if before.get("device") != now.get("device"):
-        return (
-            True,
-            f"losses are not compared, because {before.get('device')} and {now.get('device')} round differently",
-        )
-    return True, ""
 
 
 def compare_witnesses(

@@ -34,6 +34,7 @@ from ...callbacks.witness.entry import (
     compare,
     describe_steps,
     file_of_rank,
+    limit_between,
     read_witness,
     summarize,
 )
@@ -49,7 +50,6 @@ from ..module.module import ContractModule
 from ..module.plugin_loading import make_trainer, on_sys_path
 from ..run.report import working_directory
 from ..run.training import import_seeded, prepare_training
-from .evidence import limit_between
 from .rehearsal import WITHOUT_EFFECTS, environment_of_rehearsal
 
 _ALONE = (

@@ -280,10 +280,10 @@ def compare(
         What differs, by its cause: rows, random numbers, settings, or only the loss; None if nothing does.
     """
     before_and_now = facts.get(earlier.attempt, {}), facts.get(now.attempt, {})
-    nothing, limits = why_not_compared(*before_and_now)
-    if nothing:
+    can_compare, limit = limit_between(*before_and_now)
+    if not can_compare:
         return None
-    with_values = with_values and not limits
+    with_values = with_values and not limit
     left_out = {OF_MODEL} if with_values else {OF_MODEL, ON_DEVICE}
     states = [at for at, pair in enumerate(zip(earlier.random, now.random, strict=True)) if pair[0] != pair[1]]
     generators = [RANDOM_STATES[at] for at in states if at not in left_out]
@@ -316,24 +316,23 @@ def _same(earlier: Entry, now: Entry) -> bool:
     return earlier.loss == now.loss or (math.isnan(earlier.loss) and math.isnan(now.loss))
 
 
-def why_not_compared(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    """Return why the steps of two attempts cannot be compared, and why not their losses and learning rates.
+def limit_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[bool, str]:
+    """Return whether steps of two attempts can be compared, and the limit of that in words; empty if there is none.
+
+    With any limit, losses and learning rates are not compared.
 
     Args:
-        before: Facts about the earlier one, as in `Header`.
-        now: Facts about the later one.
-
-    Returns:
-        A phrase for each; empty if they can be compared.
+        before: Facts about one attempt, as in `Header`.
+        now: Facts about the other one.
     """
     if before.get("ranks") != now.get("ranks"):
-        return f"{before.get('ranks')} and {now.get('ranks')} ranks train other rows in each step", ""
+        return False, f"{before.get('ranks')} and {now.get('ranks')} ranks get other rows"
     reason = ""
     if before.get("device") != now.get("device"):
         reason = f"{before.get('device')} and {now.get('device')} round differently"
     elif before.get("built") != now.get("built") and (kept := now.get("kept") or before.get("kept")):
         reason = f"a start changed {', '.join(kept)} on purpose"
-    return "", reason and f"losses and learning rates are not compared: {reason}"
+    return True, reason and f"losses and learning rates are not compared, because {reason}"
 
 
 def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -34,9 +34,9 @@ from .entry import (
     WitnessFile,
     compare,
     file_of_rank,
+    limit_between,
     read_witness,
     summarize,
-    why_not_compared,
 )
 from .recording import Reading, Sources, read_batch
 
@@ -104,12 +104,10 @@ class Witness:
         if not entries:
             return {}
         before, now = self._facts.get(next(reversed(entries.values())).attempt, {}), self._facts[self._attempt]
-        nothing, self._limits = why_not_compared(before, now)
-        if nothing:
-            if self._channel.rank == 0:
-                log.info("Repeated steps are not compared with the earlier attempt: %s", nothing)
-            return {}
-        return entries
+        can_compare, self._limits = limit_between(before, now)
+        if not can_compare and self._channel.rank == 0:
+            log.info("Repeated steps are not compared with the earlier attempt: %s", self._limits)
+        return entries if can_compare else {}
 
     def observe(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int

@@ -378,7 +378,7 @@ def break_checkpoint(folder):
         (damage_witness, "it is of another version, or no witness", (7, 8)),
         (tear_witness, "its end is torn", (7, 8)),
         (lambda folder: change_witness(folder, ranks=2), "1 and 2 ranks", (7, 8)),
-        (lambda folder: change_witness(folder, device="cuda"), "losses are not compared", (7, 8)),
+        (lambda folder: change_witness(folder, device="cuda"), "losses and learning rates are not compared", (7, 8)),
         (remove_job, "no step is trained again", (5, 9)),
         (break_checkpoint, "the checkpoints of step 5 are not compared", (7, 8)),
     ],
