@@ -103,9 +103,10 @@ def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, monkeypatch, 
 
 
 def test_a_forgotten_counter_is_named_by_its_first_effect(prove):
-    code, findings = prove("ForgetsItsCounter", "--only", "kill")
+    code, findings = prove("ForgetsItsCounter", "--only", "kill", "--only", "killed rank")
 
     assert code == 1
+    assert findings["killed rank"]["level"] == "skip"
     assert findings["unbroken"]["level"] == "pass"
     assert findings["kill"]["level"] == "fail"
     assert "the learning rate is 0.1, was" in findings["kill"]["detail"]
@@ -116,6 +117,12 @@ def test_a_job_of_other_random_numbers_in_each_run_completes_but_is_not_compared
 
     assert (code, findings["unbroken"]["level"], findings["kill"]["level"]) == (0, "warn", "warn")
     assert "torch on the CPU" in findings["unbroken"]["detail"]
+
+
+def test_an_unknown_rehearsal_is_refused_with_all_names(capfd):
+    assert main(["prove", "job.json", "--only", "flood"]) == 2
+
+    assert "no rehearsal flood. Choose from kill, kill while saving, stop" in capfd.readouterr().err
 
 
 def test_a_job_that_fails_without_a_fault_is_not_rehearsed(prove):
