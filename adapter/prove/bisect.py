@@ -183,6 +183,8 @@ class _States(Repetition):
         keeps: Whether to keep the state after the last step, in host memory.
     """
 
+    hints: Mapping[str, str] = {}
+
     def __init__(self, run: PastRun, steps: Sequence[int], *, keeps: bool) -> None:
         super().__init__(run, steps[-1])
         self.steps, self.keeps = steps, keeps
@@ -264,7 +266,7 @@ class _Search:
             unstable |= changed
             low, high = start, result.step
         if given:
-            result.notes.append(f"different from the start, and not followed: {list_first(sorted(given), 3)}")
+            result.notes.append(f"left out, because they differ from the start on: {list_first(sorted(given), 3)}")
         if unstable:
             result.notes.append(f"not repeated by two replays of one run: {list_first(sorted(unstable), 3)}")
         verdicts = [self._judge(side, each) for side, each in enumerate(pair)]

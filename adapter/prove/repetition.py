@@ -27,6 +27,7 @@ from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.lightning_internals import checkpoint_connector
 from ...callbacks.rank_channel import Channel
 from ...callbacks.witness.entry import (
+    HINTS,
     Difference,
     Entry,
     Key,
@@ -175,6 +176,8 @@ class Repetition(pl.Callback):
         with_debugger: Whether to open the debugger after an exception.
     """
 
+    hints: Mapping[str, str] = HINTS
+
     def __init__(self, run: PastRun, last: int, *, with_debugger: bool = False) -> None:
         self.run, self.last, self.with_debugger = run, last, with_debugger
         self.running_step: int | None = None
@@ -224,8 +227,9 @@ class Repetition(pl.Callback):
             self._sources = self._sources or Sources.of(trainer, pl_module)
             self.entry = read_batch(trainer, outputs, batch, key, 0, self._sources).entry()
             if earlier is not None and self.difference is None:
-                rank, with_values = self._channel.rank, not self._limits
-                self._note(step, compare(earlier, self.entry, rank=rank, facts=self._facts, with_values=with_values))
+                rank, with_values, hints = self._channel.rank, not self._limits, self.hints
+                found = compare(earlier, self.entry, rank=rank, facts=self._facts, with_values=with_values, hints=hints)
+                self._note(step, found)
         record = self.run.traces.records.get(step)
         if record is None or record.final or not self._is_compared:
             return

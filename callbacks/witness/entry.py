@@ -246,7 +246,7 @@ class Difference:
         return self.key[0]
 
 
-_HINTS: Mapping[str, str] = {
+HINTS: Mapping[str, str] = {
     "rows": "The loader or its sampler does not continue where the checkpoint was saved: an iterator or a position "
     "that no checkpoint holds, or an order that depends on something outside of the run",
     "random numbers": "Something draws from them that does not repeat: code outside of the training step, another "
@@ -255,6 +255,7 @@ _HINTS: Mapping[str, str] = {
     "loss": "State that no checkpoint holds may be the reason (a counter, a cache, a schedule, a function that still "
     "uses an object from before the restart), or kernels that are not deterministic",
 }
+"""Usual causes of a difference after a restart, by kind."""
 
 
 def compare(
@@ -264,7 +265,7 @@ def compare(
     rank: int,
     facts: Mapping[int, Mapping[str, Any]],
     with_values: bool = True,
-    hints: Mapping[str, str] = _HINTS,
+    hints: Mapping[str, str] = HINTS,
 ) -> Difference | None:
     """Compare a repeated batch with its first time.
 
@@ -274,7 +275,7 @@ def compare(
         rank: The rank that trained both.
         facts: Facts about attempts, as in `Header`: they limit what is compared, and name reasons for another loss.
         with_values: Whether losses, learning rates and random states of an accelerator are compared.
-        hints: Usual causes after a restart, by kind.
+        hints: Usual causes, by kind.
 
     Returns:
         What differs, by its cause: rows, random numbers, settings, or only the loss; None if nothing does.

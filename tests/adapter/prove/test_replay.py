@@ -265,7 +265,10 @@ def test_a_step_before_the_first_checkpoint_is_replayed_from_the_beginning(train
     assert (result.record, result.witness) == ("", "steps 1 to 3 have the same bits as in the run")
 
 
-FSDP2 = {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}
+FSDP2 = {
+    "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+    "init_args": {"data_parallel_size": 1, "tensor_parallel_size": 1},
+}
 
 RANKED = """
 import torch
