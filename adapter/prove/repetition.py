@@ -38,6 +38,7 @@ from ...callbacks.witness.entry import (
     limit_between,
     read_witness,
     summarize,
+    why_not_compared,
 )
 from ...callbacks.witness.overlap import compare_with_checkpoint
 from ...callbacks.witness.recording import Sources, read_batch
@@ -205,8 +206,8 @@ class Repetition(pl.Callback):
         self._channel, now = Channel(), facts_of_attempt(trainer)
         if not self.run.traces.witness:
             return
-        self._is_compared, limit = limit_between(self.run.traces.facts, now)
-        self._limits = limit or self._limits
+        nothing, limits = why_not_compared(self.run.traces.facts, now)
+        self._is_compared, self._limits = not nothing, nothing or limits or self._limits
         recorded = self.run.traces.witness.get(self._channel.rank)
         if recorded is not None and self._is_compared:
             self._expected = {
@@ -227,9 +228,8 @@ class Repetition(pl.Callback):
             self._sources = self._sources or Sources.of(trainer, pl_module)
             self.entry = read_batch(trainer, outputs, batch, key, 0, self._sources).entry()
             if earlier is not None and self.difference is None:
-                rank, with_values, hints = self._channel.rank, not self._limits, self.hints
-                found = compare(earlier, self.entry, rank=rank, facts=self._facts, with_values=with_values, hints=hints)
-                self._note(step, found)
+                rank, facts, hints = self._channel.rank, self._facts, self.hints
+                self._note(step, compare(earlier, self.entry, rank=rank, facts=facts, hints=hints))
         record = self.run.traces.records.get(step)
         if record is None or record.final or not self._is_compared:
             return
