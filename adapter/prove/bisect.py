@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect as binary_search
 import dataclasses
+import logging
 import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from ..view.differences import Difference, differences, facts_of_run
 from ..view.summary import RunSummary, summary_of
 from .evidence import compare_witnesses, state_of
 from .repetition import PastRun, Repetition, Traces, open_run, read_traces, repeat, start_before
+
+log = logging.getLogger(__name__)
 
 MOST_DIGESTS = 64
 """Number of steps after which one repetition takes digests; of more steps, the interval is narrowed first."""
@@ -287,6 +290,7 @@ class _Search:
         run, states = self._runs[side], _States(self._runs[side], steps, keeps=keeps)
         shutil.rmtree(run.config.artifacts_dir, ignore_errors=True)  # of the repetition before
         self._result.replays += 1
+        log.info("training %s again, from step %d to step %d", NAMES[side], steps[0], steps[-1])
         if (error := repeat(run, self._starts[side], states)) is not None:
             self._result.notes.append(f"{NAMES[side]}, trained again, fails in step {states.running_step}: {error!r}")
         return states
