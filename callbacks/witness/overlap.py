@@ -115,10 +115,11 @@ def _in_json(now: Any, before: Any, path: tuple[str, ...]) -> Iterator[str]:
             yield ".".join(path)
         return
     for name in dict.fromkeys([*mine, *theirs]):
-        if name not in mine or name not in theirs:
-            yield ".".join((*path, name))
-        else:
-            yield from _in_json(mine[name], theirs[name], (*path, name))
+        place = (*path, name)
+        if name in mine and name in theirs:
+            yield from _in_json(mine[name], theirs[name], place)
+        elif place not in _LEFT_OUT:
+            yield ".".join(place)
 
 
 def _members(value: Any) -> dict[str, Any] | None:
