@@ -29,7 +29,7 @@ from ..contract.exceptions import BrokenCheckpointError, GenlightError, UsageErr
 from ..view.differences import Difference, differences, facts_of_run
 from ..view.summary import RunSummary, summary_of
 from .evidence import compare_witnesses, state_of
-from .repetition import PastRun, Repetition, Traces, open_run, read_traces, repeat, start_before
+from .repetition import Done, PastRun, Repetition, Traces, open_run, read_traces, repeat, start_before
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +205,8 @@ class _States(Repetition):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._take(pl_module)
+        if self.last == pl_module.completed_steps:  # the runs differ before their first step
+            raise Done
 
     @override
     def on_mb_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -299,7 +301,7 @@ class _Search:
         result = self._result
         kind = next(kind for each in states for kind, values in each.values.items() if path in values)
         first, second = (each[kind].get(path) for each in states)
-        result.after, result.step, result.rank, result.kind, result.name = step - 1, step, 0, kind, path
+        result.after, result.step, result.rank, result.kind, result.name = max(step - 1, 0), step, 0, kind, path
         result.values = [describe(first), describe(second)]
         size = distance(first, second) if is_real(first) and is_real(second) else math.inf
         result.distance = size if math.isfinite(size) else None

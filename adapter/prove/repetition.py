@@ -164,7 +164,7 @@ def start_before(run: PastRun, step: int) -> CheckpointRecord | None:
     return record
 
 
-class _Done(BaseException):
+class Done(BaseException):
     """Ends the training after the last step."""
 
 
@@ -249,7 +249,7 @@ class Repetition(pl.Callback):
             if (proof := summarize(self._channel.gather_everywhere((self._equal, self.difference)))) is not None:
                 self._equal, self.difference = proof.steps, proof.difference
             self.conclude(pl_module)
-            raise _Done
+            raise Done
 
     def conclude(self, module: Any) -> None:
         """Read the state after the last step."""
@@ -309,7 +309,7 @@ def _train(config: RunConfig, plugin: Any, record: CheckpointRecord | None, repe
     callbacks.append(repetition)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=None if record is None else str(record.path))
-    except _Done:
+    except Done:
         return None
     except (bdb.BdbQuit, TrainingCanceled):
         raise KeyboardInterrupt from None
