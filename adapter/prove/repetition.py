@@ -38,7 +38,6 @@ from ...callbacks.witness.entry import (
     limit_between,
     read_witness,
     summarize,
-    why_not_compared,
 )
 from ...callbacks.witness.overlap import compare_with_checkpoint
 from ...callbacks.witness.recording import Sources, read_batch
@@ -206,8 +205,8 @@ class Repetition(pl.Callback):
         self._channel, now = Channel(), facts_of_attempt(trainer)
         if not self.run.traces.witness:
             return
-        nothing, limits = why_not_compared(self.run.traces.facts, now)
-        self._is_compared, self._limits = not nothing, nothing or limits or self._limits
+        self._is_compared, limit = limit_between(self.run.traces.facts, now)
+        self._limits = limit or self._limits
         recorded = self.run.traces.witness.get(self._channel.rank)
         if recorded is not None and self._is_compared:
             self._expected = {

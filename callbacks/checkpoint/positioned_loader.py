@@ -234,7 +234,10 @@ class PositionedLoader(DataLoader[Any]):
         return self._order
 
     def _random_states(self) -> dict[str, Any]:
-        return {"host": _random_states(), "generators": [each.get_state() for each in generators_of([self])]}
+        host = _random_states()
+        if self._order.is_of_torch:
+            del host["python"], host["numpy"]
+        return {"host": host, "generators": [each.get_state() for each in generators_of([self])]}
 
     def _set_random_states(self, states: Mapping[str, Any]) -> None:
         _restore_random_states(states["host"])
@@ -539,9 +542,10 @@ def _random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _restore_random_states(states: dict[str, Any], generators: Sequence[Any] = ()) -> None:
-    """Restore a result of `_random_states`."""
-    set_state(random, states["python"])
-    np.random.set_state(states["numpy"])
+    """Restore a result of `_random_states`, or what is left of one."""
+    if "python" in states:
+        set_state(random, states["python"])
+        np.random.set_state(states["numpy"])
     torch.set_rng_state(torch.from_numpy(states["torch"]))
     for generator, state in zip(generators, states["own"], strict=False):
         set_state(generator, state)

@@ -48,6 +48,11 @@ class SamplerOrder:
         self._begins = 0
         return self.source_state()
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether all samplers are classes of torch, which draw only from its generators."""
+        return all(type(each).__module__.startswith("torch.utils.data") for each in _nested(self.sampler))
+
     def __iter__(self) -> Iterator[Any]:
         self._begins += 1
         self._checksum = 0

@@ -119,12 +119,6 @@ def test_a_job_of_other_random_numbers_in_each_run_completes_but_is_not_compared
     assert "torch on the CPU" in findings["unbroken"]["detail"]
 
 
-def test_an_unknown_rehearsal_is_refused_with_all_names(capfd):
-    assert main(["prove", "job.json", "--only", "flood"]) == 2
-
-    assert "no rehearsal flood. Choose from kill, kill while saving, stop" in capfd.readouterr().err
-
-
 def test_a_job_that_fails_without_a_fault_is_not_rehearsed(prove):
     code, findings = prove("Fails")
 
