@@ -193,7 +193,7 @@ class StepRouter:
         self._skipper = next((part.may_skip for part in reversed(self.parts) if part.may_skip), "")
         for optimizer in optimizers:
             torch_hooks.wrap(optimizer, "step", self._step)
-            if "on_before_zero_grad" in hooks:
+            if averaging is not None or "on_before_zero_grad" in hooks:
                 torch_hooks.wrap(optimizer, "zero_grad", functools.partial(self._zero_grad, hooks))
 
     @property
@@ -364,9 +364,13 @@ class StepRouter:
     def _zero_grad(
         self, hooks: StepHooks, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kw: Any
     ) -> Any:
-        if torch_hooks.is_active(self):
-            hooks.call("on_before_zero_grad", optimizer)
-        return inner(*args, **kw)
+        if not torch_hooks.is_active(self):
+            return inner(*args, **kw)
+        hooks.call("on_before_zero_grad", optimizer)
+        # A class's own `zero_grad` may do anything.
+        is_torchs = getattr(inner, "__func__", None) is Optimizer.zero_grad
+        with self.averaging.zeroing() if self.averaging is not None and is_torchs else nullcontext():
+            return inner(*args, **kw)
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Make one update of a managed optimizer with the same arguments, except that a closure is wrapped."""

@@ -8,8 +8,8 @@ name                                            reason                          
                                                 also if a class imported these by name            `_prove` once
 ``optimizer.step`` of each managed optimizer    to skip an update, to average gradients before    ``test_router.py``
                                                 it, and to wrap its closure
-``optimizer.zero_grad``, if a callback has      Lightning's hook                                  ``test_router.py``
-``on_before_zero_grad``
+``optimizer.zero_grad`` on several ranks, or    to zero used gradients without a call for each,   ``test_router.py``,
+if a callback has ``on_before_zero_grad``       and Lightning's hook                              ``test_averaging.py``
 the class of each averaged parameter, during    only a class can have a property ``grad`` to      ``test_averaging.py``
 a step, except in updates                       average gradients before they are read
 ==============================================  ================================================  =====================

@@ -35,6 +35,9 @@ OTHER_ALIGNMENT_BYTES = 512
 Kernels choose by the address how they add up a norm or multiply: other alignments could change bits of results.
 """
 
+SMALL_NUMBERS = 8192
+"""Mean size of a bucket's gradients below which a call for each costs more than a second pass over the memory."""
+
 WIRE_TYPES = {"allreduce_hook": None, "fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 """Torch's communication hooks that only send gradients in another type, and that type."""
 
@@ -77,7 +80,8 @@ class Bucket:
         *flat, self._used, self.extra = torch.split(self._whole, [*pieces, count, extra])
         self._gradients = self._whole[: sum(pieces)]
         self._views = [piece.view(p.shape) for piece, p in zip(flat[::2], self.parameters, strict=True)]
-        self._divides_while_it_packs = first.device.type == "cpu" and wire is None
+        is_large = sum(p.numel() for p in self.parameters) >= SMALL_NUMBERS * count
+        self._divides_while_it_packs = first.device.type == "cpu" and wire is None and is_large
         self._missing: list[int] = []
         self._sent: tuple[list[Tensor], list[Tensor]] = ([], [])
         """This rank's gradients, and the view of each in the flat tensor."""
@@ -91,10 +95,11 @@ class Bucket:
         for i in self._missing:
             self._used[i] = 0
             self._views[i].zero_()
-        pairs = [(g, view) for g, view in zip(gradients, self._views, strict=True) if g is not None]
-        grads, views = self._sent = [g for g, _ in pairs], [view for _, view in pairs]
+        grads = [g for g in gradients if g is not None]
+        views = [view for g, view in zip(gradients, self._views, strict=True) if g is not None]
+        self._sent = grads, views
         if self._divides_while_it_packs:  # one pass over the memory rather than two
-            for gradient, view in pairs:
+            for gradient, view in zip(grads, views, strict=True):
                 torch.div(gradient, self._world_size, out=view)
         else:
             if grads:
@@ -141,14 +146,14 @@ def grouped(
         first_bytes: Size at which the first group of each kind is complete, if that is less.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    limits: dict[tuple[torch.device, torch.dtype], int] = {}
+    missing: dict[tuple[torch.device, torch.dtype], int] = {}
     for tensor in tensors:
         kind = (tensor.device, tensor.dtype)
-        group = groups.setdefault(kind, [])
-        group.append(tensor)
-        if sum(t.nbytes for t in group) >= limits.get(kind, min(first_bytes, full_bytes)):
+        groups.setdefault(kind, []).append(tensor)
+        missing[kind] = missing.get(kind, min(first_bytes, full_bytes)) - tensor.nbytes
+        if missing[kind] <= 0:
             yield groups.pop(kind)
-            limits[kind] = full_bytes
+            missing[kind] = full_bytes
     yield from groups.values()
 
 

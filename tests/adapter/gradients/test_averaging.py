@@ -16,7 +16,7 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import Discovered, discover
 from genlight.adapter.gradients import rank_check
 from genlight.adapter.gradients.ddp.averaging import Averaging
-from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, AveragedParameters, grouped
+from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, AveragedParameters, Bucket, grouped
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
 from support.messages import refusal
@@ -228,6 +228,52 @@ def test_zeroing_gradients_between_backward_calls_loses_nothing_and_hides_nothin
         run.optimizer.step()
 
     assert run.model.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+@pytest.mark.promise(name="speed")
+def test_used_gradients_are_zeroed_without_a_call_for_each_and_others_with_one(averaged):
+    run, seen = Run(), []
+    guard = run.router.averaging._guard
+    with run.router:
+        guard._on_write = lambda parameter, value: seen.append(parameter)
+        run.optimizer.zero_grad()
+        assert seen == []
+        run.model.weight.grad = torch.ones(1, 2)
+        assert seen == [run.model.weight], "parameters are guarded again"
+        run.backward()
+        run.optimizer.zero_grad()
+        assert len(seen) == 3
+
+
+def test_gradients_that_zero_grad_of_a_class_writes_are_averaged(averaged):
+    class Fills(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad = torch.ones_like(parameter)
+
+    model = nn.Linear(2, 1)
+    optimizer = Fills(model.parameters(), lr=0.1)
+    router = routed(discover({"model": model, "optimizer": optimizer}))
+    with router:
+        optimizer.zero_grad()
+        optimizer.step()
+    assert len(averaged) == 1
+
+
+@pytest.mark.parametrize("width", [2, 128], ids=["small gradients", "large ones"])
+def test_small_and_large_gradients_have_the_bits_of_a_division(averaged, monkeypatch, width):
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 3)
+    bucket = Bucket([nn.Parameter(torch.zeros(width, width)), nn.Parameter(torch.zeros(width))])
+    gradients = [torch.randn(width, width), torch.randn(width)]
+    expected = [gradient / 3 for gradient in gradients]
+    bucket.send(gradients)
+    bucket.wait()
+    assert bucket.unpack(lambda tail: tail.tolist()) == {}
+    assert all(map(torch.equal, gradients, expected))
+    bucket.send([None, gradients[1]])
+    bucket.wait()
+    assert bucket.unpack(lambda tail: tail.tolist()) == {}
+    assert torch.equal(gradients[1], expected[1] / 3)
 
 
 def test_written_gradients_are_averaged_at_their_first_read_and_only_once(averaged):
@@ -464,6 +510,23 @@ def test_an_optimizer_whose_first_update_comes_later_does_not_warn(averaged, cap
         pass
 
     assert not caplog.records
+
+
+@pytest.mark.promise(name="speed")
+def test_each_tensor_is_weighed_once():
+    weighed = []
+
+    class Weighed:
+        device, dtype = CPU, torch.float32
+
+        @property
+        def nbytes(self):
+            weighed.append(self)
+            return 8
+
+    tensors = [Weighed() for _ in range(50)]
+    assert [len(group) for group in grouped(tensors, full_bytes=160, first_bytes=80)] == [10, 20, 20]
+    assert weighed == tensors
 
 
 def test_buckets_equal_the_buckets_of_ddp():
