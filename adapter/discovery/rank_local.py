@@ -71,6 +71,21 @@ class RankLocal:
         yield from self.tensors(discovered)
         yield from self.optimizer_states(discovered)
 
+    def replicated_values(self, discovered: Discovered) -> list[Tensor]:
+        """Return the tensors of `replicated` without their paths, in a quarter of its time, each once, in any order."""
+        if self.names or any(map(self.covers_state_of, discovered.optimizers)):
+            return [tensor for _, tensor in self.replicated(discovered)]
+        modules = [module for found in discovered.modules for module in found.value.modules()]
+        values: list[Any] = [p for module in modules for p in module._parameters.values()]
+        values += [buffer for module in modules if module._buffers for buffer in module._buffers.values()]
+        values += [tensor for _, tensor in self.bare(discovered)]
+        for found in discovered.optimizers:
+            held = list(parameters_of(found.value))
+            state = found.value.state
+            values += held
+            values += [value for p in held for _, value in named_values(state.get(p, {}))] if state else []
+        return [value for value in {id(value): value for value in values}.values() if isinstance(value, Tensor)]
+
     def optimizer_states(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that optimizers keep for their parameters, and parameters that replaced others."""
         paths = {id(p): path for found in discovered.modules for path, p in self.parameters(found)}

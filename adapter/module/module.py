@@ -223,6 +223,10 @@ class ContractModule(pl.LightningModule):
         if self.discovered is not None:
             yield from rank_local_of(self.plugin).replicated(self.discovered)
 
+    def replicated_values(self) -> list[torch.Tensor]:
+        """Return the tensors of `replicated_tensors`, each once."""
+        return [] if self.discovered is None else rank_local_of(self.plugin).replicated_values(self.discovered)
+
     def replicated_settings(self) -> Iterator[tuple[str, Any]]:
         """Yield values that must be equal on all ranks, by path: settings of optimizers, counters, scheduler states."""
         if self.discovered is not None:

@@ -24,7 +24,7 @@ def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     pieces = _pieces(tensors)
     on_host = [piece for piece in pieces if piece.device.type == "cpu"]
-    kinds = [(tensor.dtype, *tensor.shape) for tensor in tensors]
+    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
     text = xxhash.xxh3_64_intdigest(repr([kinds, *content_digests(on_host)]).encode()) - 2**63
     # `full` launches a kernel; a copy from the host would synchronize.
     number = torch.full((1,), text, dtype=torch.int64, device=device)
@@ -40,5 +40,6 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
         if tensor.nbytes > SMALL_BYTES:
             large.append(tensor)
         else:
-            small.setdefault((tensor.device, tensor.dtype), []).append(tensor.resolve_conj().resolve_neg())
-    return large + [_flatten_dense_tensors(some) for some in small.values()]  # type: ignore[no-untyped-call]
+            small.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    flat: list[Tensor] = [_flatten_dense_tensors(some) for some in small.values()]  # type: ignore[no-untyped-call]
+    return large + [piece.resolve_conj().resolve_neg() for piece in flat]

@@ -27,6 +27,7 @@ STEPS_UNTIL_READ = 4
 """Steps after which a digest has left its device, and after which all ranks have sent theirs; no step waits."""
 
 _LARGEST = 2**62 - 1
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class ReplicaGuard(Hook):
@@ -125,7 +126,7 @@ class ReplicaGuard(Hook):
         """Begin a comparison of the current replicas."""
         self._read(pl_module)
         self._compared_step = trainer.global_step
-        tensors = [tensor for _, tensor in _replicated(pl_module, trainer)]
+        tensors = _replicated_values(pl_module, trainer)
         number = digest_of_all(tensors, trainer.strategy.root_device) & _LARGEST if tensors else torch.tensor(0)
         settings = dict(_settings(pl_module, trainer))
         self._pending = _Comparison(trainer, self._group, torch.stack([number, -number]), settings)
@@ -196,8 +197,23 @@ def _replicated(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tup
     named = own() if own is not None else _of_module(module, trainer)
     settings = ((name, value) for name, value in _leaves_of_settings(module, trainer) if isinstance(value, Tensor))
     for name, tensor in (part for each in (*named, *settings) for part in wrapped_tensors(*each)):
-        if not isinstance(tensor, DTensor) and tensor.layout is torch.strided and tensor.numel():
+        if _is_compared(tensor):
             yield name, tensor
+
+
+def _replicated_values(module: pl.LightningModule, trainer: pl.Trainer) -> list[Tensor]:
+    """Return the tensors of `_replicated`, in the same order on all ranks; names take most of its time."""
+    own = getattr(module, "replicated_values", None)
+    if own is None:
+        return [tensor for _, tensor in _replicated(module, trainer)]
+    values = own() + [value for _, value in _leaves_of_settings(module, trainer) if isinstance(value, Tensor)]
+    if not all(type(value) in _PLAIN for value in values):
+        values = [part for value in values for _, part in wrapped_tensors("", value)]
+    return [tensor for tensor in values if _is_compared(tensor)]
+
+
+def _is_compared(tensor: Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and tensor.layout is torch.strided and bool(tensor.numel())
 
 
 def _settings(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, str]]:

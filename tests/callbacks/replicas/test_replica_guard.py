@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
 import pytest
 import torch
+from torch import nn
 
 from genlight.adapter.check.snapshot import flatten
+from genlight.adapter.discovery.discover import discover
+from genlight.adapter.discovery.rank_local import RankLocal
 from genlight.callbacks.checkpoint.codec.tensors import content_digests, device_digest
 from genlight.callbacks.replicas.digest import digest_of_all
 from genlight.callbacks.replicas.replica_guard import _next_double
@@ -19,6 +23,32 @@ pytestmark = pytest.mark.promise(name="ranks")
 
 def digest(tensor):
     return digest_of_all([tensor], tensor.device)
+
+
+@pytest.mark.parametrize("rank_local", [(), ("model.2",), ("other",)], ids=["all equal", "a layer", "an optimizer"])
+def test_the_tensors_that_are_compared_are_those_that_a_difference_is_named_by(rank_local):
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.BatchNorm1d(4), nn.Linear(4, 4), nn.PReLU(), shared)
+    model.register_parameter("absent", None)
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    model[1].register_buffer("gone", None)
+    latent, code = torch.zeros(3, requires_grad=True), torch.zeros(5, requires_grad=True)
+    state = {
+        "model": model,
+        "copy": copy.deepcopy(model),
+        "latent": latent,
+        "optimizer": torch.optim.AdamW([*model.parameters(), latent], lr=0.1),
+        "other": torch.optim.SGD([code], lr=0.1, momentum=0.5),
+    }
+    sum(p.sum() for p in (*model.parameters(), code, latent)).backward()
+    state["optimizer"].step()
+    state["other"].step()
+    discovered, names = discover(state), RankLocal(rank_local)
+    named = [tensor for _, tensor in names.replicated(discovered)]
+    values = names.replicated_values(discovered)
+    assert {id(tensor) for tensor in values} == {id(tensor) for tensor in named}
+    assert any(tensor is code for tensor in values) is (rank_local != ("other",))
+    assert any(tensor is state["optimizer"].state[latent]["exp_avg"] for tensor in values)
 
 
 @pytest.fixture(scope="module")

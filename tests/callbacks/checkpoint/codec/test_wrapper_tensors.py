@@ -13,7 +13,7 @@ from genlight.adapter.check.snapshot import snapshot
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks.checkpoint.codec.state_tree import decode, encode, wrapped_tensors
 from genlight.callbacks.checkpoint.codec.tensors import TensorTable
-from genlight.callbacks.replicas.replica_guard import _replicated
+from genlight.callbacks.replicas.replica_guard import _replicated, _replicated_values
 from support.messages import refusal
 from support.resumed_fit import STEPS, Trains, fit
 
@@ -104,13 +104,20 @@ def test_a_name_of_another_type_in_a_checkpoint_is_refused(name: str) -> None:
 
 
 def test_replicas_with_wrappers_are_compared_by_their_inner_tensors() -> None:
+    moment = Quantized.of(torch.ones(2))
+
     class Module:
         def replicated_tensors(self) -> Any:
-            yield "moment", Quantized.of(torch.ones(2))
+            yield "moment", moment
+
+        def replicated_values(self) -> Any:
+            return [moment]
 
         def replicated_settings(self) -> Any:
             return ()
 
     found: Any = list(_replicated(Module(), None))  # type: ignore[arg-type]
+    values = _replicated_values(Module(), None)  # type: ignore[arg-type]
 
     assert [name for name, _ in found] == ["codes of moment", "scale of moment"]
+    assert [id(value) for value in values] == [id(tensor) for _, tensor in found]
