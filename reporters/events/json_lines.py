@@ -29,26 +29,23 @@ if TYPE_CHECKING:
 LONGEST_LINE = 16 << 20
 """Maximum size of a line in bytes. No run writes such long lines, but a log may come from an unknown source."""
 StrPath = str | os.PathLike[str]
-_encoder = msgspec.json.Encoder(order="sorted")
+_encode_lines = msgspec.json.Encoder(order="sorted").encode_lines
 decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 """Return the JSON object on a line. Raises ValueError, or RecursionError if it is nested too deeply."""
 
 
 def encode_json(value: object) -> bytes:
     """Return compact JSON with sorted keys; a non-finite number becomes null, and texts become `storable`."""
-    try:
-        return _encoder.encode(value)
-    except UnicodeEncodeError:
-        return _encoder.encode(storable(msgspec.to_builtins(value)))
+    return encode_lines([value])[:-1]
 
 
 def encode_lines(values: Sequence[object]) -> bytes:
-    """Return a line for each of `values`, as by `encode_json`."""
+    """Return a line for each of `values`, as by `encode_json`, with its newline."""
     values = list(values)  # of any other iterable msgspec 0.22 keeps the iterator for good
     try:
-        return _encoder.encode_lines(values)
+        return _encode_lines(values)
     except UnicodeEncodeError:
-        return _encoder.encode_lines(storable(msgspec.to_builtins(values)))
+        return _encode_lines(storable(msgspec.to_builtins(values)))
 
 
 def storable(value: Any) -> Any:

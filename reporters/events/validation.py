@@ -28,7 +28,7 @@ from .event import (
     decode_event,
     key_faults,
 )
-from .json_lines import Position, complete_lines, decode_object, encode_json
+from .json_lines import Position, complete_lines, decode_object, encode_lines
 
 Phase = Literal["new", "started", "ended"]
 Fault = tuple[str, str]
@@ -165,7 +165,7 @@ def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
             problem = str(error)
         # Nearly all lines are as `EventLog` writes them: compact and sorted, with every key once and no unknown one.
         # An older runtime wrote failures that lack a required key.
-        is_as_written = event is not None and type(event) is not Failed and encode_json(event) + b"\n" == line
+        is_as_written = event is not None and type(event) is not Failed and encode_lines([event]) == line
         for rule, message in log.check(event) if event and is_as_written else _faults(line, event, problem, log):
             yield Violation(position.line, rule, message)
 

@@ -346,7 +346,9 @@ def test_a_step_gathers_the_weights_of_an_outermost_unit_once(mesh, monkeypatch,
         part.after_backward()
         state["opt"].step()
         assert len(gathered) == gathers
-        state["model"](torch.ones(2, 4))  # without a backward
+        first = state["model"](torch.ones(2, 4)).detach()  # without a backward
+        state["opt"].step()
+        assert not torch.equal(state["model"](torch.ones(2, 4)).detach(), first), "an update changes the next forward"
         part.end()
         assert not any(group.is_unsharded for group in gathered)
         with torch.no_grad():
@@ -356,6 +358,7 @@ def test_a_step_gathers_the_weights_of_an_outermost_unit_once(mesh, monkeypatch,
     finally:
         part.close()
     assert not any(group.is_unsharded for group in gathered)
+    state["model"](torch.ones(2, 4))
     assert all(isinstance(p, DTensor) for p in state["model"].parameters())
 
 
