@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,12 +25,17 @@ def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     pieces = _pieces(tensors)
     on_host = [piece for piece in pieces if piece.device.type == "cpu"]
-    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-    text = xxhash.xxh3_64_intdigest(repr([kinds, *content_digests(on_host)]).encode()) - 2**63
+    kinds = [_kind(tensor.dtype, tensor.shape) for tensor in tensors]
+    text = xxhash.xxh3_64_intdigest("".join([*kinds, *content_digests(on_host)]).encode()) - 2**63
     # `full` launches a kernel; a copy from the host would synchronize.
     number = torch.full((1,), text, dtype=torch.int64, device=device)
     numbers = [device_digest(piece).to(device) for piece in pieces if piece.device.type != "cpu"]
     return device_digest(torch.cat([number, *numbers]))[0] if numbers else number[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype} {list(shape)} "
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:

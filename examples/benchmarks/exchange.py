@@ -160,7 +160,7 @@ def record(chosen: argparse.Namespace) -> Iterator[None]:
     from genlight.adapter.gradients.step import StepRouter
 
     spans: list[dict[str, Any]] = []
-    send, backward = Bucket.take_part, StepRouter.backward
+    send, backward = Bucket.send_unchanged, StepRouter.backward
 
     def sent(bucket: Bucket) -> None:
         span = {"what": id(bucket), "bytes": bucket._whole.nbytes, "begin": time.perf_counter()}
@@ -173,11 +173,11 @@ def record(chosen: argparse.Namespace) -> Iterator[None]:
         backward(router, *args, **kwargs)
         spans.append({"what": "backward", "begin": begin, "end": time.perf_counter()})
 
-    Bucket.take_part, StepRouter.backward = sent, called  # type: ignore[method-assign]
+    Bucket.send_unchanged, StepRouter.backward = sent, called  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Bucket.take_part, StepRouter.backward = send, backward  # type: ignore[method-assign]
+        Bucket.send_unchanged, StepRouter.backward = send, backward  # type: ignore[method-assign]
         if chosen.rank == 0 and torch.distributed.is_initialized():
             Path(chosen.timeline).with_suffix(".json").write_text(json.dumps(spans[-40:]))
 
