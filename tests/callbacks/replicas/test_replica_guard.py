@@ -25,8 +25,9 @@ def digest(tensor):
     return digest_of_all([tensor], tensor.device)
 
 
+@pytest.mark.parametrize("has_own_state", [False, True])
 @pytest.mark.parametrize("rank_local", [(), ("model.2",), ("other",)], ids=["all equal", "a layer", "an optimizer"])
-def test_the_tensors_that_are_compared_are_those_that_a_difference_is_named_by(rank_local):
+def test_the_tensors_that_are_compared_are_those_that_a_difference_is_named_by(rank_local, has_own_state):
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.BatchNorm1d(4), nn.Linear(4, 4), nn.PReLU(), shared)
     model.register_parameter("absent", None)
@@ -43,12 +44,13 @@ def test_the_tensors_that_are_compared_are_those_that_a_difference_is_named_by(r
     sum(p.sum() for p in (*model.parameters(), code, latent)).backward()
     state["optimizer"].step()
     state["other"].step()
+    state["optimizer"].rank_local = has_own_state
     discovered, names = discover(state), RankLocal(rank_local)
     named = [tensor for _, tensor in names.replicated(discovered)]
     values = names.replicated_values(discovered)
     assert {id(tensor) for tensor in values} == {id(tensor) for tensor in named}
     assert any(tensor is code for tensor in values) is (rank_local != ("other",))
-    assert any(tensor is state["optimizer"].state[latent]["exp_avg"] for tensor in values)
+    assert any(tensor is state["optimizer"].state[latent]["exp_avg"] for tensor in values) is not has_own_state
 
 
 @pytest.fixture(scope="module")
