@@ -256,8 +256,9 @@ def test_gradients_that_zero_grad_of_a_class_writes_are_averaged(averaged):
     router = routed(discover({"model": model, "optimizer": optimizer}))
     with router:
         optimizer.zero_grad()
+        assert model.weight.grad is not None, "a read"
+        assert len(averaged) == 1
         optimizer.step()
-    assert len(averaged) == 1
 
 
 @pytest.mark.parametrize("width", [2, 128], ids=["small gradients", "large ones"])
