@@ -185,6 +185,13 @@ def test_guard_snapshot_and_checkpoint_detect_every_change_of_bits(change, rows)
     assert not torch.equal(device_digest(values), device_digest(others))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_digest_of_all_is_that_of_the_values_that_a_view_shows(count):
+    numbers = torch.complex(torch.randn(3), torch.randn(3)).conj()
+    for view in (numbers, numbers.imag):
+        assert digest_of_all([view] * count, view.device) == digest_of_all([view.clone()] * count, view.device)
+
+
 def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_position():
     device = torch.device("cpu")
     tensors = [torch.zeros(2, 3), torch.ones(3, 2), torch.ones(3, dtype=torch.int64), torch.rand(200, 200)]

@@ -100,6 +100,10 @@ BROKEN = {
     "an event of no kind": ([STARTED, METRIC | {"event": "heartbeat"}], [(2, "schema")]),
     "an error without its category": ([STARTED, FAILED | {"error": "x"}], [(2, "schema")]),
     "a stop with another reason": ([STARTED, FAILED | {"category": "timeout"}], [(2, "schema")]),
+    "a failure of an older runtime, without its category": (
+        [STARTED, {k: v for k, v in FAILED.items() if k != "category"}],
+        [(2, "schema")],
+    ),
     "a null without its name": ([STARTED, METRIC | {"value": None}], [(2, "schema")]),
     "a number with a name": ([STARTED, METRIC | {"value_text": "nan"}], [(2, "schema")]),
     "a seq that is a text": ([STARTED, METRIC | {"seq": "2"}, COMPLETED], [(2, "schema")]),
