@@ -1,51 +1,53 @@
 // The page: its parts, and their data, which a live page fetches again and again.
 
-const main = document.querySelector("main"), when = make("p", { class: "dim when" });
+const main = document.querySelector("main"), when = make("p", { class: "dim" });
 let parts = null;
 
 const keep = (run, ...names) => Object.fromEntries(["run_id", "address", "path", ...names].map((name) => [name, run[name]]));
 
-// The parts about one run, each with a function that takes its data from the data of the page.
+// The parts about the run at `i`, each with a function that takes its data from the data of the page.
 function parts_of_run(i) {
   const of = (...names) => (data) => keep(data.runs[i], ...names);
+  const count = (run) => plural(run.events.length + run.left_out.events, "event");
   return [
-    [drawn("Timeline", timeline), of("spans", "parts", "goodput")], [drawn("Checkpoints", checkpoints), of("checkpoints")],
-    [folded((run) => "Configuration", configuration), of("metadata", "packages", "job")],
-    [folded((run) => plural(run.events.length + run.left_out.events, "event"), events()), of("events", "left_out")],
-    [folded(() => "More facts", more_facts), (data) => data.runs[i]]];
+    [drawn("Timeline", timeline), of("spans", "parts")], [drawn("Checkpoints", checkpoints), of("checkpoints")],
+    [drawn("Configuration", configuration, true), (data) => data.runs[i]],
+    [drawn(count, events(), true), of("events", "left_out")]];
 }
 
-function parts_of_comparison() {
-  const each_run = (run, i) => {
-    const inside = parts_of_run(i);
-    const part = folded(({ runs }) => runs[i].run_id, (data) => {
-      inside.forEach(([each, of]) => each.update(of(data)));
-      return inside.map(([each]) => each.element);
-    });
-    return [part, (data) => data];
+// The same parts of a run that is compared, folded.
+function folded_run(_, i) {
+  const inside = parts_of_run(i);
+  const update = (data) => {
+    inside.forEach(([part, of]) => part.update(of(data)));
+    return inside.map(([part]) => part.element);
   };
-  return each_run;
+  return [drawn(({ runs }) => runs[i].run_id, update, true), (data) => data];
+}
+
+function parts_of({ list: listed, runs }) {
+  if (listed) return [[list(), (data) => data]];
+  const each = (...names) => (data) => data.runs.map((run) => keep(run, ...names));
+  const plots = [curves(), (data) => data.runs], pictures = [samples(), each("samples")];
+  const found = [drawn("Findings", findings), each("findings")];
+  if (runs.length > 1) {
+    const differing = [drawn("What differs", differences), (data) => ({ runs: each()(data), differences: data.differences })];
+    return [[legend(), (data) => data.runs], plots, differing, pictures, found, ...runs.map(folded_run)];
+  }
+  const [times, saved, ...others] = parts_of_run(0);
+  const first = [summary(), (data) => ({ run: data.runs[0], now_ms: data.made_at_ms })];
+  return [first, plots, pictures, times, saved, found, ...others];
 }
 
 function build(data) {
-  const { list: listed, runs } = data;
-  const back = listed || data.folder == null ? null : make("nav", {}, make("a", { href: "." }, "all runs below " + data.folder));
-  const title = listed ? "Runs below " + data.folder : runs.length === 1 ? runs[0].run_id : plural(runs.length, "run") + " compared";
-  const found = [drawn("Findings", findings), (newest) => newest.runs.map((run) => keep(run, "findings"))];
-  const shown_samples = [samples(), (newest) => newest.runs.map((run) => keep(run, "samples"))];
-  const plots = [curves(), (newest) => newest.runs];
-  if (listed) parts = [[list(), (newest) => newest]];
-  else if (runs.length === 1) {
-    const [times, saved, ...others] = parts_of_run(0);
-    parts = [[head(), (newest) => ({ run: newest.runs[0], now_ms: newest.made_at_ms })], plots, shown_samples, times, saved, found, ...others];
-  } else {
-    const differing = [drawn("What differs", differences), (newest) => ({ runs: newest.runs.map((run) => keep(run)), differences: newest.differences })];
-    parts = [[legend(), (newest) => newest.runs], plots, differing, shown_samples, found, ...runs.map(parts_of_comparison())];
-  }
-  document.title = visible(listed ? title : runs.map((run) => run.run_id).join(", "));
-  main.className = listed ? "listing" : runs.length === 1 ? "single" : "comparison";
-  const header = make("header", { class: "top" }, back, make("h1", {}, named(title)), when);
-  main.replaceChildren(header, ...parts.map(([part]) => part.element));
+  const { list: listed, runs, folder } = data, names = listed ? [] : runs.map((run) => run.run_id);
+  const title = listed ? "Runs below " + folder : names.length > 1 ? names.length + " runs compared" : names[0];
+  const back = listed || folder == null ? null : make("nav", {}, make("a", { href: "." }, "all runs below " + folder));
+  parts = parts_of(data);
+  document.title = visible(names.join(", ") || title);
+  main.className = listed ? "listing" : names.length > 1 ? "comparison" : "single";
+  const top = make("header", { class: "top" }, back, make("h1", {}, named(title)), when);
+  main.replaceChildren(top, ...parts.map(([part]) => part.element));
 }
 
 function show(data) {

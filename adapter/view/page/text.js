@@ -57,7 +57,8 @@ function span(seconds) {
 const date = (ms) => (ms ? new Date(ms).toLocaleString() : "");
 function ago(ms, now_ms) {
   if (!ms) return "";
-  const seconds = Math.max(now_ms - ms, 0) / 1000, [unit, length] = UNITS.find((each) => seconds >= each[1]) || UNITS.at(-1);
+  const seconds = Math.max(now_ms - ms, 0) / 1000;
+  const [unit, length] = UNITS.find((each) => seconds >= each[1]) || UNITS.at(-1);
   const words = seconds < 5 ? "now" : Math.floor(seconds / length) + " " + unit + " ago";
   return make("time", { datetime: new Date(ms).toISOString(), title: date(ms) }, words);
 }
@@ -71,12 +72,11 @@ const left_of = (run) => (run.left_s == null ? "" : span(run.left_s) + " left");
 const state_of = (run) => make("span", { class: "state " + run.state }, run.state);
 
 const money = (value) => value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
-function hours_of(run) {
-  const hours = run.device_hours, digits = hours < 10 ? 2 : hours < 100 ? 1 : 0;
-  const time = hours < 0.005 ? "< 0.01" : GROUPED.format(+hours.toFixed(digits));
-  return time + " device h";
+const hours_of = (run) => (run.device_hours < 0.01 ? "< 0.01" : shown(+run.device_hours.toPrecision(3))) + " device h";
+function cost_of(run) {
+  if (run.device_hours == null) return "";
+  return (run.cost == null ? "" : money(run.cost) + " for ") + hours_of(run);
 }
-const cost_of = (run) => (run.device_hours == null ? "" : (run.cost == null ? "" : money(run.cost) + " for ") + hours_of(run));
 
 function bar_of(run) {
   if (!run.max_steps) return null;
@@ -89,10 +89,28 @@ function bar_of(run) {
 function named(text) {
   const letters = [...visible(text)], tail = letters.length > 20 ? letters.slice(-10) : [];
   const head = letters.slice(0, letters.length - tail.length).join("");
-  return make("span", { class: "name", title: letters.join("") }, make("span", {}, head), tail.length ? make("span", {}, tail.join("")) : null);
+  const parts = [head, tail.join("")].filter(Boolean).map((each) => make("span", {}, each));
+  return make("span", { class: "name", title: letters.join("") }, parts);
 }
 
 // Parts of a page
+
+const section = (title, ...inside) => make("section", { "aria-label": title, id: title.toLowerCase().replaceAll(" ", "-") }, inside);
+const button = (text, act, attributes = {}) => make("button", { ...attributes, onclick: act }, text);
+const field = (text, control) => make("label", {}, text, " ", control);
+const search = (attributes, act) => make("input", { ...attributes, type: "search", oninput: act });
+const checkbox = (act, attributes = {}) => make("input", { ...attributes, type: "checkbox", onchange: act });
+const choice = (attributes, options, act) =>
+  make("select", { ...attributes, onchange: act }, options.map(([value, text]) => make("option", { value }, text)));
+const query = (page, names) => page + "?" + new URLSearchParams(names);
+
+function dialog_of(title, header, ...inside) {
+  const dialog = make("dialog", { "aria-label": title, onclose: () => dialog.remove() },
+    make("header", {}, make("h2", {}, named(title)), header, button("Close", () => dialog.close())), inside);
+  document.body.append(dialog);
+  dialog.showModal();
+  return dialog;
+}
 
 function table(caption, head, rows) {
   const cell = (each) => (each instanceof Node ? each : shown(each));
@@ -105,32 +123,23 @@ function table(caption, head, rows) {
 
 // A part has an `update` that shows newer data and keeps what a person has set (a filter, a zoom).
 // A drawn part has no such settings: it is drawn again whenever its data has changed; if `draw` returns null, it is hidden.
-function drawn(title, draw) {
-  const place = make("div"), element = make("section", { "aria-label": title, id: title.toLowerCase().replaceAll(" ", "-") }, make("h2", {}, title), place);
-  let before = null;
-  return { element, update(data) {
+// A folded one is drawn only while it is open. `title` may be a function of the data.
+function drawn(title, draw, is_folded = false) {
+  const place = make("div"), heading = make("h2"), title_of = typeof title === "string" ? () => title : title;
+  const fold = () => make("details", { class: "part", ontoggle: () => show() }, make("summary", {}, heading), place);
+  const element = is_folded ? fold() : section(title, heading, place);
+  let data = null, before = null;
+  function show() {
     const text = JSON.stringify(data);
-    if (text === before) return;
+    if (text === before || (is_folded && !element.open)) return;
     before = text;
     const inside = draw(data);
     element.hidden = inside == null;
     place.replaceChildren(...[inside].flat().filter(Boolean));
-  } };
-}
-
-// A folded part is drawn when it is opened, and then like a drawn one. `title` is a function of the data.
-function folded(title, draw) {
-  const place = make("div"), heading = make("h2"), element = make("details", { class: "part", ontoggle: () => show() }, make("summary", {}, heading), place);
-  let data = null, before = null;
-  function show() {
-    const text = JSON.stringify(data);
-    if (!element.open || text === before) return;
-    before = text;
-    place.replaceChildren(...[draw(data)].flat().filter(Boolean));
   }
   return { element, update(newest) {
     data = newest;
-    heading.textContent = visible(title(data));
+    heading.textContent = visible(title_of(data));
     show();
   } };
 }
