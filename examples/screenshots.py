@@ -1,6 +1,6 @@
-"""Take the pictures of runs in the README: the list, a run, and a comparison of two runs.
+"""Take the pictures of runs in the README: the list, a run, its samples, and a comparison of runs.
 
-Trains the digits example twice, shows both by ``genlight serve``, and has Debian's Chromium take the pictures::
+Trains the digits example several times, shows it by ``genlight serve``, and has Debian's Chromium take the pictures::
 
     pip install playwright '.[serve]'            # playwright's own browser is not needed
     python examples/screenshots.py               # writes examples/pictures/*.png
@@ -22,7 +22,9 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 HERE = Path(__file__).parent
-RATES = (0.002, 0.02)
+RATES = (0.0005, 0.002, 0.008, 0.03)
+SAMPLES = 8
+"""Number of steps with samples."""
 
 
 def train(folder: Path, steps: int) -> None:
@@ -30,7 +32,11 @@ def train(folder: Path, steps: int) -> None:
     for rate in RATES:
         name = f"lr-{rate}"
         settings = [f"run_id={name}", f"artifacts_dir={folder / name}", f"max_steps={steps}"]
-        settings += [f"hyperparams.learning_rate={rate}", "sample_every=250"]
+        settings += [
+            f"hyperparams.learning_rate={rate}",
+            f"sample_every={steps // SAMPLES}",
+            "price_per_device_hour=0.4",
+        ]
         words = [word for setting in settings for word in ("--set", setting)]
         subprocess.run(["genlight", "run", str(HERE / "digits" / "job.json"), *words], check=True)
 
@@ -48,7 +54,7 @@ def served(folder: Path) -> Iterator[str]:
 
 def take(page: Page, address: str, target: Path, *, height: int, at: str = "h1") -> None:
     """Take a picture of the page at `address`, from the element `at` on."""
-    page.set_viewport_size({"width": 1000, "height": height})
+    page.set_viewport_size({"width": 1280, "height": height})
     page.goto(address)
     page.wait_for_selector("tbody tr, canvas")
     page.wait_for_timeout(1000)  # pictures of samples are loaded when they become visible
@@ -62,7 +68,7 @@ def main() -> None:
     """Train if the command names no runs, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=Path, help="folder with runs; default: the digits example is trained")
-    parser.add_argument("--steps", type=int, default=3000, help="of that training")
+    parser.add_argument("--steps", type=int, default=800, help="of each training")
     parser.add_argument("--to", type=Path, default=HERE / "pictures", help="folder for the pictures")
     args = parser.parse_args()
     chromium = shutil.which("chromium") or sys.exit("chromium is not installed: apt-get install chromium")
@@ -74,11 +80,13 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()
         with served(runs) as address:
-            take(page, address, args.to / "runs.png", height=300)
+            take(page, address, args.to / "runs.png", height=340)
             names = page.locator("tbody a").all_text_contents()
-            query = "&".join(f"run={name}" for name in names[:2])
-            take(page, f"{address}run?{query}", args.to / "curves.png", height=640, at="section[aria-label=Curves]")
-            take(page, f"{address}run?run={names[-1]}", args.to / "samples.png", height=520, at=".samples")
+            query = "&".join(f"run={name}" for name in names[:12])
+            take(page, f"{address}run?{query}", args.to / "compared.png", height=760)
+            best = f"{address}run?run={names[len(names) // 2]}"
+            take(page, best, args.to / "run.png", height=760)
+            take(page, best, args.to / "samples.png", height=560, at="#samples")
         browser.close()
 
 

@@ -86,6 +86,7 @@ function chart(metric, is_large) {
     const { left, top, width, height } = u.bbox, c = u.ctx;
     const line = (run, step, s, gaps) => {
       const x = { step, elapsed: s - began_s(run), clock: s }[view.x], at = Math.round(u.valToPos(x, "x", true));
+      if (at < left || at > left + width) return;
       c.setLineDash(gaps);
       c.beginPath();
       c.moveTo(at, top);
@@ -93,9 +94,6 @@ function chart(metric, is_large) {
       c.stroke();
     };
     c.save();
-    c.beginPath();
-    c.rect(left, top, width, height);
-    c.clip();
     c.globalAlpha = 0.5;
     for (const { run, i } of is_large || lines.length === 1 ? lines : []) {
       c.strokeStyle = color(i);
@@ -279,7 +277,7 @@ function legend() {
   }
   function add_row(run, i) {
     const box = checkbox(choose, { "aria-label": "show " + run.run_id, checked: true }), facts = make("div", { class: "dim" });
-    const name = run.address == null ? named(run.run_id) : make("a", { href: query("run", { run: run.address }) }, named(run.run_id));
+    const name = run.address == null ? named(run.run_id) : link("run", { run: run.address }, named(run.run_id));
     const row = make("li", {}, field(box, swatch(i)), make("div", {}, name, facts));
     rows.set(key_of(run), { box, row, facts, text: JSON.stringify([run.run_id, run.address, run.state]).toLowerCase() });
     list.append(row);

@@ -1,5 +1,4 @@
 // The list of all runs below a folder.
-
 const MOST_COMPARED = 20;
 const STATES = ["running", "completed", "stopped", "failed", "lost"];
 
@@ -14,10 +13,9 @@ function sparkline(values) {
 const line = (text) => (text ? make("span", {}, text) : null);
 const dim = (text) => (text ? make("span", { class: "dim" }, text) : null);
 const name_of = (run) => (run.address === "." ? run.run_id : run.address);
-const waiting = (run) => (run.waiting_uploads ? plural(run.waiting_uploads, "upload") + " waiting. " : "");
 // Each column with the value to sort by, and the content of a cell.
 const COLUMNS = [
-  ["run", name_of, (run) => [make("a", { href: query("run", { run: run.address }) }, named(name_of(run)))]],
+  ["run", name_of, (run) => [link("run", { run: run.address }, named(name_of(run)))]],
   ["state", (run) => STATES.indexOf(run.state), (run) => [state_of(run)]],
   ["progress", (run) => run.step / (run.max_steps || Infinity) || 0, (run) => [bar_of(run), line(step_of(run)), dim(left_of(run))]],
   ["loss", (run) => run.loss, (run) => [sparkline(run.losses), line(shown(run.loss))]],
@@ -25,7 +23,7 @@ const COLUMNS = [
   ["best", (run) => run.score?.value, (run) => (run.score ? [line(shown(run.score.value)), dim(named(run.score.name))] : [])],
   ["age", (run) => -run.alive_at_ms, (run, now_ms) => [ago(run.alive_at_ms, now_ms)]],
   ["cost", (run) => run.cost ?? run.device_hours, (run) => [run.cost == null ? null : line(money(run.cost)), dim(hours_of(run))]],
-  ["notes", (run) => run.ending, (run) => [waiting(run), run.ending]],
+  ["notes", (run) => run.ending, (run) => [run.waiting_uploads ? run.waiting_uploads + " uploads wait. " : null, run.ending]],
 ].map(([name, value, cell]) => ({ name, value, cell }));
 
 function compare_values(a, b) {
@@ -62,8 +60,7 @@ function list() {
   }
   function add_row(run) {
     const box = checkbox(show_chosen, { "aria-label": "choose " + run.address });
-    const [name, ...others] = COLUMNS.map((column) => "of-" + column.name);
-    const cells = [make("th", { class: name, scope: "row" }), ...others.map((each) => make("td", { class: each }))];
+    const cells = COLUMNS.map(({ name }) => make(name === "run" ? "th" : "td", { class: "of-" + name, scope: name === "run" && "row" }));
     rows.set(run.address, { box, cells, row: make("tr", {}, make("td", { class: "box" }, box), cells), before: "" });
   }
   function row_of(run) {
@@ -111,8 +108,6 @@ function list() {
   return { element, update(data) {
     runs = data.list;
     now_ms = data.made_at_ms;
-    const addresses = new Set(runs.map((run) => run.address));
-    for (const address of rows.keys()) if (!addresses.has(address)) rows.delete(address);
     runs.forEach(row_of);
     show();
   } };

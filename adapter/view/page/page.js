@@ -17,12 +17,8 @@ function parts_of_run(i) {
 
 // The same parts of a run that is compared, folded.
 function folded_run(_, i) {
-  const inside = parts_of_run(i);
-  const update = (data) => {
-    inside.forEach(([part, of]) => part.update(of(data)));
-    return inside.map(([part]) => part.element);
-  };
-  return [drawn(({ runs }) => runs[i].run_id, update, true), (data) => data];
+  const inside = parts_of_run(i), updated = (data) => ([part, of]) => { part.update(of(data)); return part.element; };
+  return [drawn(({ runs }) => runs[i].run_id, (data) => inside.map(updated(data)), true), (data) => data];
 }
 
 function parts_of({ list: listed, runs }) {
@@ -56,9 +52,8 @@ function show(data) {
   for (const [part, of] of parts) part.update(of(data));
 }
 
-const EVERY_MS = 2000;
 async function follow(address, tag = "") {
-  let wait = EVERY_MS;
+  let wait_ms = 2000;
   try {
     const answer = document.hidden && parts ? null : await fetch(address, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
     if (answer && answer.status === 200) {
@@ -68,9 +63,9 @@ async function follow(address, tag = "") {
   } catch (error) {
     when.textContent = "not up to date: " + visible(error.message);
     if (!parts) main.replaceChildren(when);
-    wait = 3 * EVERY_MS;
+    wait_ms = 6000;
   }
-  setTimeout(follow, wait, address, tag);
+  setTimeout(follow, wait_ms, address, tag);
 }
 
 const data = JSON.parse(document.getElementById("data").textContent);

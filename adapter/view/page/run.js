@@ -62,10 +62,9 @@ function timeline(run) {
 function checkpoints(run) {
   if (!run.checkpoints.length) return null;
   const newest = run.checkpoints.toReversed(), code = (text) => (text ? make("code", {}, text) : "");
-  const archive = ({ name }) => make("a", { href: query("checkpoint", { run: run.address, name }) }, name + ".tar");
-  const name = (each) => (run.address != null && each.step != null ? archive(each) : each.name);
+  const archive = ({ name, step }) => (run.address == null || step == null ? name : link("checkpoint", { run: run.address, name }, name + ".tar"));
   const scores = (each) => Object.entries(each.scores).map(([n, v]) => n + " " + shown(v)).join(", ");
-  const rows = newest.map((each) => [name(each), each.step, scores(each), size(each.size), date(each.saved_ms), each.state]);
+  const rows = newest.map((each) => [archive(each), each.step, scores(each), size(each.size), date(each.saved_ms), each.state]);
   const commands = newest.map((each) => [each.name, code(each.show), code(each.export)]);
   const details = make("details", {}, make("summary", {}, "Commands"), table("commands", ["name", "show", "export"], commands));
   return [table("checkpoints", ["name", "step", "scores", "size", "saved", "state"], rows), details];
@@ -106,8 +105,7 @@ function events() {
   function show() {
     const text = filter.value.toLowerCase(), is_chosen = (each) => !kinds.value || each.event === kinds.value;
     const found = run.events.filter((each) => is_chosen(each) && JSON.stringify(each).toLowerCase().includes(text));
-    const all = plural(run.events.length + run.left_out.events, "event");
-    const count = `${shown(found.length)} of ${all}; at most the newest 300 are shown`;
+    const count = `${shown(found.length)} of ${shown(run.events.length + run.left_out.events)}; at most the newest 300 are shown`;
     const rows = found.slice(-300).reverse().map((each) => [date(each.timestamp_ms), each.event, each.step, what(each)]);
     place.replaceChildren(table("events", ["time", "event", "step", "what"], rows), make("p", { class: "dim" }, count));
   }

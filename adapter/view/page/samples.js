@@ -1,10 +1,5 @@
 // Samples as a grid: a row for each prompt; a column for each step of one run, or for each compared run.
-
 const FIRST_COLUMNS = 8;
-
-function open_picture(source, caption) {
-  dialog_of(caption, make("a", { href: source, download: "" }, "download"), make("img", { src: source, alt: caption }));
-}
 
 function shown_file(file, caption) {
   const note = file.note ? make("p", { class: "dim" }, file.name + ": " + file.note) : null;
@@ -13,8 +8,9 @@ function shown_file(file, caption) {
   if (!file.source) return [note];
   const sound = { src: file.source, controls: true, preload: "none", "aria-label": caption };
   if (file.kind.startsWith("audio/")) return [make("audio", sound)];
-  const image = make("img", { src: file.source, alt: caption, loading: "lazy" });
-  return [button(image, () => open_picture(file.source, caption), { class: "picture" })];
+  const image = make("img", { src: file.source, alt: caption, loading: "lazy" }), link = { href: file.source, download: "" };
+  const enlarge = () => dialog_of(caption, make("a", link, "download"), make("img", { src: file.source, alt: caption }));
+  return [button(image, enlarge, { class: "picture" })];
 }
 
 function cell_of(sample, where) {

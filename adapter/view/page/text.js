@@ -103,6 +103,7 @@ const checkbox = (act, attributes = {}) => make("input", { ...attributes, type: 
 const choice = (attributes, options, act) =>
   make("select", { ...attributes, onchange: act }, options.map(([value, text]) => make("option", { value }, text)));
 const query = (page, names) => page + "?" + new URLSearchParams(names);
+const link = (page, names, text) => make("a", { href: query(page, names) }, text);
 
 function dialog_of(title, header, ...inside) {
   const dialog = make("dialog", { "aria-label": title, onclose: () => dialog.remove() },

@@ -34,6 +34,7 @@ def test_every_documented_key_is_known():
         *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
         *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
         *("on_nonfinite", "tags", "notes", "seed", "checkpoints", "callbacks", "resume", "base_dir"),
+        "price_per_device_hour",
     }
     assert set(keys_of(DatasetSpec)) == {
         *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),

@@ -220,6 +220,55 @@ def test_the_proof_of_the_newest_attempt_is_found_in_a_long_log(tmp_path):
     assert summary_of(tmp_path / "run", searches=searches).proof is None
 
 
+@pytest.mark.parametrize("lines", [1, 20_000], ids=["short log", "long log"])
+def test_device_hours_cost_and_goodput_add_up_over_attempts(tmp_path, capsys, lines):
+    folder, written = tmp_path / "run", []
+    (folder / "metrics").mkdir(parents=True)
+
+    def write(event: str, at_s: float, **fields: object) -> None:
+        about = {"event": event, "run_id": "r", "schema_version": "trainer_event.v1", "seq": len(written) + 1}
+        written.append(json.dumps({**about, "timestamp_ms": int(at_s * 1000), **fields}, separators=(",", ":")))
+
+    def begin(at_s: float, ranks: int, **job: float) -> None:
+        write("started", at_s, metadata={"ranks": ranks, "job": job})
+
+    begin(0, 4, price_per_device_hour=2.0)
+    for at in range(lines):
+        write("metric", 1800 * (at + 1) / lines, name="train/loss", step=at + 1, value=1.0)
+    begin(5000, 8, price_per_device_hour=3.0)  # the first attempt was killed after half an hour
+    write("metric", 5000 + 3600, name="time/steps", step=lines, value=3330.0)
+    write("metric", 5000 + 3600, name="time/start_up", step=lines, value=100.0)
+    write("failed", 5000 + 3600, step=lines, error="canceled", category="canceled", resumable=True)
+    begin(9000, 1)
+    searches: Searches = {}
+    for end in (len(written) - 2, len(written)):  # the log grows
+        (folder / "metrics/events.jsonl").write_text("\n".join(written[:end]) + "\n")
+        summary = summary_of(folder, searches=searches)
+    assert summary == summary_of(folder), "a search that continues finds the same"
+    assert (summary.device_hours, summary.cost) == (2 + 8, 2 * 2 + 8 * 3)
+    assert summary.attempt_goodput is None, "the newest attempt has not reported it"
+    (folder / "metrics/events.jsonl").write_text("\n".join(written[:-1]) + "\n")
+    assert summary_of(folder).attempt_goodput == 0.9
+    main(["ls", str(tmp_path)])
+    assert {"10.00", "28.00"} < set(capsys.readouterr().out.splitlines()[1].split())
+
+
+@pytest.mark.parametrize("lines", [100, 20_000], ids=["short log", "long log"])
+def test_a_few_losses_sketch_the_run_without_steps_that_were_repeated(tmp_path, lines):
+    log = tmp_path / "run" / "metrics" / "events.jsonl"
+    for first in (1, lines // 2):
+        with EventLog(log, run_id="r") as events:
+            events.started()
+            for step in range(first, lines + 1):
+                events.metric(name="train/loss", value=float("nan") if step == 7 else float(step * first), step=step)
+                events.metric(name="other", value=-1.0, step=step)
+    losses = summary_of(tmp_path / "run").losses
+    assert 16 <= len(losses) <= 32
+    assert list(losses) == sorted(losses)
+    assert losses[-1] >= 0.9 * lines * (lines // 2)
+    assert losses[len(losses) // 2 - 1] <= lines
+
+
 def test_a_folder_that_is_no_run_is_refused(runs, tmp_path, capsys):
     for words in (["ls", str(tmp_path / "absent")], ["stop", str(tmp_path)]):
         with refusal(SystemExit):

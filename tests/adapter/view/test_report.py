@@ -70,6 +70,37 @@ def test_huge_pictures_and_links_out_of_the_run_are_named_and_not_shown(runs, tm
     assert [file["note"] for file in files[1:4]] == ["it is outside the run's samples"] * 3
 
 
+def test_texts_tables_and_recordings_are_shown_by_their_content(runs, tmp_path):
+    folder = shutil.copytree(runs / "done", tmp_path / "done")
+    contents = {
+        "story.txt": "once upon a time, 'ü'\n".encode() * 300,
+        "cut.txt": "ü".encode() * 3000,
+        "scores.csv": b"name,score\n" + b'"a, b",0.5\n' * 30,
+        "say.bin": b"RIFF\0\0\0\0WAVEfmt ",
+        "page.svg": b"<svg onload='alert(1)'/>",
+        "weights.bin": b"\0\1\2\xff",
+        "latin.txt": "caf\xe9".encode("latin-1"),
+    }
+    for name, content in contents.items():
+        (folder / "samples" / name).write_bytes(content)
+    record = max((folder / "samples").glob("step-*.json"))
+    record.write_text(
+        json.dumps({"step": 40, "name": "n", "files": [*contents], "reward": 0.5, "answer": "<b>", "seed": 1})
+    )
+
+    sample = history_of(folder).as_json(Budget())["samples"][-1]
+    files = {file.pop("name"): file for file in sample["files"]}
+    assert sample["returned"] == {"reward": 0.5, "answer": "<b>"}
+    assert files["story.txt"]["text"].startswith("once upon")
+    assert "more bytes" in files["story.txt"]["note"]
+    assert set(files["cut.txt"]["text"]) == {"ü"}
+    assert files["scores.csv"]["table"][:2] == [["name", "score"], ["a, b", "0.5"]]
+    assert len(files["scores.csv"]["table"]) == 21
+    assert (files["say.bin"]["kind"], files["say.bin"]["source"][:22]) == ("audio/wav", "data:audio/wav;base64,")
+    assert files["page.svg"] == {"text": "<svg onload='alert(1)'/>"}
+    assert [set(files[name]) for name in ("weights.bin", "latin.txt")] == [{"note"}, {"note"}]
+
+
 def test_thinning_keeps_every_peak_and_both_ends():
     values = np.sin(np.arange(100_000) / 50)
     values[12_345], values[77_777], values[50] = 100.0, -100.0, math.nan

@@ -10,12 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
 
 from genlight.adapter.cli import main
+from genlight.adapter.view.prometheus import exposition
 from genlight.adapter.view.site import Runs
+from genlight.adapter.view.summary import RunSummary
 from genlight.reporters.events.event_log import EventLog
 from support.seen_runs import served, serving
 
@@ -215,6 +218,47 @@ def test_a_token_is_asked_for_and_leaves_the_address(guarded):
     assert ask(guarded, "/runs.json", Authorization=f"Bearer {token}")[0] == 200
 
 
+def test_a_probe_needs_no_token_and_prometheus_reads_the_figures(site, guarded):
+    assert ask(guarded, "/healthz")[::2] == (200, b"ok\n")
+    assert ask(guarded, "/metrics")[0] == 401
+    status, headers, body = ask(site, "/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    lines = body.decode().splitlines()
+    assert 'genlight_run_state{run="a b/done",state="completed"} 1' in lines
+    assert 'genlight_run_state{run="a b/done",state="running"} 0' in lines
+    assert 'genlight_run_step{run="a b/done"} 40.0' in lines
+    assert not any(line.startswith("genlight_run_steps_per_second{") for line in lines), "it does not run any more"
+
+
+def test_the_figures_of_a_run_that_runs_and_awkward_names():
+    run = dict.fromkeys(RunSummary(Path(), Path(), "r", "running").as_json())
+    run |= {"address": 'a"\n\\', "state": "running", "step": 3, "steps_per_s": 2.5, "loss": "nan", "waiting_uploads": 2}
+    lines = exposition([{**run, "checkpoint_ms": 1000, "attempt_goodput": 0.5, "cost": 7}], 61_000).splitlines()
+    assert dict(line.rsplit(" ", 1) for line in lines if line[0] != "#" and "state" not in line) == {
+        f'genlight_run_{name}{{run="a\\"\\n\\\\"}}': value
+        for name, value in [
+            ("step", "3.0"), ("steps_per_second", "2.5"), ("loss", "nan"), ("checkpoint_age_seconds", "60.0"),
+            ("uploads_waiting", "2.0"), ("goodput_ratio", "0.5"), ("cost", "7.0"),
+        ]
+    }  # fmt: skip
+
+
+def test_a_proxy_may_show_the_page_below_a_path(folder):
+    with served(folder, "--token", "--prefix", "/team/runs/", "--allow-host", "runs.example") as address:
+        path, _, token = urlsplit(address).path, *urlsplit(address).query.partition("token=")[1:]
+        assert path == "/team/runs/"
+        assert ask(address, "/team/runs", Authorization=f"Bearer {token}")[1]["location"] == "/team/runs/"
+        cookie = ask(address, f"{path}?token={token}")[1]["set-cookie"]
+        assert "Path=/team/runs/" in cookie
+        for known in (path, "/"):  # the proxy keeps the path or removes it
+            assert ask(address, f"{known}runs.json", Authorization=f"Bearer {token}")[0] == 200
+        assert ask(address, "/team/runsruns.json", Authorization=f"Bearer {token}")[0] == 404
+        stop = {"Authorization": f"Bearer {token}", "X_Genlight": "stop"}
+        assert ask(address, f"{path}stop?run={RUN}", "POST", Origin="https://runs.example", **stop)[0] == 200
+        assert ask(address, f"{path}stop?run={RUN}", "POST", Origin="https://runs.example.evil", **stop)[0] == 403
+    (folder / "a b/done/.stop").unlink()
+
+
 def test_a_thousand_runs_are_read_once(tmp_path):
     for number in range(1000):
         log = tmp_path / f"sweep-{number:04}" / "metrics" / "events.jsonl"
@@ -240,8 +284,9 @@ def test_a_thousand_runs_are_read_once(tmp_path):
     log = tmp_path / "sweep-0007" / "metrics" / "events.jsonl"
     with EventLog(log, run_id="r") as events:
         events.started()
-    changed = {each["address"]: each["attempts"] for each in runs.listing()}
-    assert (changed["sweep-0007"], changed["sweep-0008"]) == (2, 1)
+    changed = {each["address"]: each for each in runs.listing()}
+    assert (changed["sweep-0007"]["attempts"], changed["sweep-0008"]["attempts"]) == (2, 1)
+    assert len(changed["sweep-0007"]["losses"]) == 32, "counts stay until there are newer ones"
 
 
 def test_a_missing_server_package_and_a_foreign_address_are_reported(tmp_path, capsys):
