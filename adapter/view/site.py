@@ -215,7 +215,7 @@ class _Guard:
         rest = urlencode([pair for pair in parse_qsl(request.url.query) if pair[0] != "token"])
         # A relative redirect, so that the request cannot choose its destination.
         answer = RedirectResponse(f"?{rest}" if rest else "?", 303)
-        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", path=f"{self._prefix}/")
+        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", path=self._prefix or "/")
         return answer
 
     def _is_token(self, text: str) -> bool:
@@ -227,15 +227,12 @@ class _Guard:
         The scheme does not count, and the host may be an allowed one, because a proxy with TLS changes both.
         """
         scheme, _, origin = request.headers.get("origin", f"http://{host}").partition("://")
-        is_known = origin == host or (urlsplit(f"//{origin}").hostname or "") in self._hosts
-        return request.headers.get("x-genlight") == "stop" and scheme in ("http", "https") and is_known
+        is_known = scheme in ("http", "https") and origin.lower() in (host.lower(), *self._hosts)
+        return request.headers.get("x-genlight") == "stop" and is_known
 
     def _is_ours(self, host: str) -> bool:
         """Return whether a ``Host`` is an address or a known name; only an unknown name can come from another site."""
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").lower()
-        except ValueError:
-            return False
+        name = _host_name(host)
         if name == "localhost" or name in self._hosts:
             return True
         try:
@@ -243,6 +240,14 @@ class _Guard:
         except ValueError:
             return False
         return True
+
+
+def _host_name(host: str) -> str:
+    """Return the name or address in a ``Host`` without its port; empty if it has none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
 
 
 class _Pages:
