@@ -78,7 +78,7 @@ const ROUND = [1, 2, 5, 10, 30];
 const ROUND_SECONDS = [1, 60, 3600, 86400].flatMap((unit) => ROUND.map((each) => each * unit)).filter((each) => each !== 30 * 3600);
 
 // A chart of one metric. Its attempts are dashed lines; a large chart also has dotted lines for its checkpoints.
-function chart(metric, is_large) {
+function new_chart(metric, is_large) {
   const element = make("div", { class: "plot", role: "img", "aria-label": metric });
   let plot = null, drawn_for = "", lines = [];
 
@@ -137,7 +137,7 @@ function chart(metric, is_large) {
   }
   return {
     element,
-    range: () => [plot.scales.x.min, plot.scales.x.max],
+    range: () => [plot?.scales.x.min ?? 0, plot?.scales.x.max ?? 1],
     draw(runs) {
       lines = runs.map((run, i) => ({ run, i })).filter(({ run }) => run.curves[metric] && !view.hidden.has(key_of(run)));
       if (is_dragged || !element.clientWidth || !lines.length) return;
@@ -164,7 +164,7 @@ const HELP = "Drag to zoom; double-click to show everything. Dashed lines are at
 
 // Show one metric large, with its figures as a table.
 function open_large(metric, runs_of) {
-  const big = chart(metric, true), figures = make("div");
+  const big = new_chart(metric, true), figures = make("div");
   function within(low, high) {
     const [from, to] = big.range();
     zoom([from + (to - from) * low, from + (to - from) * high]);
@@ -203,7 +203,7 @@ function curves() {
   }), { rootMargin: "300px" });
 
   function add_card(metric) {
-    const small = chart(metric, false), value = make("output"), group = group_of(metric);
+    const small = new_chart(metric, false), value = make("output"), group = group_of(metric);
     const open = { class: "title", "aria-haspopup": "dialog", "aria-label": "enlarge " + metric };
     const title = button(named(group ? metric.slice(group.length + 1) : metric), () => open_large(metric, () => runs), open);
     const element = make("article", { class: "card" }, make("header", {}, title, value), small.element);

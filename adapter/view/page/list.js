@@ -44,13 +44,13 @@ function list() {
   const states = choice({ id: "state" }, ["", ...STATES].map((each) => [each, each || "all"]), () => show());
   const grouping = checkbox(() => show(), { checked: true });
   const compare = button("", () => { location.href = query("run", chosen().map((each) => ["run", each])); }, { id: "compare" });
-  const count = make("p", { class: "dim", role: "status" }), table = make("table", { class: "runs" });
+  const count = make("span", { role: "status" }), costs = make("span"), table = make("table", { class: "runs" });
   const sort_buttons = COLUMNS.map(({ name }) => make("th", { scope: "col" }, button(name, () => sort_by(name))));
   const head = make("thead", {}, make("tr", {}, make("th", { scope: "col" }, make("span", { class: "unseen" }, "chosen")), sort_buttons));
   const controls = make("div", { class: "controls sticky" },
     field("find", filter), field("state", states), field(grouping, "groups"), compare);
   const place = make("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "runs" }, table);
-  const element = section("Runs", controls, count, place);
+  const element = section("Runs", controls, make("p", { class: "dim" }, count, costs), place);
   let runs = [], now_ms = 0, sorted = { name: "", descending: false };
   const chosen = () => runs.map((run) => run.address).filter((each) => rows.get(each).box.checked);
 
@@ -101,8 +101,10 @@ function list() {
     const order = sorted.descending ? "descending" : "ascending";
     sort_buttons.forEach((each, k) => each.setAttribute("aria-sort", COLUMNS[k].name === sorted.name ? order : "none"));
     const sum = (name) => left.reduce((total, run) => (run[name] == null ? total : (total || 0) + run[name]), null);
-    const costs = cost_of({ device_hours: sum("device_hours"), cost: sum("cost") });
-    count.textContent = `${shown(left.length)} of ${plural(runs.length, "run")}${costs ? " · " + costs : ""}`;
+    costs.textContent = " · " + cost_of({ device_hours: sum("device_hours"), cost: sum("cost") });
+    costs.hidden = !sum("device_hours");
+    const counts = `${shown(left.length)} of ${plural(runs.length, "run")}`;
+    if (count.textContent !== counts) count.textContent = counts; // a screen reader speaks each change
     show_chosen();
   }
   return { element, update(data) {
