@@ -137,7 +137,7 @@ function new_chart(metric, is_large) {
   }
   return {
     element,
-    range: () => [plot?.scales.x.min ?? 0, plot?.scales.x.max ?? 1],
+    range: () => [plot.scales.x.min ?? plot.data[0][0], plot.scales.x.max ?? plot.data[0].at(-1)],
     draw(runs) {
       lines = runs.map((run, i) => ({ run, i })).filter(({ run }) => run.curves[metric] && !view.hidden.has(key_of(run)));
       if (is_dragged || !element.clientWidth || !lines.length) return;
