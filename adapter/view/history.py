@@ -311,7 +311,9 @@ def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
                     "step": record.get("step"),
                     "name": str(record.get("name") or path.stem)[:LONGEST_TEXT],
                     "prompt": str(record.get("prompt") or "")[:LONGEST_TEXT],
-                    "returned": {name[:LONGEST_TEXT]: _brief(record[name]) for name in record.keys() - _NOT_RETURNED},
+                    "returned": {
+                        name[:LONGEST_TEXT]: _brief(record[name]) for name in record if name not in _NOT_RETURNED
+                    },
                     "files": [_file(samples, name, share) for name in names[:8]],
                 }
 

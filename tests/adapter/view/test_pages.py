@@ -165,9 +165,9 @@ def test_a_list_is_filtered_and_its_runs_are_compared(browser, site):
         page.locator("#state").select_option("failed")
         assert page.locator("tbody tr:visible th").all_text_contents() == ["broken"]
         page.locator("#state").select_option("all")
-        page.locator("#filter").fill("done")
+        page.locator("#find").fill("done")
         assert page.locator("tbody tr:visible").count() == 1
-        page.locator("#filter").fill("")
+        page.locator("#find").fill("")
         for name in ("done", "broken"):
             page.get_by_label(f"choose {name}").check()
         page.locator("#compare").click()
