@@ -267,7 +267,8 @@ def _read(log: Path, searches: Searches, *, counts: bool) -> tuple[list[Event], 
     try:
         events, later_failure = read_tail(descriptor)
         loss = _newest_loss(events)
-        losses = sketch(descriptor, loss.name) if counts and loss is not None else []
+        name = "train/loss" if loss is None else loss.name  # an attempt that has just begun has no loss yet
+        losses = sketch(descriptor, name) if counts else []
         return events, search_log(descriptor, searches), later_failure, losses
     finally:
         os.close(descriptor)
