@@ -227,7 +227,8 @@ def test_a_probe_needs_no_token_and_prometheus_reads_the_figures(site, guarded):
     assert 'genlight_run_state{run="a b/done",state="completed"} 1' in lines
     assert 'genlight_run_state{run="a b/done",state="running"} 0' in lines
     assert 'genlight_run_step{run="a b/done"} 40.0' in lines
-    assert not any(line.startswith("genlight_run_steps_per_second{") for line in lines), "it does not run any more"
+    of_live_runs = ("genlight_run_steps_per_second{", "genlight_run_checkpoint_age_seconds{")
+    assert not any(line.startswith(of_live_runs) for line in lines), "it does not run any more"
 
 
 def test_the_figures_of_a_run_that_runs_and_awkward_names():
