@@ -85,7 +85,7 @@ def test_curves_react_to_zoom_hover_smoothing_and_axes(browser, three):
         values = page.get_by_role("group", name="values of train/loss")
         assert values.locator("tbody th").all_text_contents() == ["done", "broken", "killed"]
         page.keyboard.press("Escape")
-        assert page.locator("dialog").count() == 0
+        page.locator("dialog").wait_for(state="detached")
 
         page.locator("#smooth").press("End")
         page.locator("#log").check()
