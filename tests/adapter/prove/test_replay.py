@@ -232,7 +232,7 @@ def test_another_number_of_ranks_is_not_compared(train, tmp_path, monkeypatch):
 
     result = replay(folder, 8, tmp_path / "scratch")
 
-    assert (result.is_same, result.witness) == (None, "not compared: 1 and 2 ranks train other rows in each step")
+    assert (result.is_same, result.witness) == (None, "not compared: 1 and 2 ranks get other rows")
 
 
 def test_the_debugger_opens_in_the_step_and_after_its_exception(train, tmp_path, monkeypatch):
