@@ -1,12 +1,11 @@
 """Parts that all tests share: one thread for torch, a small trainer class, a check for leaks of a test."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,6 +46,23 @@ settings.register_profile(
 settings.register_profile("fresh", settings.get_profile("steady"), derandomize=False)
 settings.load_profile("steady")
 
+PROMISES = {
+    "adapter/cluster": "old names",
+    "adapter/feed": "rows",
+    "adapter/helpers": "old names",
+    "adapter/inputs": "rows",
+    "adapter/runner": "old names",
+    "callbacks/compat": "old names",
+    "callbacks/stop": "stop",
+    "device": "ranks",
+    "faults/run": "stop",
+    "reporters/events": "events",
+    "reporters/uploads": "uploads",
+    "security": "security",
+    "slurm": "old names",
+}
+"""The promise of a folder's tests; a file that proves another one, or is in another folder, has its mark."""
+
 THREADS_END_WITHIN_S = 60
 """How long a thread may take to end after a request, on a loaded machine."""
 
@@ -79,6 +95,13 @@ def pytest_sessionfinish(session):
 def pytest_testnodedown(node):
     """Collect the messages of a process of pytest-xdist."""
     pytest.messages.merge(getattr(node, "workeroutput", {}).get("messages", {}))
+
+
+def pytest_itemcollected(item):
+    """Mark a test with the promise of its folder."""
+    promise = PROMISES.get(item.path.parent.relative_to(Path(__file__).parent).as_posix())
+    if promise and item.get_closest_marker("promise") is None:
+        item.add_marker(pytest.mark.promise(name=promise))
 
 
 def pytest_collection_modifyitems(items):

@@ -8,8 +8,6 @@ finds only some of them, and some findings are good English: the limit in `test_
 judgment.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """Everything of ours can be pickled and deep-copied, before and after it was used, and the copy can be used."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The lowest supported Lightning: the tests of the loop pass on it too."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The built distributions hold every tracked file of the three packages, and no bare top-level module."""
 
-from __future__ import annotations
-
 import compileall
 import os
 import shutil

@@ -1,7 +1,5 @@
 """adapter/private_names.md lists every name of other packages that is replaced or private, and its users."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

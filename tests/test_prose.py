@@ -1,7 +1,5 @@
 """Docstrings, comments and pages are plain English; `tests/prose.py` says which habits count and lists them."""
 
-from __future__ import annotations
-
 import prose
 import pytest
 

@@ -1,7 +1,5 @@
 """Every snippet of the READMEs runs, in the order in which a reader meets them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -22,7 +20,6 @@ RUN_AT_LEAST = {"README.md": 12, "adapter/README.md": 5, "adapter/jobs.md": 8}
 
 
 def test_the_two_commands_for_a_fresh_machine_are_make_targets() -> None:
-    """`make demo` and `make test` exist."""
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     commands = [
         line.split()[1]

@@ -1,7 +1,5 @@
 """The table of releases has the results of pytest, and an untested release is recognized."""
 
-from __future__ import annotations
-
 import datetime as dt
 import re
 import tomllib

@@ -6,8 +6,6 @@ gigabytes, and writes the table of CONTRIBUTING.md. With ``--torch RELEASE`` or 
 written.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import os

@@ -1,7 +1,5 @@
 """``gen_worker.trainer`` is importable if the real package is not installed, and hides nothing if it is."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The public names, and the cost of importing them."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import subprocess

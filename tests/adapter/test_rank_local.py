@@ -1,7 +1,5 @@
 """State that a trainer declares to differ by rank, and state that must be equal."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules that a process loads before it can train, and that a run loads before its first step."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Type checkers see ``gen_worker.trainer`` if the real package is not installed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

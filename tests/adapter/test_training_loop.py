@@ -1,7 +1,5 @@
 """`run_training_loop`: the contract's canonical order with the caller's own reporter, writer and uploader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,69 +63,47 @@ class Trainer:
         state.update(payload)
 
 
-class Reporter:
-    """A reporter that cancels on request."""
+NOTES = {
+    "started": "{run_id}",
+    "metric": "{name}={value} @{step}",
+    "checkpoint": "{path} @{step}",
+    "sample": "{path} @{step}",
+    "completed": "{final_checkpoint} @{step}",
+    "failed": "{error} @{step}",
+    "write_checkpoint": "{state_payload} @{step}",
+    "finalize": "{state_payload}",
+    "upload_metrics": "{metrics} @{step}",
+    "upload_checkpoint": "{local_path} @{step}",
+    "upload_sample": "{local_path} @{step}",
+}
+"""The calls of the loop, and how a journal notes their arguments."""
+ANSWERS = {"write_checkpoint": "c{step}", "finalize": "final"}
+
+
+class Caller:
+    """Reporter, writer and uploader in one: records every call, names files without writing them, may cancel."""
 
     def __init__(self, journal: Journal, *, cancel_after: int | None = None, reason: str | None = None) -> None:
         self.journal, self.cancel_after = journal, cancel_after
         if reason is not None:
             self.cancel_reason = reason
 
-    def started(self, *, run_id: str) -> None:
-        self.journal.lines.append(f"started {run_id}")
+    def __getattr__(self, name: str) -> Any:
+        if name not in NOTES:
+            raise AttributeError(name)
 
-    def metric(self, *, name: str, value: float, step: int) -> None:
-        self.journal.lines.append(f"metric {name}={value} @{step}")
+        def call(**facts: Any) -> str | None:
+            self.journal.lines.append(f"{name} {NOTES[name].format(**facts)}")
+            return ANSWERS[name].format(**facts) if name in ANSWERS else None
 
-    def checkpoint(self, *, path: str, step: int) -> None:
-        self.journal.lines.append(f"checkpoint {path} @{step}")
+        return call
 
-    def sample(self, *, path: str, step: int) -> None:
-        self.journal.lines.append(f"sample {path} @{step}")
-
-    def completed(self, *, step: int, final_checkpoint: str | None) -> None:
-        self.journal.lines.append(f"completed {final_checkpoint} @{step}")
-
-    def failed(self, *, step: int, error: str) -> None:
-        self.journal.lines.append(f"failed {error} @{step}")
+    def write_samples(self, *, step: int, **_: Any) -> list[str]:
+        return [f"s{step}a", f"s{step}b"]
 
     def is_canceled(self) -> bool:
         done = sum(line.startswith("train_step") for line in self.journal.lines)
         return self.cancel_after is not None and done >= self.cancel_after
-
-
-class Writer:
-    """Names files without writing them."""
-
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
-
-    def write_checkpoint(self, *, step: int, state_payload: Any, trainer: Any, state: Any, ctx: Any) -> str:
-        self.journal.lines.append(f"write_checkpoint {state_payload} @{step}")
-        return f"c{step}"
-
-    def write_samples(self, *, step: int, state: Any, ctx: Any) -> list[str]:
-        return [f"s{step}a", f"s{step}b"]
-
-    def finalize(self, *, state_payload: Any, trainer: Any, state: Any, ctx: Any) -> str | None:
-        self.journal.lines.append(f"finalize {state_payload}")
-        return "final"
-
-
-class Uploader:
-    """Records its arguments."""
-
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
-
-    def upload_metrics(self, *, metrics: Any, step: int) -> None:
-        self.journal.lines.append(f"upload_metrics {dict(metrics)} @{step}")
-
-    def upload_checkpoint(self, *, local_path: str, step: int) -> None:
-        self.journal.lines.append(f"upload_checkpoint {local_path} @{step}")
-
-    def upload_sample(self, *, local_path: str, step: int) -> None:
-        self.journal.lines.append(f"upload_sample {local_path} @{step}")
 
 
 @pytest.fixture
@@ -140,9 +116,9 @@ def run(journal, batches, *, trainer=None, **options):
     limits: dict[str, Any] = {"max_steps": 4, "metric_every": 0}
     limits |= {name: options.pop(name) for name in list(options) if name == "max_steps" or name.endswith("_every")}
     job = TrainingJobSpec("r", **limits)
-    options.setdefault("reporter", Reporter(journal))
+    options.setdefault("reporter", Caller(journal))
     return run_training_loop(
-        job, StepContext(job=job), trainer or Trainer(journal), batches, artifact_writer=Writer(journal), **options
+        job, StepContext(job=job), trainer or Trainer(journal), batches, artifact_writer=Caller(journal), **options
     )
 
 
@@ -155,7 +131,7 @@ def test_the_canonical_order_of_one_whole_run(journal):
         metric_every=2,
         checkpoint_every=2,
         sample_every=2,
-        uploader=Uploader(journal),
+        uploader=Caller(journal),
     )
     assert steps == 2
     assert journal.lines == [
@@ -288,20 +264,20 @@ def test_failed_gets_the_exceptions_own_text_and_step_and_the_root_cause_is_rais
 def test_a_failing_writer_is_reported_at_its_step(journal):
     """The step counts as completed by then."""
 
-    class Full(Writer):
+    class Full(Caller):
         def write_checkpoint(self, **_: Any) -> str:
             raise OSError("disk full")
 
     job = TrainingJobSpec("r", 4, metric_every=0, checkpoint_every=2)
     with refusal(OSError):
-        run_training_loop(job, StepContext(job=job), Trainer(journal), [1, 2, 3], Reporter(journal), Full(journal))
+        run_training_loop(job, StepContext(job=job), Trainer(journal), [1, 2, 3], Caller(journal), Full(journal))
     assert journal.lines[-1] == "failed disk full @2"
 
 
 def test_a_reporter_that_fails_while_failing_hides_nothing(journal):
     """The failure of training is raised, not the reporter's."""
 
-    class Broken(Reporter):
+    class Broken(Caller):
         def failed(self, *, step: int, error: str) -> None:
             raise ConnectionError("reporter is down")
 
@@ -315,7 +291,7 @@ def test_a_reporter_that_fails_while_failing_hides_nothing(journal):
 def test_a_stop_is_seen_before_the_first_step_and_after_every_step(journal, reason, expected, after):
     """The reason of the reporter is the reason of the exception."""
     with pytest.raises(TrainingCanceled) as raised:
-        run(journal, [1, 2, 3, 4], reporter=Reporter(journal, cancel_after=after, reason=reason))
+        run(journal, [1, 2, 3, 4], reporter=Caller(journal, cancel_after=after, reason=reason))
     assert raised.value.reason == expected
     assert journal.lines[-1] == f"failed {expected} @{after}"
     assert journal.names().count("train_step") == after
@@ -331,7 +307,7 @@ def test_the_context_names_the_device_that_is_there(journal):
 
     job = TrainingJobSpec("r", 1, metric_every=0)
     ctx = StepContext(job=job, device="cpu", dtype="fp32", model_handles={"a": 1})
-    run_training_loop(job, ctx, Looks(journal), [1], Reporter(journal), Writer(journal))
+    run_training_loop(job, ctx, Looks(journal), [1], Caller(journal), Caller(journal))
     (given,) = seen
     assert (given.job, given.device, given.dtype, given.model_handles) == (job, "cpu", "fp32", {"a": 1})
     assert (given.rank, given.world_size, given.dataset) == (0, 1, [1])

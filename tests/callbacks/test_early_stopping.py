@@ -1,21 +1,19 @@
 """Training ends if the monitored value stops improving; a missing or nan monitor is an error."""
 
-from __future__ import annotations
-
-import json
-import os
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from genlight.adapter import MonitorError, StepResult, TrainingJobSpec
+from genlight.adapter import ContractModule, MonitorError, StepResult
+from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, EarlyStopping, Evaluate, LogMetrics
-from support import SUPPORT
-from support.forked import run_forked
+from genlight.callbacks.compat import Callback, CallbackList
 from support.messages import refusal
-from support.rank_processes import run_ranks
+from support.rank import Rank
+from support.rank_processes import on_ranks
 from support.trainer_class import Counts
 
 
@@ -104,45 +102,37 @@ def test_all_invalid_arguments_are_named_at_once() -> None:
         EarlyStopping("loss", -1, min_delta=-0.5, mode="best")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("callback", "message"),
-    [
-        (
-            {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val/acc"}},
-            "Early stopping conditioned on metric `val/acc` which is not available",
-        ),
-        (
-            {"class_path": "genlight.callbacks.EarlyStopping", "init_args": {"monitor": "val/acc", "patience": 5}},
-            "EarlyStopping(monitor='val/acc'): the metrics of step 1 do not have it",
-        ),
-    ],
-)
-def test_a_job_with_an_unknown_monitor_ends_without_a_traceback(tmp_path: Path, callback, message: str) -> None:
-    """Lightning's own callback raises a `RuntimeError` at the end of the epoch."""
-    spec = {
-        **TrainingJobSpec("r", 5, metric_every=1).__dict__,
-        "trainer": "support.trainer_class:Counts",
-        "mock_batches": [1, 2, 3, 4, 5],
-        "lightning": {"accelerator": "cpu", "callbacks": [callback]},
-    }
-    (tmp_path / "job.json").write_text(json.dumps({key: value for key, value in spec.items() if value not in ("", {})}))
+class Improves(Counts):
+    """Its loss falls for longer on rank 1, but rank 1 does not decide."""
 
-    paths = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
-    done = run_forked("run", "job.json", folder=tmp_path, environ={**os.environ, "PYTHONPATH": paths})
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
 
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert message in done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    last = json.loads((tmp_path / "runs" / "r" / "metrics" / "events.jsonl").read_text().splitlines()[-1])
-    assert (last["event"], last["category"]) == ("failed", "train-step")
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
+        super().train_step(batch, state, ctx)
+        return StepResult(metrics={"loss": 100.0 - min(state["steps"], 5 if self.rank == 0 else 50)})
+
+
+class Stops(Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 7
+
+
+def stop_on_rank(rank: Rank) -> dict[str, int]:
+    steps = {}
+    early_stopping = [LogMetrics(1), EarlyStopping("loss", 18)]
+    for name, callbacks in {"six hooks": [CallbackList([Stops()], defaults=False)], "early": early_stopping}.items():
+        trainer = rank.trainer(*callbacks, max_steps=60, max_epochs=1)
+        with rank.group(f"store {name}"):
+            trainer.fit(ContractModule(Improves(rank.number)), BatchStream(range(60)))
+        steps[name] = trainer.global_step
+    return steps
 
 
 @pytest.mark.slow
 @pytest.mark.promise(name="ranks")
 def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
     """Ranks agree every 10 steps: one callback stops at step 7, the other sees no better loss for 18 steps after 5."""
-    run_ranks("should_stop_ranks.py", tmp_path)
+    found, _ = on_ranks(stop_on_rank, tmp_path)
 
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert found == [{"six hooks": 10, "early stopping": 30}] * 2
+    assert found == [{"six hooks": 10, "early": 30}] * 2

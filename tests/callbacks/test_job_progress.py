@@ -1,7 +1,5 @@
 """The progress of a run shows step, loss, speed and remaining time: one line on a terminal, several lines in a file."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

@@ -1,7 +1,5 @@
 """Metrics of a hosted trainer reach loggers, monitors and the run state at the cadence, and only then."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
 from types import SimpleNamespace

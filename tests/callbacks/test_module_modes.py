@@ -1,7 +1,5 @@
 """Hooks of a trainer class that change the mode of modules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

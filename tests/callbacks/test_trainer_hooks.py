@@ -1,7 +1,5 @@
 """Trainer hooks of the other style: seven events, one state, an order by fields read and written, and a policy."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Training without progress is noticed, and the stacks of all threads are written to disk."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

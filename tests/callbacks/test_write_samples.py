@@ -1,7 +1,5 @@
 """Samples at their cadence: their files and records, and no effect on training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

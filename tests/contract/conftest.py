@@ -1,7 +1,5 @@
 """A job folder with a trainer class of the older runtime in it, run in this process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import count

@@ -1,7 +1,5 @@
 """`run_training_runtime_from_env`: under the older import path it raises what ended the run, ours returns the code."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -42,7 +40,6 @@ def last_event(project: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_function_of_genlight_returns_the_exit_code(project: Any, from_env: Any, ending: str) -> None:
-    """Whatever ended the run is in the event log."""
     job, code, _, text = ENDINGS[ending]
     from_env(**job)
     assert genlight.adapter.run_training_runtime_from_env() == code

@@ -1,7 +1,5 @@
 """Every name and module of the older runtime's import path, and loading a trainer by its path."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import re
@@ -181,7 +179,6 @@ def test_a_path_that_does_not_lead_to_one_trainer_is_a_type_error_and_a_value_er
 
 
 def test_a_subprocess_contract_survives_its_file(tmp_path: Path) -> None:
-    """And what cannot be one is refused by name."""
     from gen_worker.trainer.subprocess_contract import (  # type: ignore[import-not-found]
         TrainerSubprocessContractV1,
         read_subprocess_contract,
@@ -222,7 +219,6 @@ def test_a_name_that_the_reference_calls_the_same_is_the_object_of_genlight() ->
 
 
 def test_the_reference_has_every_name_and_module_of_the_older_path() -> None:
-    """And none that there is not."""
     assert set(NAMED) == {name for _, name in PAIRS}
     listed = OLD_NAMES.partition("# The old contract")[2].partition("## Names")[0]
     assert set(compat.MODULES) <= set(re.findall(r"`([\w.]+)`", listed))
@@ -230,7 +226,6 @@ def test_the_reference_has_every_name_and_module_of_the_older_path() -> None:
 
 
 def test_the_reference_describes_every_hook_and_every_field_of_the_context() -> None:
-    """A section for each hook, a row for each field."""
     hooks = [
         *REQUIRED_HOOKS,
         "save_checkpoint",

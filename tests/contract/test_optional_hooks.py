@@ -1,7 +1,5 @@
 """`generate_sample`, `rollout`, `evaluate`: times, arguments, results and errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rules of the device's process group, on two ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

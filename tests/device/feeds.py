@@ -1,7 +1,5 @@
 """The copies of a feed's batches to the device."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import torch
 

@@ -3,8 +3,6 @@
 Usage: ``python -m device.lost RANK WORLD_SIZE PORT JOB``.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

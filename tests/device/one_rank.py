@@ -1,7 +1,5 @@
 """Training on one device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from zoo.updates import OneBufferOfGradients

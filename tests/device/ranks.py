@@ -1,7 +1,5 @@
 """Training on two devices, a rank each."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

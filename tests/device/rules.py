@@ -1,7 +1,5 @@
 """The rules of the device: each check is a mistake that it detects or a correct program that works."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import os

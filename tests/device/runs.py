@@ -1,7 +1,5 @@
 """Trainer classes on the device, and the parts of their runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

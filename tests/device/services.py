@@ -1,7 +1,5 @@
 """Services of a training on the device: telemetry, diagnosis, recovery, replay, rollouts, and their resumes."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

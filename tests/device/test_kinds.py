@@ -1,7 +1,5 @@
 """A class of each kind of the zoo agrees on the simulated accelerator with the table, including its resume."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -9,8 +7,6 @@ from zoo.harness import PRECISIONS, STRATEGIES, run_cells, zoo
 from zoo.table import CELLS, DEVICE_CELLS, device_status
 
 from support.device import reason_to_skip
-
-pytestmark = pytest.mark.promise(name="ranks")
 
 KINDS = {
     "accumulation": "SummedByHand",

@@ -1,7 +1,5 @@
 """A rank is killed or stops answering, while the `wait` of a collective blocks a stream and not the host."""
 
-from __future__ import annotations
-
 import json
 import signal
 
@@ -13,8 +11,6 @@ from genlight.reporters.events.validation import validate_events
 from support.device import PROCESS_GROUP, Waiting, reason_to_skip
 from support.ports import free_port
 from support.rank_processes import run_ranks_to_their_ends
-
-pytestmark = pytest.mark.promise(name="ranks")
 
 HANGS_AFTER_S = 6.0
 STRATEGIES = {

@@ -129,7 +129,6 @@ def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table,
 
 @pytest.mark.parametrize("end", [38, 50])
 def test_a_run_continued_from_its_end_equals_a_longer_run(table, tmp_path, end):
-    """The first run ends between epochs, or within an epoch and an accumulation window."""
     expected = run(table, tmp_path / "reference")
     run(table, tmp_path / "c", steps=end)
     resumed = run(table, tmp_path / "unused", resume_from=tmp_path / "c" / "final.json", seed=9)

@@ -1,6 +1,7 @@
-"""The digits job, killed at random times and resumed until it completes, leaves the bytes of an uninterrupted run.
+"""The digits job, killed at random moments and resumed until it completes, leaves the bytes of an uninterrupted run.
 
-It runs on one process, and on two that Lightning's launcher starts; a kill hits one of them or both.
+It runs on one process, on two that Lightning's launcher starts, and on two of torchrun. A kill hits a rank, all ranks,
+or torchrun as well, which is then started again.
 """
 
 import contextlib
@@ -12,9 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from genlight.callbacks.checkpoint import list_checkpoints, verify
@@ -23,83 +25,91 @@ from genlight.reporters.events.validation import validate_events
 from support.digits_job import digests_of_final, write_digits_job
 from support.forked import fork_server
 
-pytestmark = pytest.mark.promise(name="resume")
+pytestmark = [
+    pytest.mark.promise(name="resume"),
+    pytest.mark.slow,
+    pytest.mark.timeout(7200),  # The long run kills 1,000 times.
+]
 
 HERE = Path(__file__).parent
-STEPS, CADENCE = 40, 2
-LIMIT_S = 180
+CADENCE = 2
+LIMIT_S = 200
 """Longer than a hanging job takes to write its stacks."""
+KINDS = ("rank", "rank", "launcher", "node")
+"""Targets of a kill under torchrun; a rank is hit as often as the other two together."""
 
 
-@dataclass
 class Run:
     """One artifacts directory, from the first start to the end."""
 
-    spec: Path
-    artifacts: Path
-    started_pids: set = field(default_factory=set)
+    def __init__(self, folder, name, *, restarts=None):
+        self.folder, self.restarts = folder, restarts
+        self.artifacts, self.log = folder / name, folder / f"{name}-log"
+        self.processes = folder / f"{name}-processes"
+        self.processes.mkdir()
+        self.events = self.artifacts / "metrics" / "events.jsonl"
+        self.started_pids, self.job = set(), None
 
     def start(self):
-        self.processes = self.artifacts.with_name(f"{self.artifacts.name}-attempt")
-        self.processes.mkdir(exist_ok=True)
-        for note in self.processes.iterdir():
-            note.unlink()
-        self.log = self.artifacts.with_name(f"{self.artifacts.name}-log")
-        job = [fork_server(), self.log, self.spec, self.processes]
-        command = [sys.executable, HERE / "forked_job.py", *job]
-        environ = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "TRAINER_ARTIFACTS_DIR": str(self.artifacts)}
-        return subprocess.Popen(command, env=environ)
+        """Start the job, under torchrun if the run has a number of restarts."""
+        command = [sys.executable, HERE / "forked_job.py"]
+        if self.restarts is not None:
+            options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={self.restarts}", "--no-python"]
+            command = [sys.executable, "-m", "torch.distributed.run", *options, *command]
+        command += [fork_server(), self.log, self.folder / "job.json", self.processes]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRAINER_ARTIFACTS_DIR": str(self.artifacts)}
+        with self.log.open("ab") as log:
+            self.job = subprocess.Popen(list(map(str, command)), env=environ, stdout=log, stderr=log)
 
     def ranks(self):
-        """Return the process ids of the ranks that have started."""
-        named = dict(map(int, note.name.split("-")) for note in self.processes.iterdir())
-        self.started_pids |= set(named.values())
-        return named
+        """Return the live processes by rank; the id of an ended one may belong to another process by now."""
+        alive = {}
+        for note in self.processes.iterdir():
+            rank, pid = map(int, note.name.split("-"))
+            self.started_pids.add(pid)
+            with contextlib.suppress(psutil.Error):
+                if self.is_mine(process := psutil.Process(pid)):
+                    alive[rank] = process
+                    continue
+            note.unlink()
+        return alive
 
-    def kill(self, chance):
-        """Kill a random rank or all ranks; return the ranks that were killed."""
-        victims = self.ranks()
-        if chance.random() < 0.7:
-            victims = dict(chance.sample(sorted(victims.items()), min(1, len(victims))))
-        for pid in victims.values():
-            with contextlib.suppress(ProcessLookupError):  # It may have ended by itself.
-                os.kill(pid, signal.SIGKILL)
+    def is_mine(self, process):
+        """Whether a process writes to this log; ranks share command line and environment with the fork server."""
+        return any(Path(f"/proc/{process.pid}/fd/{number}").resolve() == self.log for number in (1, 2))
+
+    def kill(self, kind, chance):
+        """Kill processes of that kind; return the ranks that were hit."""
+        ranks = self.ranks()
+        victims = dict(chance.sample(sorted(ranks.items()), min(1, len(ranks)))) if kind == "rank" else ranks
+        if kind in ("launcher", "node"):
+            self.job.kill()
+        for process in victims.values() if kind != "launcher" else ():
+            with contextlib.suppress(psutil.NoSuchProcess):  # It may have ended by itself.
+                process.kill()
         return set(victims)
 
-    def attempt(self, chance=None, reference=None):
-        """Start the job, kill it at a random moment if there is a `chance`; return whether it completed.
-
-        One kill in four comes while the job starts, the others while it trains. The size of the event log sets the
-        moment, because a busy machine is slower.
-        """
-        job, victims = self.start(), set()
-        if chance is not None:
-            growth = chance.uniform(0, reference.log_size()) if chance.random() < 0.75 else 0
-            self.wait_for_growth(job, growth)
-            time.sleep(chance.uniform(0, 0.05 if growth else 0.5))
-            victims = self.kill(chance)
-        status = job.wait(LIMIT_S)
-        self.ranks()
-        if status == 0:
-            return True
-        # If only the other rank is killed, rank zero reports it and then ends by itself.
-        assert victims, self.log.read_text()
-        assert status == (-signal.SIGKILL if 0 in victims else 1), self.log.read_text()
-        return False
-
-    @property
-    def events(self):
-        return self.artifacts / "metrics" / "events.jsonl"
-
-    def log_size(self):
+    def size(self):
         return self.events.stat().st_size if self.events.exists() else 0
 
-    def wait_for_growth(self, job, growth):
-        """Wait until the event log has grown by `growth` bytes, or the job has ended."""
-        size, end = self.log_size(), time.monotonic() + LIMIT_S
-        while self.log_size() < size + growth and job.poll() is None:
-            assert time.monotonic() < end, self.log.read_text()
+    def wait_for_growth(self, growth):
+        """Wait until the event log has grown by `growth` bytes, or the job has ended; a busy machine is slower."""
+        size, end = self.size(), time.monotonic() + LIMIT_S
+        while self.size() < size + growth and self.job.poll() is None:
+            assert time.monotonic() < end, self.output()
             time.sleep(0.002)
+
+    def output(self):
+        return self.log.read_text(errors="replace")[-8000:]
+
+    def end(self):
+        """Kill all processes of the run."""
+        if self.job is not None and self.job.poll() is None:
+            self.job.kill()
+            self.job.wait()
+        for process in self.ranks().values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def steps_lost(self):
         """Return, for each resume, how many steps of the previous attempt were trained again."""
@@ -116,23 +126,30 @@ class Run:
 
 
 @pytest.fixture
-def kills(is_long):
+def new_run(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(Run(tmp_path, f"run{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.end()
+
+
+def wait_for_the_end(run):
+    run.start()
+    assert run.job.wait(LIMIT_S) == 0, run.output()
+    return digests_of_final(run.artifacts), run.size()
+
+
+def kills_of(is_long, long, short):
     """Number of kills; `GENLIGHT_KILLS` makes a run as long as there is time for."""
-    return int(os.environ.get("GENLIGHT_KILLS", 1000 if is_long else 8))
+    return int(os.environ.get("GENLIGHT_KILLS", long if is_long else short))
 
 
-@pytest.fixture(params=[1, 2])
-def ranks(request):
-    return request.param
-
-
-@pytest.fixture
-def spec(ranks, tmp_path):
-    lightning = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
-    return write_digits_job(tmp_path, steps=STEPS, cadence=CADENCE, batch_size=120 // ranks, lightning=lightning)
-
-
-def assert_nothing_is_left(run):
+def assert_nothing_is_left(run, steps):
     """Check that only complete checkpoints and a valid event log remain: no temporary file, and no process."""
     assert validate_events(run.events) == []
     checkpoints = run.artifacts / "checkpoints"
@@ -140,7 +157,7 @@ def assert_nothing_is_left(run):
     for path in kept:
         verify(path)
     # A kill after the last commit and before the removal of an old checkpoint leaves both; no step remains to train.
-    assert [path.stem for path in kept][-3:] == [f"step-{STEPS - CADENCE:08d}", f"step-{STEPS:08d}", "final"]
+    assert [path.stem for path in kept][-3:] == [f"step-{steps - CADENCE:08d}", f"step-{steps:08d}", "final"]
     assert len(kept) <= 4
     assert sorted(os.listdir(checkpoints)) == sorted([".witness", *(p.stem for p in kept), *(p.name for p in kept)])
     proofs = [event for event in read_events(run.events) if event["event"] == "finding"]
@@ -152,28 +169,71 @@ def assert_nothing_is_left(run):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)  # The long run kills 1,000 times.
-def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(ranks, spec, tmp_path, kills, report):
-    def new_run(name):
-        return Run(spec, tmp_path / name)
-
-    reference = new_run("reference")
-    assert reference.attempt()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(ranks, new_run, tmp_path, is_long, report):
+    steps, kills = 40, kills_of(is_long, 1000, 8)
+    lightning = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+    write_digits_job(tmp_path, steps=steps, cadence=CADENCE, batch_size=120 // ranks, lightning=lightning)
+    expected, full_size = wait_for_the_end(new_run())
 
     done, runs, lost = 0, 0, []
     while done < kills:
+        run, status = new_run(), None
         runs += 1
-        run, is_done = new_run(f"run{runs}"), False
-        while not is_done:
-            is_done = run.attempt(random.Random(done * 1000 + runs) if done < kills else None, reference)
-            done += not is_done
-        assert digests_of_final(run.artifacts) == digests_of_final(reference.artifacts)
-        assert_nothing_is_left(run)
+        while status != 0:
+            run.start()
+            victims = set()
+            if done < kills:
+                # One kill in four comes while the job starts, the others while it trains.
+                chance = random.Random(done * 1000 + runs)
+                growth = chance.uniform(0, full_size) if chance.random() < 0.75 else 0
+                run.wait_for_growth(growth)
+                time.sleep(chance.uniform(0, 0.05 if growth else 0.5))
+                victims = run.kill("rank" if chance.random() < 0.7 else "all", chance)
+            status = run.job.wait(LIMIT_S)
+            run.ranks()
+            done += status != 0
+            # If only the other rank is killed, rank zero reports it and then ends by itself.
+            assert status == 0 or (victims and status == (-signal.SIGKILL if 0 in victims else 1)), run.output()
+        assert digests_of_final(run.artifacts) == expected
+        assert_nothing_is_left(run, steps)
         lost += run.steps_lost()
         # A save waits for the previous one: at most one is in flight, and at most one more is due.
         assert max(lost, default=0) <= 2 * CADENCE
-        report(
-            f"{ranks} ranks: {done} kills, {runs} runs, {len(lost)} resumes, at most {max(lost, default=0)} steps lost"
-        )
+        most = max(lost, default=0)
+        report(f"{ranks} ranks: {done} kills, {runs} runs, {len(lost)} resumes, at most {most} steps lost")
         shutil.rmtree(run.artifacts)
+
+
+def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new_run, tmp_path, is_long, report):
+    kills = kills_of(is_long, 100, 3)
+    write_digits_job(tmp_path, steps=120, cadence=CADENCE, batch_size=60, lightning={"strategy": "ddp"})
+    expected, full_size = wait_for_the_end(new_run(restarts=0))
+
+    chance, done, runs = random.Random(kills), Counter(), 0
+    while done.total() < kills:
+        run = new_run(restarts=1000)
+        runs += 1
+        run.start()
+        while done.total() < kills:
+            kind = chance.choice(KINDS)
+            # Three kills of four come while it trains, the others while it starts or ends.
+            run.wait_for_growth(chance.uniform(0.02, 0.15) * full_size if chance.random() < 0.75 else 1)
+            time.sleep(chance.uniform(0, 0.1))
+            if run.job.poll() is not None:
+                break
+            done[kind] += bool(run.kill(kind, chance)) or kind != "rank"
+            if kind != "rank":
+                run.job.wait()
+                run.start()
+        assert run.job.wait(LIMIT_S) == 0, run.output()
+        assert digests_of_final(run.artifacts) == expected
+        assert validate_events(run.events) == []
+        for listed in list_checkpoints(run.artifacts / "checkpoints"):
+            verify(listed.path)
+        events = [event for event in read_events(run.events) if event["event"] in ("completed", "failed")]
+        ends = Counter(event.get("category", event["event"]) for event in events)
+        assert ends["completed"] >= 1
+        # No start failed because of files that an earlier one had left.
+        assert ends.keys() <= {"completed", "train-step", "preempted"}, run.output()
+        report(f"{done.total()} kills {dict(done)} in {runs} runs, all equal; attempts ended {dict(ends)}")

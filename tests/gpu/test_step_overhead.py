@@ -3,8 +3,6 @@
 CI has no such device and skips it: ``pytest tests/gpu -m gpu``.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """WASR telemetry: keys, complete lines, concurrent writers, the path, and refused values."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -103,7 +101,6 @@ def test_blank_and_torn_lines_are_skipped_by_readers_and_a_torn_one_is_cut_off_b
 
 
 def test_many_threads_and_processes_write_whole_lines_to_one_file(path: Path) -> None:
-    """Every event of every writer arrives, in the order of that writer."""
     environ = {**os.environ, "WORLDFLUX_METRICS_PATH": str(path)}
     processes = [subprocess.Popen([sys.executable, "-c", WRITER, f"process {n}", "40"], env=environ) for n in range(3)]
     threads = [

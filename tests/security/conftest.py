@@ -1,7 +1,5 @@
 """Fixtures of the attacks: malicious servers, a job that misbehaves, artifacts that another user has planted."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

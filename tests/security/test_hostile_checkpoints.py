@@ -1,7 +1,5 @@
 """Checkpoints with valid digests and malformed contents are named and skipped, and the one before is used."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -28,8 +26,6 @@ from genlight.callbacks.checkpoint.format.slice_index import parse_slices
 from genlight.callbacks.checkpoint.selection import find_final
 from genlight.callbacks.checkpoint.storage import hash_file
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="security")
 
 STATE = {
     "weights": torch.arange(6.0).reshape(2, 3),
@@ -92,8 +88,6 @@ def _passed_over(folder):
 
 
 # records
-
-DEEP = json.loads("[" * 500 + "]" * 500)
 WRONG = {
     "step": ["7", -5, 10**30, 2.5, None, True, [], {}],
     "run_id": [7, None, []],

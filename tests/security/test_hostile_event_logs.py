@@ -1,7 +1,5 @@
 """An event log that somebody else wrote costs no more than its size, and its faults are reported."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource
@@ -22,8 +20,6 @@ from genlight.reporters.events.json_lines import encode_json
 from genlight.reporters.events.reader import follow, starts_of, typed_events
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="security")
 
 STARTED = b'{"event":"started","run_id":"r","schema_version":"trainer_event.v1","seq":1,"timestamp_ms":1}\n'
 METRIC = {

@@ -1,7 +1,5 @@
 """Whatever a job spec holds, its start ends in a configuration or in one startup error, and can be reported."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -14,8 +12,6 @@ from genlight.adapter.plumbing.failures import describe_failure
 from genlight.adapter.plumbing.settings import keys_of
 from genlight.reporters import EventLog, read_events
 from genlight.reporters.events.validation import validate_events
-
-pytestmark = pytest.mark.promise(name="security")
 
 CANARY = "c4nary-0f-4-h0stile-j0b"
 SOUND = {"run_id": "r", "trainer": "a:B", "max_steps": 2, "mock_batches": [1], "capability_token": CANARY}

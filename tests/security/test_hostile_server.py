@@ -1,7 +1,5 @@
 """Servers that send another answer than requested, too much, or without end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -23,8 +21,6 @@ from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import retry_after_s
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="security")
 
 GOOD, EVIL = b"good" * 1000, b"evil" * 1000
 

@@ -1,7 +1,5 @@
 """Logs and warnings of a process show no secret, and logging never raises into the code that logs."""
 
-from __future__ import annotations
-
 import io
 import logging
 import threading
@@ -11,8 +9,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter.plumbing.log_redaction import redacted_logs
-
-pytestmark = pytest.mark.promise(name="security")
 
 CANARY = "c4nary-0f-th3-l0g"
 log = logging.getLogger("somebody.else")

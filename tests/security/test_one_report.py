@@ -1,15 +1,11 @@
 """One attempt leaves one terminal event and one terminal message, whatever goes wrong at its end."""
 
-from __future__ import annotations
-
 import errno
 import os
 
 import pytest
 
 from genlight.reporters.events.validation import validate_events
-
-pytestmark = pytest.mark.promise(name="security")
 
 
 def terminal_messages(receiver):

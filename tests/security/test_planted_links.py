@@ -1,7 +1,5 @@
 """A neighbour who was in the folder first: with links, pipes, devices, locks and directories."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -30,8 +28,6 @@ from genlight.callbacks.stop.sources import cancel_file_is_set
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.uploads.queue import Queue, read_entries
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="security")
 
 NOT_REGULAR = "it is not a regular file"
 STRANGER = 54_321

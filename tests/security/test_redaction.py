@@ -1,7 +1,5 @@
 """A canary that stands anywhere a secret is known to stand does not survive into a text."""
 
-from __future__ import annotations
-
 import json
 from urllib.parse import quote
 
@@ -22,8 +20,6 @@ from genlight.adapter.plumbing.redaction import (
     traceback_of,
     without_secrets,
 )
-
-pytestmark = pytest.mark.promise(name="security")
 
 CANARY = "c4nary-0f-th3-r3d4ct10n"
 

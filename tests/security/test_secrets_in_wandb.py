@@ -3,8 +3,6 @@
 `make` installs the package into `.venv/guides`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -18,7 +16,6 @@ from support.forked import run_forked
 PACKAGES = Path(sys.prefix) / "guides"
 
 pytestmark = [
-    pytest.mark.promise(name="security"),
     pytest.mark.slow,
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="`make` installs the packages of the guides into .venv/guides"),
 ]

@@ -1,7 +1,5 @@
 """Canaries in each place where a job keeps a secret reach neither files nor messages nor standard error."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -19,8 +17,6 @@ from genlight.reporters import EventLogger, read_events
 from support.forked import run_forked
 from support.plain_module import Plain
 from support.trainer_class import Counts
-
-pytestmark = pytest.mark.promise(name="security")
 
 CANARIES = {
     "token": "c4nary-0f-th3-t0ken",

@@ -1,13 +1,18 @@
-"""``fit`` as tasks of srun, and ``run`` in a batch script that starts its ranks itself."""
+"""Commands, the page about clusters and a plain Lightning trainer, on a cluster."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from support.saving_trainer import SAVING_TRAINER
 
-pytestmark = [pytest.mark.promise(name="old names"), pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.slow,
+]
 
 MODEL = """
 from pathlib import Path
@@ -51,3 +56,59 @@ def test_fit_takes_its_ranks_from_srun_and_run_in_a_batch_script_starts_its_own(
     assert [(tmp_path / f"fit-{rank}").read_text() for rank in range(2)] == ["2 0 0", "2 1 0"]
     assert [(tmp_path / f"run-{rank}").read_text() for rank in range(2)] == ["2 3", "2 3"]
     assert "srun` command is available" not in (tmp_path / "run.out").read_text()
+
+
+PAGE = Path(__file__).parents[2] / "examples/guides/cluster.md"
+
+
+def test_a_job_is_submitted_seen_and_cancelled_as_the_page_says(slurm, tmp_path):
+    (submit,) = re.findall(r"^genlight (slurm submit demo.*)$", PAGE.read_text(), re.MULTILINE)
+
+    def genlight(*words):
+        return slurm.call(sys.executable, "-m", "genlight.adapter.cli", *words, cwd=tmp_path)
+
+    genlight("init", "demo")
+    job = genlight(*submit.split()).strip()
+    assert job in slurm.call("squeue", "--me", "--noheader")
+    slurm.call("scancel", job)
+    assert slurm.wait(job)[0] == "CANCELLED"
+
+
+PROGRAM = """
+import json, warnings
+warnings.simplefilter("ignore")
+import lightning.pytorch as pl
+import torch
+from genlight.adapter import SlurmEnvironment
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.layer.weight)
+
+    def training_step(self, batch, batch_idx):
+        return (self.layer(torch.ones(1, 1)) * (self.global_rank + 1)).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+environment = SlurmEnvironment()
+net = Net()
+trainer = pl.Trainer(
+    accelerator="cpu", strategy="ddp", plugins=[environment], devices=environment.context.local_world_size,
+    num_nodes=2, max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(net, [0])
+place = [trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size]
+print(json.dumps([*place, net.layer.weight.item()]))
+"""
+
+
+def test_three_tasks_on_two_nodes_train_together(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    said = slurm.call("srun", "--nodes=2", "--ntasks=3", sys.executable, "train.py", cwd=tmp_path)
+
+    lines = sorted(json.loads(line) for line in said.splitlines() if line.startswith("[") and line.endswith("]"))
+    assert lines == [[0, 0, 0, 3, -2.0], [1, 1, 0, 3, -2.0], [2, 0, 1, 3, -2.0]]

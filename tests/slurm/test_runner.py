@@ -9,7 +9,7 @@ import pytest
 
 from genlight.adapter.runner.transport import read_result, write_pickle
 
-pytestmark = [pytest.mark.promise(name="old names"), pytest.mark.slurm]
+pytestmark = pytest.mark.slurm
 
 TASKS = """
 import time

@@ -11,7 +11,10 @@ import pytest
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.reporters.events.validation import validate_events
 
-pytestmark = [pytest.mark.promise(name="old names"), pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.slow,
+]
 
 DIGITS = Path(__file__).parents[2] / "examples/digits"
 

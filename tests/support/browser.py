@@ -1,7 +1,5 @@
 """A real headless Chromium, Debian's own, driven by playwright."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import time

@@ -15,9 +15,9 @@ from torch import nn
 
 from genlight.adapter import ContractModule, MockDataModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import RankFailedError, TrainingCanceled
-from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate, Hook
-from genlight.callbacks.hook.events import run_state_of
+from genlight.callbacks import Checkpoint, DurableCheckpointIO, Evaluate
 from support.rank import Rank
+from support.stopping import StopsAt
 from support.trainer_class import Trains
 
 ME = Rank.of_command_line()
@@ -163,16 +163,6 @@ class Stream:
             yield batch
 
 
-class Stops(Hook):
-    """Has all ranks stop after the third step."""
-
-    ranks = "all"
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 3:
-            run_state_of(trainer).stop_reason = "canceled"
-
-
 def fit(plugin, *callbacks, stream=None, ckpt_path=None, **settings):
     trainer = ME.trainer(*callbacks, max_steps=STEPS, log_every_n_steps=1, **settings)
     module = ContractModule(plugin, TrainingJobSpec("buffers", STEPS))
@@ -197,7 +187,7 @@ def seen_from(look):
     if look == "profiled":
         callbacks, settings = [Watching(plugin, "on_train_batch_end")], {"profiler": "simple"}
     if look == "stopped":
-        callbacks = [Stops(), Watching(plugin, "on_exception")]
+        callbacks = [StopsAt(3), Watching(plugin, "on_exception")]
     if look == "16-mixed":
         settings = {"plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu")]}
     end = None

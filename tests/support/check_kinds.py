@@ -1,7 +1,5 @@
 """Trainer classes and loaders whose state is easily lost at a resume, for the tests of ``genlight check``."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -68,24 +66,6 @@ class Plain(Trainer):
         return (state["model"](batch[0]).float() - batch[1]).square().mean()
 
 
-class WarmRestarts(Plain):
-    """Makes its schedule anew every third step."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "schedule": self.schedule(state)}
-
-    def schedule(self, state):
-        for group in state["optimizer"].param_groups:
-            group["lr"] = 0.05
-        return torch.optim.lr_scheduler.CosineAnnealingLR(state["optimizer"], 4 + state["count"])
-
-    def after_update(self, batch, state, ctx):
-        state["schedule"].step()
-        if state["count"] % 3 == 0:
-            state["schedule"] = self.schedule(state)
-
-
 class Nadam(Plain):
     def optimizer(self, parameters):
         return torch.optim.NAdam(parameters, lr=0.01)
@@ -113,45 +93,6 @@ class HalfMoments(torch.optim.Optimizer):
 class OddState(Plain):
     def optimizer(self, parameters):
         return HalfMoments(parameters)
-
-
-class Larc:
-    """An optimizer in another one that has the same groups, and changes their rate for the length of a step."""
-
-    def __init__(self, optimizer):
-        self.optim = optimizer
-
-    @property
-    def param_groups(self):
-        return self.optim.param_groups
-
-    @property
-    def state(self):
-        return self.optim.state
-
-    def zero_grad(self):
-        self.optim.zero_grad()
-
-    def step(self):
-        self.optim.step()
-
-    def state_dict(self):
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state):
-        self.optim.load_state_dict(state)
-
-
-class WrappedRate(Plain):
-    """The rate falls by hand, in groups that a wrapper shares with what it wraps."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "inner": state["optimizer"], "optimizer": Larc(state["optimizer"])}
-
-    def after_update(self, batch, state, ctx):
-        for group in state["inner"].param_groups:
-            group["lr"] *= 0.9
 
 
 class Window(Plain):
@@ -185,11 +126,3 @@ class SumsAside(Plain):
             p.grad = t
         state["optimizer"].step()
         return StepResult({"loss": loss.detach()})
-
-
-class Penalized(Plain):
-    """A penalty of weights meets the rows before their mean is taken."""
-
-    def loss(self, batch, state):
-        rows = (state["model"](batch[0]) - batch[1]).square()
-        return (rows + 0.1 * sum(p.square().sum() for p in state["model"].parameters())).mean()

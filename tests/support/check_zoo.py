@@ -3,8 +3,6 @@
 They are variations of the base of the zoo.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import time

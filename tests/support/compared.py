@@ -1,7 +1,5 @@
 """Trainer classes and old training functions for the comparison of a plain loop with genlight."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

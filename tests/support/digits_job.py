@@ -1,7 +1,5 @@
 """The job of the digits example, small enough to be killed repeatedly, and its results."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A web server on loopback whose faults each test chooses; a conftest imports its fixtures."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Processes that a fork server starts: as good as new ones, without the seconds in which torch and Lightning load."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

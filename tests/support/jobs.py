@@ -1,7 +1,5 @@
 """Job files of tests, and runs of them in this process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

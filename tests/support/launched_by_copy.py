@@ -4,8 +4,6 @@ Not a test module: started as ``launched_by_copy.py STRATEGY FOLDER [plugin]``, 
 imports the script that started it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

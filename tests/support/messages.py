@@ -8,8 +8,6 @@ A test says which type of error it expects and checks its fields; `refusal` comp
 After a message was changed on purpose, ``make messages`` writes the catalogue again; its diff shows the new wording.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

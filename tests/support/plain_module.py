@@ -1,7 +1,5 @@
 """A LightningModule that saves its hyperparameters itself, among them secrets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,15 +1,30 @@
 """Starts programs that are one rank each."""
 
-from __future__ import annotations
-
+import inspect
 import os
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from support import SUPPORT
 from support.forked import Forked
+
+
+def on_ranks(
+    work: Callable[..., Any], folder: Path, *arguments: object, world_size: int = 2, **options: Any
+) -> tuple[list[Any], str]:
+    """Call `work`, a function of a test's file, on each rank with its `Rank` and `arguments`, which become texts.
+
+    Returns what the ranks returned, which torch has to be able to load with ``weights_only``, and their output.
+    """
+    folder.mkdir(exist_ok=True)
+    place = (folder, inspect.getfile(work), work.__name__)
+    output = run_ranks("on_rank.py", *place, *arguments, world_size=world_size, **options)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)], output
 
 
 def run_ranks(

@@ -4,8 +4,6 @@ Arguments: folder. Each run is a copy of this process (torch is loaded), is kill
 newest checkpoint to its end. Its results go into a separate file.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

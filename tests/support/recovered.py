@@ -1,7 +1,5 @@
 """A training with planted faults that several tests recover: its trainer class, its batches and its fit."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """One rank of the guard's tests; started once per rank: ``replica_guard_ranks.py RANK WORLD_SIZE RANK.folder``."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

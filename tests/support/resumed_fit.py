@@ -1,7 +1,5 @@
 """A short training of a trainer class that can stop early and continue from its checkpoint."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ One folder for each attempt, one file for each rank in it, one JSON line for eac
 ``id`` and the places of these rows in the order of their epoch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

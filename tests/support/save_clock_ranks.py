@@ -1,7 +1,5 @@
 """One rank of the test of saves by the clock: ``save_clock_ranks.py RANK WORLD_SIZE FOLDER``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

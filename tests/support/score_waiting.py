@@ -1,7 +1,5 @@
 """A training that waits for scores computed in another process."""
 
-from __future__ import annotations
-
 import time
 
 from genlight.callbacks import EvaluateCommand, Hook

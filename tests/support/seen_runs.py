@@ -1,7 +1,5 @@
 """A tiny trainer class with pictures and odd names of metrics, and its runs in separate processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

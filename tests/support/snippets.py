@@ -1,7 +1,5 @@
 """Runs the snippets of a Markdown page as its reader would."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

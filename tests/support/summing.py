@@ -1,7 +1,5 @@
 """Trainer classes that add up numbers and keep the total in a file as well; hyperparameters say what goes wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

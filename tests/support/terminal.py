@@ -1,7 +1,5 @@
 """A command on a pseudo-terminal, whose screen a terminal emulator keeps."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -4,8 +4,6 @@ The code of a test's trainer can also be a text that a process imports: it then 
 ``from support.trainer_class import Counts``, ``Stateless`` or ``Trains``, if ``tests`` is on the path of that process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

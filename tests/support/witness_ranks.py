@@ -5,8 +5,6 @@ LightningModule under DDP), the step after which all ranks kill themselves (0: n
 ``overlap`` to start from the older checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Trainings that break off without a last checkpoint, as if the process was killed, and are started again."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

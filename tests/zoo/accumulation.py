@@ -1,7 +1,5 @@
 """Several backward calls for an update, within a step and over steps."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss

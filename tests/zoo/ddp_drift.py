@@ -1,7 +1,5 @@
 """Trainer classes whose replicas would drift if only gradients of optimized parameters were averaged, in backward."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch.nn.functional import mse_loss
 from genlight.adapter import StepResult
 
 from .base import Trainer, mlp, trainers
+from .vision import SplatDensification
 
 
 class Base(Trainer):
@@ -149,72 +148,10 @@ class EvolutionInTwoRounds(Base):
         return StepResult({})
 
 
-class Densified(Base):
-    """Gaussian splatting: clones points with large gradients and prunes points with low opacity.
+class Relocated(SplatDensification, abstract=True):
+    """Replaces its points by as many new ones; the class of the table adds points."""
 
-    Replaces the parameters together with the optimizer's moments.
-    """
-
-    def configure(self, ctx):
-        points = nn.ParameterDict(
-            {"mean": nn.Parameter(torch.randn(6, 6) * 0.3), "opacity": nn.Parameter(torch.zeros(6, 1))}
-        )
-        groups = [{"params": [p], "name": name} for name, p in points.items()]
-        return {"points": points, "optimizer": torch.optim.Adam(groups, lr=0.02), "calls": 0}
-
-    def loss(self, batch, state):
-        points = state["points"]
-        closeness = -torch.cdist(batch["x"], points["mean"]).square()
-        return mse_loss((closeness.exp() * points["opacity"].T).sum(1, keepdim=True), batch["y"])
-
-    def change_gradients(self, state, ctx):
-        self.large = state["points"]["mean"].grad.norm(dim=1)
-
-    def after_update(self, batch, state, ctx):
-        state["calls"] += 1
-        if state["calls"] in (2, 3):
-            chosen = self.large >= self.large.median()
-            self.replace(state, torch.cat([torch.arange(len(chosen)), chosen.nonzero()[:, 0]]))
-        if state["calls"] == 4:
-            kept = state["points"]["opacity"][:, 0] >= state["points"]["opacity"].median()
-            self.replace(state, kept.nonzero()[:, 0])
-
-    def replace(self, state: Any, rows: Tensor) -> None:
-        optimizer = state["optimizer"]
-        for group in optimizer.param_groups:
-            old = group["params"][0]
-            moments = optimizer.state.pop(old)
-            new = nn.Parameter(old.detach()[rows].clone())
-            optimizer.state[new] = {k: v[rows].clone() if v.ndim else v for k, v in moments.items()}
-            group["params"][0] = state["points"][group["name"]] = new
-
-
-class DensifiedWithoutAChangeOfSize(Densified):
-    """Relocation: the number of points stays, the parameters are new."""
-
-    def replace(self, state, rows):
-        super().replace(state, rows[-len(state["points"]["opacity"]) :])
-
-
-class Growing(Base):
-    """Adds a layer during training and gives its parameters to the optimizer."""
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "calls": 0}
-
-    def model(self):
-        return nn.ModuleDict({"trunk": mlp(6, 4), "heads": nn.ModuleList([nn.Linear(4, 1)])})
-
-    def loss(self, batch, state):
-        model = state["model"]
-        state["calls"] += 1
-        if state["calls"] == 3:
-            torch.manual_seed(9)
-            head = nn.Linear(4, 1)
-            model["heads"].append(head)
-            state["optimizer"].add_param_group({"params": list(head.parameters())})
-        features = model["trunk"](batch["x"])
-        return mse_loss(sum(head(features) for head in model["heads"]), batch["y"])
+    first = 2
 
 
 class Momentum(Base):

@@ -1,7 +1,5 @@
 """Trainer classes whose ranks diverge within a step."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

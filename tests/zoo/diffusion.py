@@ -1,7 +1,5 @@
 """Denoising: noise schedules, velocities, flows, classifier-free guidance, consistency."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss

@@ -1,7 +1,5 @@
 """Teachers and students, pruning, quantization, precision by hand."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import kl_div, mse_loss

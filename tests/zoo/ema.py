@@ -1,7 +1,5 @@
 """Averages of weights: modules, lists, dictionaries, swapped in for evaluation."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

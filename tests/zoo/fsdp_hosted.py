@@ -1,7 +1,5 @@
 """Classes whose modules, copies, hooks and optimizers are difficult to shard."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -48,28 +46,6 @@ class Clip(Base):
     @torch.no_grad()
     def after_update(self, batch, state, ctx):
         state["model"].logit_scale.clamp_(0, math.log(100))
-
-
-class EncoderPart(Base):
-    """An autoencoder that calls its encoder separately, twice, once without a graph."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = mlp(6, 3), mlp(3, 6)
-
-        def forward(self, x):
-            return self.decoder(self.encoder(x))
-
-    def model(self):
-        return self.Model()
-
-    def loss(self, batch, state):
-        model, x = state["model"], batch["x"]
-        with torch.no_grad():
-            before = model.encoder(x)
-        code = model.encoder(x)
-        return mse_loss(model(x), x) + 0.1 * mse_loss(model.decoder(code), x) + 0.01 * (code - before + 1).abs().mean()
 
 
 class FormattedNorms(Base):

@@ -1,7 +1,5 @@
 """Classes that change weights without the optimizer, around forward calls without a backward call; sharded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

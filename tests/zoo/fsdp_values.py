@@ -1,7 +1,5 @@
 """Classes that compute with gradients and norms themselves, or use modules on some ranks only; sharded."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss

@@ -1,7 +1,5 @@
 """Classes that compute with weights outside of modules: loss terms, adjoints, averages in lists; sharded."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Adversarial training: two optimizers in turn, penalties, clipped and averaged weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce

@@ -1,7 +1,5 @@
 """Run classes of the zoo in every mode; each rank is one process that runs all its jobs."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """A class that compiles its module by inductor, to C++ on the host."""
 
-from __future__ import annotations
-
 import torch
 
 from .small import Accumulating

@@ -1,7 +1,5 @@
 """Language models: tied embeddings, recurrence with carried states, adapters, preference losses, packed rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -1,7 +1,5 @@
 """Learning to learn: inner loops, functional calls, gradients written by hand."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Mixtures of experts: dense and sparse routing, experts that a rank does not use, heads by kind of row."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss

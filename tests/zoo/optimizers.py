@@ -1,7 +1,5 @@
 """Optimizers of torch and of users: wrappers, closures, matrix updates, moments kept by hand."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 
 import torch

@@ -1,7 +1,5 @@
 """Complete published recipes: several techniques in one class."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import multiprocessing

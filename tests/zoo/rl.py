@@ -1,7 +1,5 @@
 """Reinforcement learning on made-up transitions: replay buffers, target networks, rollouts, temperatures."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections import deque

@@ -4,8 +4,6 @@ Started once per rank as ``python -m zoo.runs RANK WORLD_SIZE FOLDER``; the fold
 ``module:Class``, or by its key in `zoo.small.ZOO`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Representations without labels: contrast within the batch, queues, teachers, clusters, codebooks."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -3,8 +3,6 @@
 Their ranks begin with different weights. `zoo.runs` runs them.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from dataclasses import dataclass, field
@@ -410,19 +408,6 @@ class OverflowThatClippingHides(OverflowOnOneRank):
         nn.utils.clip_grad_value_(state["model"].parameters(), 0.01)
 
 
-class LookingOnOneRank(Base):
-    """Only one rank reads a gradient between two backward calls."""
-
-    def train_step(self, batch, state, ctx):
-        state["optimizer"].zero_grad()
-        mse_loss(state["model"](batch["x"]), batch["y"]).backward()
-        if ctx.rank == 1:
-            float(state["model"][0].weight.grad.norm())
-        mse_loss(state["model"](batch["x"]), batch["y"]).backward()
-        state["optimizer"].step()
-        return StepResult({})
-
-
 HIDDEN: dict[str, Any] = {}
 
 
@@ -453,6 +438,6 @@ class InPrepareBatch(Base):
         return batch
 
 
-FAULTS = (OverflowOnOneRank, OverflowThatClippingHides, LookingOnOneRank, Hidden, InThread, InPrepareBatch)
+FAULTS = (OverflowOnOneRank, OverflowThatClippingHides, Hidden, InThread, InPrepareBatch)
 ZOO_OF_FAULTS = {cls.__name__: cls for cls in FAULTS}
 ZOO = trainers(globals(), without=FAULTS)

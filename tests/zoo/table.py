@@ -4,8 +4,6 @@ With names of classes, only their rows are measured; with ``--write``, nothing i
 measurement uses the simulated accelerator of `support.device`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

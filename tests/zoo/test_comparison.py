@@ -1,7 +1,5 @@
 """``genlight compare`` finds no difference in any kind of class that trains correctly."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A module compiled by inductor trains under every strategy as it does uncompiled with plain torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

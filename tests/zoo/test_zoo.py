@@ -1,7 +1,5 @@
 """The table of classes and strategies in adapter/classes.md is true."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Weights and gradients changed by hand, with or without an optimizer; schedules, groups, hooks."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -81,16 +79,14 @@ class OptimizerAndByHand(Base):
         body, head = mlp(6, 4), nn.Linear(4, 1)
         return {"body": body, "head": head, "optimizer": torch.optim.Adam(body.parameters(), lr=0.01)}
 
-    def train_step(self, batch, state, ctx):
-        loss = mse_loss(state["head"](state["body"](batch["x"])), batch["y"])
-        state["optimizer"].zero_grad()
+    def loss(self, batch, state):
+        return mse_loss(state["head"](state["body"](batch["x"])), batch["y"])
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for p in state["head"].parameters():
+            p.sub_(0.1 * p.grad)
         state["head"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        with torch.no_grad():
-            for p in state["head"].parameters():
-                p.sub_(0.1 * p.grad)
-        return StepResult({"loss": loss.detach()})
 
 
 class HeadOnlyClippedByAll(Base):
@@ -112,15 +108,10 @@ class HeadOnlyClippedByAll(Base):
 class ClippedByHand(Base):
     """A norm summed by hand, parameter by parameter."""
 
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state["optimizer"].zero_grad()
-        loss.backward()
+    def change_gradients(self, state, ctx):
         norm = sum(float(p.grad.square().sum()) for p in state["model"].parameters()) ** 0.5
         for p in state["model"].parameters():
             p.grad.mul_(min(1.0, 0.05 / (norm + 1e-6)))
-        state["optimizer"].step()
-        return StepResult({"loss": loss.detach(), "norm": norm})
 
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.1)

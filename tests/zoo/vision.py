@@ -1,7 +1,5 @@
 """Networks on images: convolutions, every kind of norm, attention over patches, segmentation, detection heads."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -172,6 +170,9 @@ class CenterLoss(Vision):
 class SplatDensification(Base):
     """Splits points during training, like Gaussian splatting: new parameters with their optimizer state."""
 
+    first = 0
+    """The first of the old points that stays."""
+
     def configure(self, ctx):
         points = nn.Parameter(torch.randn(4, 6).to(ctx.device))
         return {"points": points, "optimizer": torch.optim.Adam([points], lr=0.05), "steps": 0}
@@ -187,9 +188,9 @@ class SplatDensification(Base):
     def split(self, state):
         old, optimizer = state["points"], state["optimizer"]
         moments = optimizer.state.pop(old)
-        new = nn.Parameter(torch.cat([old.detach(), old.detach()[:2] + 0.1]))
+        new = nn.Parameter(torch.cat([old.detach(), old.detach()[:2] + 0.1])[self.first :])
         for name in ("exp_avg", "exp_avg_sq"):
-            moments[name] = torch.cat([moments[name], torch.zeros(2, 6, device=new.device)])
+            moments[name] = torch.cat([moments[name], torch.zeros(2, 6, device=new.device)])[self.first :]
         optimizer.param_groups[0]["params"] = [new]
         optimizer.state[new], state["points"] = moments, new
 

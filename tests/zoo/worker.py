@@ -4,8 +4,6 @@
 destroys its process group, so that the other rank gets an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import functools

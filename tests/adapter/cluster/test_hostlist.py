@@ -6,8 +6,6 @@ from hypothesis import given, strategies as st
 from genlight.adapter.cluster.job_context import expand_hostlist
 from support.messages import refusal
 
-pytestmark = pytest.mark.promise(name="old names")
-
 EXPANDED = {
     "n[9-11]": "n9 n10 n11",
     "n[009-011]": "n009 n010 n011",

@@ -13,8 +13,6 @@ from genlight.adapter import JobContext, build_job_context, current_job_context
 from genlight.adapter.cluster.job_context import in_srun_task
 from support.messages import refusal
 
-pytestmark = pytest.mark.promise(name="old names")
-
 TASK = {
     "SLURM_JOB_ID": "1042",
     "SLURM_STEP_ID": "0",

@@ -7,8 +7,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from genlight.adapter.cluster.placement import placed_by_launcher
 
-pytestmark = pytest.mark.promise(name="old names")
-
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
 

@@ -10,8 +10,6 @@ from genlight.adapter.cluster.job_context import this_rank
 from genlight.adapter.cluster.placement import placed_by_launcher, placement_fault
 from support.messages import refusal
 
-pytestmark = pytest.mark.promise(name="old names")
-
 BATCH = {
     "SLURM_JOB_ID": "1042",
     "SLURM_PROCID": "0",

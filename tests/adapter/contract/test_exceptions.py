@@ -1,7 +1,5 @@
 """Exceptions carry their facts, show them, and survive a trip to another process."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The vocabulary of the trainer contract: frozen records with documented defaults that refuse nonsense by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

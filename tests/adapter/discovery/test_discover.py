@@ -1,7 +1,5 @@
 """Discovery finds each object of a trainer once, wherever it is, and in the same order on every rank."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

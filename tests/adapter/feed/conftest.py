@@ -1,7 +1,5 @@
 """Data sets and readers that the feed tests share."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

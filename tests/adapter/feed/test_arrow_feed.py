@@ -1,7 +1,5 @@
 """The feed as its users see it: batches, order, shares of the ranks, position, options."""
 
-from __future__ import annotations
-
 import json
 import logging
 
@@ -11,8 +9,6 @@ import pytest
 from genlight.adapter import ArrowDataModule, ArrowFeed, ParquetArrowBatchFeeder
 from genlight.adapter.contract.types import ArrowFeedConfig
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 def flat(batches):

@@ -1,7 +1,5 @@
 """Record batches as tensors."""
 
-from __future__ import annotations
-
 import datetime
 
 import numpy as np
@@ -12,8 +10,6 @@ import torch
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.collate import to_torch
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 def address(array: pa.Array) -> int:

@@ -1,7 +1,5 @@
 """The feed under Lightning's own fit loop: shares, epochs, and resume in the middle of one."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from pathlib import Path
@@ -16,8 +14,6 @@ from genlight.adapter.contract.exceptions import InputError
 from support.messages import refusal
 from support.trainer_class import Counts
 from support.trainers import quiet_trainer
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 class Seen(LightningModule):

@@ -1,7 +1,5 @@
 """Exactly once: whatever kills and rank changes a run goes through, each epoch trains each row of the files once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile
@@ -13,13 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
 from genlight.adapter import ArrowFeed
 from support.row_audit import AuditedFeed, trained_rows
-
-pytestmark = pytest.mark.promise(name="rows")
 
 EPOCHS = 2
 

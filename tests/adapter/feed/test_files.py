@@ -1,7 +1,5 @@
 """Which files paths, folders, patterns and URLs stand for."""
 
-from __future__ import annotations
-
 import os
 import shutil
 
@@ -13,8 +11,6 @@ from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.files import expand
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 def names(*given, **options):

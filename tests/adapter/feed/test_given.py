@@ -1,7 +1,5 @@
 """The data of a job is what a user's function returns, and a run goes on from every step as if never interrupted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -16,8 +14,6 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.given import RepeatedRead, feed_of
 from support.forked import run_forked
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 MODULE = '''
 import random

@@ -1,7 +1,5 @@
 """Bad input: one clear error, before training where metadata can tell, else at the step that needed the rows."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket
@@ -16,8 +14,6 @@ from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import batching
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 def spoil_row_group(path: Path, group: int) -> None:

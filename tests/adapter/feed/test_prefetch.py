@@ -1,7 +1,5 @@
 """The background thread: bounded, honest about waiting, and gone when it should be."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import subprocess
@@ -17,8 +15,6 @@ from genlight.adapter import ArrowDataModule, ArrowFeed
 from genlight.adapter.feed import batching
 from genlight.adapter.feed.batching import ReadAhead
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Replay buffers: what is drawn, who may write, what a checkpoint holds, and what bad input is told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -19,8 +17,6 @@ from genlight.adapter import ReplayBuffer, ReplayFeed
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
 from genlight.adapter.feed.experience import SumTree
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 ROW = {
     "observation": torch.zeros(2),
@@ -85,7 +81,6 @@ def test_a_buffer_has_its_newest_rows_and_draws_the_same_after_a_save_and_a_load
 
 
 def test_draws_are_seeded_and_uniform():
-    """Each row about as often as any other."""
     counts = np.zeros(50)
     a, b = ReplayBuffer(50, ROW, seed=3), ReplayBuffer(50, ROW, seed=3)
     a.extend(rows(0, 50))
@@ -117,7 +112,6 @@ def test_rows_are_drawn_in_proportion_to_their_priorities():
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1024, 1025, 40_000, 1_100_000])
 def test_a_sum_tree_finds_what_a_cumulative_sum_finds(size):
-    """And nothing that has no priority."""
     random = np.random.default_rng(size)
     tree, leaves = SumTree(size), random.integers(0, 3, size).astype(np.float64)
     leaves[random.integers(size)] = 2.0
@@ -129,7 +123,6 @@ def test_a_sum_tree_finds_what_a_cumulative_sum_finds(size):
 
 
 def test_a_sum_tree_that_was_changed_often_is_one_that_was_made_of_its_leaves():
-    """In parts of any size, and rounding never picks a leaf without a priority."""
     random = np.random.default_rng(3)
     tree, leaves = SumTree(40_000), np.zeros(40_000)
     for count in (1, 7, 300, 5000, 40_000, 300, 1):
@@ -147,7 +140,6 @@ def test_a_sum_tree_that_was_changed_often_is_one_that_was_made_of_its_leaves():
 
 
 def test_a_second_thread_and_a_forked_process_may_not_write():
-    """They are told who may, and nothing is changed."""
     buffer = ReplayBuffer(8, ROW)
     buffer.extend(rows(0, 4))
     told = []
@@ -180,7 +172,6 @@ def test_a_second_thread_and_a_forked_process_may_not_write():
 
 
 def test_rows_are_whole_while_another_thread_writes():
-    """However both go on."""
     buffer = ReplayBuffer(64, ROW, priority_exponent=0.6)
     buffer.extend(rows(0, 64))
     buffer.release_writer()
@@ -244,7 +235,6 @@ def test_a_save_writes_only_rows_that_are_new(tmp_path):
 
 
 def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
-    """Rows that were overwritten go with their files."""
     buffer = ReplayBuffer(100, ROW)
     for first in range(0, 1000, 50):
         buffer.extend(rows(first, 50))
@@ -257,7 +247,6 @@ def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "meta"])
 def test_a_save_that_is_not_whole_is_refused(tmp_path, damage):
-    """By digest, and the file is named."""
     buffer = made()
     buffer.extend(rows(0, 100))
     buffer.save(tmp_path)
@@ -294,7 +283,6 @@ def test_a_save_of_another_form_is_refused_though_its_digests_fit(tmp_path, dama
 
 
 def test_a_process_that_is_killed_in_a_save_leaves_the_save_before_it(tmp_path):
-    """Whole, in one folder that is saved into again and again."""
     for kill in range(5):
         child = os.fork()
         if child == 0:
@@ -317,7 +305,6 @@ def test_a_process_that_is_killed_in_a_save_leaves_the_save_before_it(tmp_path):
 
 
 def test_a_save_of_another_buffer_is_refused(tmp_path):
-    """Names every difference."""
     buffer = ReplayBuffer(100, ROW)
     buffer.extend(rows(0, 10))
     buffer.save(tmp_path)
@@ -341,7 +328,6 @@ def test_a_save_of_another_buffer_is_refused(tmp_path):
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
-    """By name."""
     with pytest.raises(ValueError, match=message):
         ReplayBuffer(**{"capacity": 10, "row": ROW, **arguments})
 
@@ -358,7 +344,6 @@ def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
     ],
 )
 def test_rows_that_do_not_fit_change_nothing(change, message):
-    """Among them a dtype that changes."""
     buffer = ReplayBuffer(10, ROW)
     buffer.extend(rows(0, 4))
     with pytest.raises(ValueError, match=message):
@@ -377,7 +362,6 @@ def test_rows_that_were_computed_with_gradients_keep_no_graph():
 
 
 def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
-    """More than there are, none, NaN, negative, infinite, unknown."""
     buffer = ReplayBuffer(10, ROW, priority_exponent=1.0)
     with refusal(ValueError):
         buffer.extend(rows(0, 12))
@@ -405,7 +389,6 @@ def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
 
 
 def test_a_feed_waits_for_its_writer():
-    """Or says that nobody writes."""
     buffer = ReplayBuffer(100, ROW)
     with refusal(InputError):
         next(iter(ReplayFeed(buffer, 10, start_after=20, wait_s=0.01)))

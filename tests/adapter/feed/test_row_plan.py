@@ -1,18 +1,13 @@
 """The arithmetic of steps and shares, for any counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import given, strategies as st
 
 from genlight.adapter import ArrowFeed
 from genlight.adapter.feed import batching
 from genlight.adapter.feed.position import Order, permutation
 from genlight.adapter.feed.row_plan import Share, cut
-
-pytestmark = pytest.mark.promise(name="rows")
 
 shares = st.builds(
     Share,

@@ -1,7 +1,5 @@
 """Where batches can come from: files of several kinds and places, tables, data sets."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -19,8 +17,6 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed import batching
 from genlight.adapter.feed.files import expand
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 def all_ids(source, **options):

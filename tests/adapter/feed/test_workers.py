@@ -1,7 +1,5 @@
 """Worker processes: the same batches, order and position as without them."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -21,8 +19,6 @@ from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
 from support import SUPPORT
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 def with_noise(batch):

@@ -1,7 +1,5 @@
 """Model components from safetensors, on the requested device and in the requested precision."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -11,8 +9,6 @@ from safetensors.torch import save_file
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.helpers.components import load_components
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="old names")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The helpers that trainer classes import."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -27,8 +25,6 @@ from genlight.adapter.helpers import (
     to_float_scalar,
 )
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="old names")
 
 
 def draw_everywhere() -> tuple[float, float, float]:
@@ -412,7 +408,6 @@ def test_the_result_of_a_save_names_files_that_exist_and_the_meta_file_names_tha
 
 
 def test_a_fact_by_which_the_checkpoint_is_read_is_refused_and_others_stand_in_for_it(trained, tmp_path: Path) -> None:
-    """`metadata` wins over `step`, as it did, and may not name the files."""
     module, _ = trained
     assert save_trainable_module_checkpoint(module, tmp_path, step=4, metadata={"step": 40})["step"] == 40
     with refusal(ValueError):
@@ -447,7 +442,6 @@ def older_checkpoint(folder: Path, module: nn.Module, optimizer: Any, *, as_torc
 def test_a_checkpoint_of_the_older_runtime_is_loaded_with_its_optimizer(
     trained, tmp_path: Path, as_torch: bool
 ) -> None:
-    """Weights and moments are equal afterwards."""
     module, bundle = trained
     folder = older_checkpoint(tmp_path / "old", module, bundle.optimizer, as_torch=as_torch)
     other = Adapted()

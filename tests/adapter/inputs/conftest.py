@@ -1,7 +1,5 @@
 """A job with inputs, and a server that speaks the hub's endpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

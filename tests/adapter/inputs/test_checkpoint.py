@@ -1,7 +1,5 @@
 """A resume checkpoint by URL brings the files of its record along."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, digest_of, serialise_record
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 FILES = {"step-00000200/model.safetensors": b"weights" * 999, "step-00000200/trainer/lora.safetensors": b"lora"}
 

@@ -1,7 +1,5 @@
 """Files from web servers: complete, checked, cached, resumed; the token is sent only to its origins."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -14,8 +12,6 @@ from genlight.adapter.inputs.http import Download, Transport, download
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 CONTENT = bytes(range(256)) * 40_000
 

@@ -1,7 +1,5 @@
 """Inputs from a server that speaks the Hugging Face hub's endpoints."""
 
-from __future__ import annotations
-
 import json
 import logging
 
@@ -15,8 +13,6 @@ from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import fetch_from_hub
 from genlight.adapter.plumbing.text import HUB_LOGIN
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 FILES = {"config.json": b"{}", "unet/model.safetensors": b"weights" * 1000, "data/a.parquet": b"PAR1"}
 

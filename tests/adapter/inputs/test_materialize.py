@@ -1,7 +1,5 @@
 """All inputs of a job on this machine before training, or one error that says which is missing."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -19,8 +17,6 @@ from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.retry import RetryPolicy
 from support.full_disk import full_disk
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Parsing of references."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,8 +7,6 @@ from hypothesis import example, given, strategies as st
 
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.inputs.refs import CozyRef, HttpRef, HubRef, parse_ref
-
-pytestmark = pytest.mark.promise(name="rows")
 
 PREFIXES = ("hf:", "cozy:", "file:", "file://", "http://", "https://", "a/b", "/", "~", "http://h/#sha256=")
 DIGEST = "0123456789abcdef" * 4

@@ -1,7 +1,5 @@
 """Repositories of a tensor hub: tags become digests, and a digest always names the same files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,8 +11,6 @@ from genlight.adapter.inputs.transfer import HttpResolveClient
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="rows")
 
 FILES = {"model.safetensors": b"weights" * 1000, "unet/config.json": b"{}"}
 
@@ -88,13 +84,3 @@ def test_a_repository_that_is_not_there_and_one_that_may_not_be_read(server, res
     server.put("/base/api/v1/resolve/owner/private", fail_first=[403])
     with pytest.raises(AuthError):
         resolver.resolve(ref="cozy:owner/private")
-
-
-def test_the_token_is_not_shown_to_the_host_that_the_server_sends_on_to(publish, fetch, server, other_server):
-    digest = publish(files={"blob": b"blob"})
-    elsewhere = other_server.put("/blob", b"blob")
-    server.put(f"/base/api/v1/file/v1/owner/repo/{digest.replace(':', '%3A')}/blob", location=elsewhere)
-    folder, _ = fetch("cozy:owner/repo")
-    assert (folder / "blob").read_bytes() == b"blob"
-    assert "authorization" in server.requests[0].headers
-    assert "authorization" not in other_server.requests[0].headers

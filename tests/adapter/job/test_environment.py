@@ -1,7 +1,5 @@
 """Environment variables and how their texts become values."""
 
-from __future__ import annotations
-
 import pytest
 
 from genlight.adapter.job.config import read_run_config

@@ -1,7 +1,5 @@
 """Errors are collected, shown short, and hold no secret."""
 
-from __future__ import annotations
-
 import pytest
 
 from genlight.adapter.job.sources import CODES, ConfigErrors

@@ -1,7 +1,5 @@
 """Changes that make a job another job, and changes that do not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The job that a run writes into its folder starts the same job again, and holds no secret."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

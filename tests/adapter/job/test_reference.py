@@ -1,7 +1,5 @@
 """The schema and the table of a job's keys are what the types say."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

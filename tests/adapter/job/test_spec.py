@@ -1,7 +1,5 @@
 """The job spec: every error at once, by name, value and way out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,8 +7,7 @@ import pytest
 
 from genlight.adapter.job.config import read_run_config
 from genlight.adapter.job.sources import ConfigErrors, read_job_file
-from genlight.adapter.job.spec import DatasetSpec, InputsSpec, JobSpec, SampleRequest, UploadUrls, ValidateSpec
-from genlight.adapter.plumbing.settings import keys_of
+from genlight.adapter.job.spec import SampleRequest, UploadUrls, ValidateSpec
 
 MINIMAL = {"run_id": "r", "trainer": "m:T", "max_steps": 5}
 
@@ -25,24 +22,6 @@ def parse(tmp_path):
         return config, [error.text for error in errors.found], errors.warnings
 
     return parsed
-
-
-def test_every_documented_key_is_known():
-    assert {*keys_of(JobSpec), *(key.alias for key in keys_of(JobSpec).values() if key.alias)} == {
-        *("run_id", "request_id", "trainer", "trainer_api_version", "max_steps", "metric_every", "checkpoint_every"),
-        *("sample_every", "owner", "release_ref", "hyperparams", "dataset", "data", "mock_batches", "inputs"),
-        *("resume_from_latest", "resume_checkpoint_path", "sample_prompts", "sample_seed", "capability_token"),
-        *("orchestrated", "max_runtime_seconds", "cancel_file_path", "uploads", "lightning", "validate"),
-        *("on_nonfinite", "tags", "notes", "seed", "checkpoints", "callbacks", "resume", "base_dir"),
-        "price_per_device_hour",
-    }
-    assert set(keys_of(DatasetSpec)) == {
-        *("parquet_paths", "batch_size", "readahead", "columns", "shuffle", "seed", "epochs", "shard"),
-        *("drop_last", "shuffle_window", "workers", "pin_memory", "copy_ahead", "collate"),
-    }
-    assert set(keys_of(UploadUrls)) == {"metrics_url", "checkpoint_url", "sample_url", "terminal_url", "targets"}
-    assert set(keys_of(InputsSpec)) == {"base_model_ref", "dataset_parquet_refs", "resume_checkpoint_ref"}
-    assert len(keys_of(SampleRequest)) == 7
 
 
 def test_further_targets_of_uploads_are_urls(parse):

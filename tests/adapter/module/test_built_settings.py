@@ -1,7 +1,5 @@
 """A resume logs each setting of the checkpoint that overrides one of `configure`, or keeps the new one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run warns of hyperparameters that are never read; for the class they behave like a dictionary."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

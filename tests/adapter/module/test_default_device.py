@@ -1,7 +1,5 @@
 """Trainers that change the default device (`torch.set_default_device`) or the default type of new tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``Trainer.validate`` and ``Trainer.test`` with a trainer class that evaluates itself."""
 
-from __future__ import annotations
-
 import csv
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """A resume restores state that no state dict of torch or Lightning contains."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

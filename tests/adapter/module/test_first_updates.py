@@ -1,7 +1,5 @@
 """Faults of a class that show in its first updates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loop: limits, the end of data, pauses, and a resume from any step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,14 +89,12 @@ class Counted:
 
 
 def test_no_batch_is_fetched_after_the_last_step(tmp_path: Path) -> None:
-    """The loop takes exactly the trained batches from a source without length."""
     source = Counted(10)
     trainer_of(tmp_path, max_steps=4).fit(ContractModule(Counting()), source)
     assert source.taken == 4
 
 
 def test_a_source_that_ends_early_completes_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning gives the reason."""
     module = ContractModule(Counting(), TrainingJobSpec("early", 10))
     trainer_of(tmp_path, max_steps=10, max_epochs=1).fit(module, Counted(3))
     assert (module.completed_steps, module.stopped) == (3, "data_exhausted")
@@ -108,13 +104,11 @@ def test_a_source_that_ends_early_completes_there(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize("source", [Counted(0), DataLoader([], batch_size=None)], ids=["unsized", "sized"])
 @pytest.mark.filterwarnings("ignore:Total length of:UserWarning")
 def test_an_empty_source_is_an_input_error(tmp_path: Path, source: Any) -> None:
-    """A run that cannot train one step does not complete."""
     with refusal(InputError):
         trainer_of(tmp_path, max_steps=10).fit(ContractModule(Counting()), source)
 
 
 def test_a_pause_ends_at_once_on_a_stop_request(tmp_path: Path) -> None:
-    """A stop request ends a back-off of an hour at once."""
     module = ContractModule(Counting(StepControlHints(backoff_seconds=3600.0)))
     asked: list[int] = []
 

@@ -1,7 +1,5 @@
 """Lightning's own callbacks, loggers, profilers and Trainer flags with a trainer of the contract, one by one."""
 
-from __future__ import annotations
-
 import csv
 from datetime import timedelta
 from pathlib import Path
@@ -146,14 +144,11 @@ def test_settings_that_limit_batches_hold(tmp_path: Path, settings: dict[str, An
     ("setting", "word"), [({"accumulate_grad_batches": 4}, "accumulation"), ({"gradient_clip_val": 1.0}, "clipping")]
 )
 def test_what_the_trainer_owns_is_refused(tmp_path: Path, setting: dict[str, Any], word: str) -> None:
-    """Settings that the trainer class decides are refused with the reason."""
     with pytest.raises(StartupContractError, match=f"the trainer class owns .*{word}"):
         fit(tmp_path, **setting)
 
 
 def test_a_module_hook_that_returns_minus_one_ends_the_epoch(tmp_path: Path) -> None:
-    """`on_train_batch_start` returning -1 skips the rest of the epoch."""
-
     class SkipsAfterTwo(ContractModule):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 2 else None

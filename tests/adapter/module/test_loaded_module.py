@@ -1,7 +1,5 @@
 """``ContractModule.load_from_checkpoint``: a trainer class from a checkpoint, without a Lightning trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,22 @@ from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint.export import export_lightning
 from support.messages import refusal
-from support.trainer_class import Stateless
+from support.trainer_class import Trains
 from support.trainers import quiet_trainer
 
 JOB = TrainingJobSpec(run_id="r", max_steps=3, hyperparams={"width": 2})
 
 
-class Remembers(Stateless):
+class Remembers(Trains):
     """A model, a number that is only in the trainer's own payload, and files of the trainer."""
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         model = torch.nn.Linear(ctx.job.hyperparams["width"], 1).to(ctx.device)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "seen": 0, "files": ""}
+        return {"model": model, "optimizer": self.optimizer(model.parameters()), "seen": 0, "files": ""}
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["optimizer"].zero_grad()
-        loss = state["model"](batch).pow(2).mean()
-        loss.backward()
-        state["optimizer"].step()
         state["seen"] += len(batch)
-        return StepResult(metrics={"loss": loss.detach()})
+        return super().train_step(batch, state, ctx)
 
     def state_dict(self, state: Any) -> dict[str, object]:
         return {"seen": state["seen"]}

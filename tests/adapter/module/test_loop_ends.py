@@ -1,7 +1,5 @@
 """The ends of epochs: due validations, and a resume from there as from any other step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, MockDataModule, StepResult, TrainingCanceled, TrainingJobSpec
-from genlight.callbacks import Checkpoint, Hook
-from genlight.callbacks.hook.events import run_state_of
+from genlight.callbacks import Checkpoint
 from support.messages import refusal
+from support.stopping import StopsAt
 from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
@@ -238,17 +236,6 @@ def test_the_first_validation_after_a_resume_within_an_epoch_sees_the_whole_set(
     assert seen == [0, 1, 2, 3]
 
 
-class Stopping(Hook):
-    """Requests a stop after the last step of the first epoch."""
-
-    ranks = "all"
-    writes = ("stop_reason",)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == BATCHES:
-            run_state_of(trainer).stop_reason = "preempted"
-
-
 class Trainers(pl.Callback):
     """Keeps the trainer of a fit that fails."""
 
@@ -263,7 +250,7 @@ def test_a_stop_does_not_wait_for_a_validation_and_the_next_attempt_runs_it(tmp_
     whole, first, second = Story(), Story(), Story()
     fit(tmp_path, Positioned(), saving(tmp_path), whole)
     with pytest.raises(TrainingCanceled):
-        fit(tmp_path, Positioned(), Stopping(), saving(tmp_path), first)
+        fit(tmp_path, Positioned(), StopsAt(BATCHES), saving(tmp_path), first)
     saved = tmp_path / "c" / f"step-{BATCHES:08d}.json"
     fit(tmp_path, Positioned(), saving(tmp_path), second, ckpt=saved)
     assert first.events[-1][0] == "step"
@@ -303,7 +290,6 @@ def test_a_stop_iteration_from_a_hook_is_an_error(tmp_path: Path, event: str) ->
 
 
 def test_a_second_fit_trains_with_its_own_loader_after_the_first_ones_had_ended(tmp_path: Path) -> None:
-    """An exhausted source of one pass does not affect another source."""
     module = ContractModule(Drawing(), TrainingJobSpec("twice", 6))
     batches = iter([0.0, 1.0])
 
@@ -318,11 +304,10 @@ def test_a_second_fit_trains_with_its_own_loader_after_the_first_ones_had_ended(
 
 
 def test_a_second_fit_of_a_stopped_trainer_continues_training(tmp_path: Path) -> None:
-    """The stop belongs to the first fit."""
     module = Validated(Drawing())
     stopped = Trainers()
     with pytest.raises(TrainingCanceled):
-        fit(tmp_path, numbers(), Stopping(), stopped, saving(tmp_path), module=module)
+        fit(tmp_path, numbers(), StopsAt(BATCHES), stopped, saving(tmp_path), module=module)
     stopped.trainer.fit(module, numbers(), val_dataloaders=numbers())
     assert stopped.trainer.global_step > BATCHES
 

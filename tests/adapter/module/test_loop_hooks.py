@@ -1,7 +1,5 @@
 """Every hook of callbacks and modules comes as under Lightning's own loop: in its order, with its counters."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +12,8 @@ from lightning.pytorch.core.hooks import ModelHooks
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from genlight.adapter import ContractModule, StepResult
-from support.trainer_class import Stateless
+from genlight.adapter import ContractModule
+from support.trainer_class import Counts, Trains
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="equal")
@@ -28,18 +26,13 @@ OF_MODULES = [name for name, _ in inspect.getmembers(ModelHooks, inspect.isfunct
 """A module also has hooks that transfer batches; in genlight's loop the trainer class does that."""
 
 
-class Updating(Stateless):
+class Updating(Trains):
     """A trainer whose step is one update, in the order of Lightning's automatic optimization."""
 
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        layer = torch.nn.Linear(1, 1)
-        return {"model": layer, "optimizer": torch.optim.SGD(layer.parameters(), lr=0.1)}
+    prepare_batch = Counts.prepare_batch  # several loaders make batches of several kinds
 
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["optimizer"].zero_grad()
-        state["model"](torch.ones(1)).sum().backward()
-        state["optimizer"].step()
-        return StepResult(metrics={"loss": 1.0})
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        return state["model"](torch.ones(2)).sum()  # type: ignore[no-any-return]
 
 
 class Stock(pl.LightningModule):

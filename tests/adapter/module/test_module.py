@@ -1,7 +1,5 @@
 """ContractModule registers, saves and restores more than Lightning does, and refuses what it cannot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from genlight.adapter.module.hosted_trainer import BareParameters
 from genlight.adapter.module.state import ConfiguredState
 from genlight.callbacks import Checkpoint
 from support.messages import refusal
-from support.trainer_class import Stateless
+from support.trainer_class import Stateless, Trains
 from support.trainers import quiet_trainer
 
 
@@ -65,7 +63,6 @@ def fit(tmp_path: Path, plugin: Any, steps: int, *, precision: Any = None, **opt
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_whatever_the_trainer_keeps_is_saved_and_restored(tmp_path: Path) -> None:
-    """Both schedulers, the scaler and the loose parameter continue exactly."""
     whole = fit(tmp_path / "whole", TwoSchedulers(), 3).contract_state
     resumed = fit(
         tmp_path / "again", TwoSchedulers(), 3, ckpt_path=str(tmp_path / "whole" / "c" / "step-00000003.json")
@@ -78,26 +75,18 @@ def test_whatever_the_trainer_keeps_is_saved_and_restored(tmp_path: Path) -> Non
     assert bool(state["alpha"].detach() != 0)
 
 
-class InDouble(TwoSchedulers):
+class InDouble(Trains):
     """Builds its weights in fp32, as usual; Lightning makes them fp64."""
 
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        net = torch.nn.Linear(2, 1)
-        return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        loss = state["net"](batch.double()).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult({"loss": loss})
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        return state["model"](batch.double()).square().mean()  # type: ignore[no-any-return]
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_weights_in_double_precision_keep_all_their_digits_over_a_resume(tmp_path: Path) -> None:
-    whole = fit(tmp_path, InDouble(), 3, precision="64-true").contract_state["net"]
+    whole = fit(tmp_path, InDouble(), 3, precision="64-true").contract_state["model"]
     saved = str(tmp_path / "c" / "step-00000003.json")
-    resumed = fit(tmp_path, InDouble(), 3, precision="64-true", ckpt_path=saved).contract_state["net"]
+    resumed = fit(tmp_path, InDouble(), 3, precision="64-true", ckpt_path=saved).contract_state["model"]
     assert whole.weight.dtype == resumed.weight.dtype == torch.float64
     assert torch.equal(whole.weight, resumed.weight)
 

@@ -1,7 +1,5 @@
 """Hooks that a trainer class defines: the events they receive, their order among others, and exact resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +81,6 @@ for _event in TRAINER_HOOK_EVENTS:
 
 
 def test_they_get_every_event_before_the_hooks_of_the_job(tmp_path: Path) -> None:
-    """Six minibatches of a phase in two passes, with true counters."""
     plugin = WithLoss()
     configured = plugin.configure
 
@@ -162,7 +159,6 @@ def test_their_failures_end_the_run(tmp_path: Path) -> None:
 
 
 def test_another_fit_does_not_send_events_twice(tmp_path: Path) -> None:
-    """The second fit uses the same Lightning trainer and module."""
     plugin = WithLoss()
     module = fit(tmp_path, plugin, steps=2)
     trainer = module.trainer
@@ -182,7 +178,6 @@ def test_another_fit_does_not_send_events_twice(tmp_path: Path) -> None:
     ],
 )
 def test_a_result_other_than_a_list_of_hooks_is_refused(tmp_path: Path, returned: Any, message: str) -> None:
-    """The error comes at the start and names it."""
     plugin = WithLoss()
     plugin.trainer_hooks = lambda state, ctx: returned  # type: ignore[method-assign]
     with pytest.raises(ContractError, match=message):
@@ -190,8 +185,6 @@ def test_a_result_other_than_a_list_of_hooks_is_refused(tmp_path: Path, returned
 
 
 def test_events_reach_losses_that_contain_modules(tmp_path: Path) -> None:
-    """The weights of these modules are found, saved and trained like others."""
-
     class Learned(Loss):
         def __init__(self) -> None:
             super().__init__()

@@ -1,8 +1,5 @@
 """Phases of a trainer with a rollout: counters, passes over a rollout, early ends, and a resume within a phase."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,11 @@ import torch
 
 from genlight.adapter import ContractError, ContractModule, Minibatches, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, Hook
+from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.hook.events import run_state_of
 from support.messages import refusal
-from support.rank_processes import run_ranks
-from support.trainer_class import Stateless
+from support.rank_processes import on_ranks
+from support.trainer_class import Stateless, Trains
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -104,7 +102,6 @@ def fit(tmp_path: Path, plugin: Any, *callbacks: pl.Callback, steps: int, **opti
 
 
 def test_counters_are_true_in_every_event_of_two_phases(tmp_path: Path) -> None:
-    """Two update epochs over three minibatches of twelve rows."""
     counters = Counters()
     fit(tmp_path, Actor(), counters, steps=9)
     first = [("mb", 12, 0, epoch, index) for epoch in (0, 1) for index in (0, 1, 2)]
@@ -324,7 +321,6 @@ def test_an_exception_of_a_generator_is_the_error_of_the_run(tmp_path: Path, cls
     ],
 )
 def test_settings_of_phases_are_checked(tmp_path: Path, name: str, value: Any, message: str) -> None:
-    """The message has the name and the value."""
     actor = Actor()
     if name == "agent_steps":
         actor.rollout = lambda state, ctx: ([1], {name: value})  # type: ignore[method-assign]
@@ -335,7 +331,6 @@ def test_settings_of_phases_are_checked(tmp_path: Path, name: str, value: Any, m
 
 
 def test_a_state_of_environments_must_be_a_dict(tmp_path: Path) -> None:
-    """The same rule holds for the state of the trainer."""
     actor = Placed()
     actor.rollout_state = lambda state: [1.0]  # type: ignore[method-assign,return-value,assignment]
     with refusal(ContractError):
@@ -343,7 +338,6 @@ def test_a_state_of_environments_must_be_a_dict(tmp_path: Path) -> None:
 
 
 def test_minibatches_that_cannot_be_made_are_refused() -> None:
-    """The message has the received value."""
     for columns in ({"a": torch.ones(3), "b": torch.ones(2)}, {}, {"a": torch.tensor(1.0)}, {"a": torch.ones(0)}):
         with refusal(ValueError):
             Minibatches(columns, 1)
@@ -356,13 +350,106 @@ def test_minibatches_that_cannot_be_made_are_refused() -> None:
     assert whole["a"].tolist() == [0, 1, 2]
 
 
-def train_on_ranks(folder: Path, directory: Path, what: str) -> tuple[list[dict[str, Any]], list[Any], str]:
-    """The end state of each of two ranks, its weights, and the output of both."""
-    folder.mkdir()
-    said = run_ranks("phase_ranks.py", folder, directory, what)
-    ends = [json.loads((folder / f"end{rank}.json").read_text()) for rank in range(2)]
-    weights = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    return ends, weights, said
+STEPS, INTERRUPTED_AT = 11, 5
+
+
+class Collector(Trains):
+    """Ranks collect 6 and 8 rows: three minibatches on rank zero and four on rank one, twice.
+
+    Only rank one ends the update of the second rollout, after its first minibatch.
+    """
+
+    update_epochs = 2
+
+    def setup(self, ctx):
+        torch.manual_seed(7 + ctx.rank)
+        self.position, self.rollouts, self.minibatches = float(ctx.rank), 0, 0
+
+    def trainer_hooks(self, state, ctx):
+        return [self]
+
+    def on_mb_end(self, trainer_state):
+        self.minibatches += 1
+
+    def configure(self, ctx):
+        model = torch.nn.Linear(2, 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.05), "seen": []}
+
+    def rollout(self, state, ctx):
+        self.rollouts += 1
+        rows = 6 + 2 * ctx.rank
+        self.position += 1
+        data = torch.randn(rows, 2) + self.position
+        return Minibatches({"x": data}, 2), {"agent_steps": rows}
+
+    def prepare_batch(self, raw, state, ctx):
+        return raw["x"]
+
+    def loss(self, batch, state):
+        return (state["model"](batch) - 1).square().mean()
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        run = ctx.run_state
+        state["seen"].append([run.agent_step, run.update_epoch, run.minibatch_index])
+        if ctx.rank == 1 and self.rollouts == 2 and run.minibatch_index == 0:
+            run.stop_update_epoch = True
+        return result
+
+    def state_dict(self, state):
+        return {}
+
+    def load_state_dict(self, state, payload, ctx): ...
+
+    def rollout_state(self, state):
+        return {"position": self.position, "rollouts": self.rollouts, "minibatches": self.minibatches}
+
+    def load_rollout_state(self, state, payload, ctx):
+        self.position, self.rollouts, self.minibatches = (payload[n] for n in ("position", "rollouts", "minibatches"))
+
+
+class Stream(Collector):
+    """Batches come from a generator, between steps; only rank one has enough after its second."""
+
+    update_epochs = 2
+    rollout_state = None
+
+    def rollout(self, state, ctx):
+        for index in range(5):
+            if ctx.rank == 1 and index == 1:
+                ctx.run_state.stop_rollout = True
+            ctx.run_state.agent_step += 2
+            yield {"x": torch.randn(2, 2)}
+
+    def train_step(self, batch, state, ctx):
+        state["seen"].append([ctx.run_state.update_epoch, ctx.run_state.minibatch_index])
+        return Trains.train_step(self, batch, state, ctx)
+
+
+def train_stream(rank):
+    """Return the batches that a rank trained from a generator that one rank ends."""
+    module = ContractModule(Stream(), TrainingJobSpec(run_id="stream", max_steps=8, metric_every=0))
+    rank.trainer(max_steps=8).fit(module)
+    return module.contract_state["seen"]
+
+
+def train_phases(rank, directory, what):
+    steps = INTERRUPTED_AT if what == "interrupt" else STEPS
+    saver = Checkpoint(directory, every_n_steps=INTERRUPTED_AT, save_final=False)
+    trainer = rank.trainer(saver, max_steps=steps)
+    module = ContractModule(Collector(), TrainingJobSpec(run_id="phases", max_steps=steps, metric_every=0))
+    with rank.group():
+        trainer.fit(module, ckpt_path=newest_valid(directory)[0].path if what == "resume" else None)
+        state, plugin = module.contract_state, module.plugin
+        end = {"position": plugin.position, "minibatches": plugin.minibatches, "seen": state["seen"]}
+        end["agent_step"] = run_state_of(trainer).agent_step
+        end["metrics"] = sorted(module.metrics())
+        if what == "train":
+            end["stream"] = train_stream(rank)
+    return end, dict(state["model"].state_dict())
 
 
 @pytest.mark.slow
@@ -371,9 +458,9 @@ def test_each_rank_collects_its_own_batches_and_all_end_their_passes_together(tm
 
     One rank's early end of a rollout from a generator ends it on all ranks, too.
     """
-    whole, weights, said = train_on_ranks(tmp_path / "whole", tmp_path / "c", "train")
+    whole, said = on_ranks(train_phases, tmp_path / "whole", tmp_path / "c", "train")
     in_full = [[14 * phase, epoch, index] for phase in (1, 3) for epoch in (0, 1) for index in (0, 1, 2)]
-    for end in whole:
+    for end, _ in whole:
         assert end["seen"] == [*in_full[:6], [28, 0, 0], *in_full[6:10]]
         assert end["agent_step"] == 42
         assert end["minibatches"] == 11, "a hook of the class gets these events on each rank"
@@ -381,9 +468,9 @@ def test_each_rank_collects_its_own_batches_and_all_end_their_passes_together(tm
         assert {"trainer/rollout_seconds", "trainer/update_seconds", "trainer/agent_step"} <= set(end["metrics"])
     assert said.count("Rank 1 has more than the 3 minibatches") == 1
 
-    train_on_ranks(tmp_path / "interrupted", tmp_path / "d", "interrupt")
-    resumed, resumed_weights, said = train_on_ranks(tmp_path / "resumed", tmp_path / "d", "resume")
+    on_ranks(train_phases, tmp_path / "interrupted", tmp_path / "d", "interrupt")
+    resumed, said = on_ranks(train_phases, tmp_path / "resumed", tmp_path / "d", "resume")
     assert "starts with a new rollout" not in said
-    for rank in range(2):
-        assert resumed[rank] == {**whole[rank], "seen": whole[rank]["seen"][5:]}
-        assert all(torch.equal(resumed_weights[rank][name], value) for name, value in weights[rank].items())
+    for (found, found_weights), (expected, weights) in zip(resumed, whole, strict=True):
+        assert found == {**expected, "seen": expected["seen"][5:]}
+        assert all(torch.equal(found_weights[name], value) for name, value in weights.items())

@@ -1,6 +1,9 @@
 """Each rank gets its own values back on a resume; values that cannot come back are named."""
 
+import json
+import random
 import shutil
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,24 +12,122 @@ import torch
 from torch import nn
 
 from genlight.adapter.contract.exceptions import UnstorableStateError
+from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.discovery.discover import discover
+from genlight.adapter.module.module import ContractModule
 from genlight.adapter.module.state import ConfiguredState, take_own_part
-from genlight.callbacks.checkpoint import load, newest_valid
+from genlight.callbacks.checkpoint import Checkpoint, load, newest_valid
 from genlight.callbacks.checkpoint.capture import CONTRACT_KEY
 from genlight.callbacks.checkpoint.rank_state import differences_of_ranks
 from support.messages import refusal
-from support.rank_processes import run_ranks
+from support.rank_processes import on_ranks
 
 pytestmark = pytest.mark.promise(name="resume")
 
 
+STEPS, INTERRUPTED_AT = 7, 3
+
+
+class RunningMoments(nn.Module):
+    """Statistics of this rank's observations, in a module that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def update(self, rows):
+        self.mean.lerp_(rows.mean(0), 0.5)
+
+
+class OfItsOwn:
+    """Generators seeded by rank, of which it saves one, a replay buffer of any length, hidden states, moments."""
+
+    rank_local = ("moments",)
+
+    def setup(self, ctx):
+        torch.manual_seed(0)
+        self.noise = torch.Generator().manual_seed(100 + ctx.rank)
+        self.pick = random.Random(ctx.rank)
+
+    def configure(self, ctx):
+        cell, head = nn.GRUCell(4, 6), nn.Linear(6, 1)
+        optimizer = torch.optim.Adam([*cell.parameters(), *head.parameters()], lr=0.01)
+        hidden, replay = torch.zeros(2, 6), deque(maxlen=50)
+        return {
+            "cell": cell,
+            "head": head,
+            "moments": RunningMoments(),
+            "optimizer": optimizer,
+            "hidden": hidden,
+            "replay": replay,
+            "seen": 0,
+        }
+
+    def prepare_batch(self, raw, state, ctx):
+        return torch.randn(2, 4, generator=self.noise)
+
+    def train_step(self, batch, state, ctx):
+        state["moments"].update(batch)
+        state["replay"].extend(batch[: self.pick.randint(1, 2)])
+        state["seen"] += len(batch)
+        rows = torch.stack(self.pick.choices(state["replay"], k=2)) - state["moments"].mean
+        hidden = state["cell"](rows, state["hidden"])
+        loss = state["head"](hidden).square().mean() + 0.01 * state["seen"] * hidden.mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        state["hidden"] = hidden.detach()
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {
+            "noise": self.noise.get_state(),
+            "replay": list(state["replay"]),
+            "nested": {"hidden": state["hidden"], "seen": state["seen"]},
+        }
+
+    def load_state_dict(self, state, payload, ctx):
+        self.noise.set_state(payload["noise"])
+        state["replay"].extend(payload["replay"])
+        state["hidden"], state["seen"] = payload["nested"]["hidden"], payload["nested"]["seen"]
+
+
+class Steps:
+    """A loader with a length and without a position."""
+
+    def __len__(self):
+        return STEPS
+
+    def __iter__(self):
+        return iter(range(STEPS))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train_own(rank, directory, what, kind):
+    steps = INTERRUPTED_AT if what == "interrupt" else STEPS
+    saver = Checkpoint(directory, every_n_steps=INTERRUPTED_AT, save_final=False)
+    module = ContractModule(OfItsOwn(), TrainingJobSpec(run_id="own", max_steps=steps, metric_every=0))
+    resume_from = newest_valid(directory)[0].path if what == "resume" else None
+    with rank.group():
+        rank.trainer(saver, strategy=kind, max_steps=steps).fit(module, Steps(), ckpt_path=resume_from)
+        state, plugin = module.contract_state, module.plugin
+        weights = {name: whole(p.detach()) for m in ("cell", "head") for name, p in state[m].named_parameters(m)}
+    return {
+        "weights": weights,
+        "mean": state["moments"].mean,
+        "hidden": state["hidden"],
+        "replay": list(state["replay"]),
+        "noise": plugin.noise.get_state(),
+        "pick": json.dumps(plugin.pick.getstate()),
+    }
+
+
 def run(folder, directory, what, *, kind="ddp", world_size=2):
     """The state of each rank at the end, and the output of the ranks."""
-    folder.mkdir()
-    output = run_ranks("rank_state_ranks.py", folder, directory, what, kind, world_size=world_size)
-    ends = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world_size)]
-    picks = [(folder / f"pick{rank}.json").read_text() for rank in range(world_size)]
-    return [{**end, "pick": pick} for end, pick in zip(ends, picks, strict=True)], output
+    return on_ranks(train_own, folder, directory, what, kind, world_size=world_size)
 
 
 def same(a, b):

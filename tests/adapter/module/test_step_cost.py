@@ -1,7 +1,5 @@
 """The cost of a step, in counts that do not depend on the machine: calls, memory, checks of files."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -171,7 +169,6 @@ def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metric_every", [0, 10])
 def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> None:
-    """Nothing of a step stays in memory, also if metrics and events are written."""
     sizes: dict[int, int] = {}
 
     def measure(step: int) -> None:
@@ -189,7 +186,6 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> N
 
 @pytest.mark.parametrize("metric_every", [0, 10])
 def test_no_container_grows_with_steps(tmp_path: Path, metric_every: int) -> None:
-    """Lists, dicts and other containers of the process hold as many items at step 20,000 as at step 2,000."""
     held: dict[int, int] = {}
 
     def count(step: int) -> None:

@@ -1,7 +1,5 @@
 """Turning the result of a step into named numbers: aliases, the learning rate, and errors that name the metric."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Lightning's `WeightAveraging` copies the weights in ``setup``, but a trainer class builds them later."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A file is replaced completely or not at all, and it is synced before its rename."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

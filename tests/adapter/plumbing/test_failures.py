@@ -1,7 +1,5 @@
 """The text of a failure: its content, and values that it never contains."""
 
-from __future__ import annotations
-
 import pytest
 
 from genlight.adapter.contract.exceptions import (

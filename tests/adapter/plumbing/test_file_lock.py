@@ -1,7 +1,5 @@
 """A lock has one holder at a time, and none after its holder has ended in any way."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import fcntl

@@ -10,8 +10,6 @@ import pytest
 PACKAGE = '''
 """A package, with text that looks like code: from .absent import Absent."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from genlight.adapter.plumbing.lazy_exports import lazy_exports

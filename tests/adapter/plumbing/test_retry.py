@@ -1,7 +1,5 @@
 """Transient failures are retried with pauses, up to a number of failures in a row."""
 
-from __future__ import annotations
-
 import pytest
 
 from genlight.adapter.plumbing.retry import RetryPolicy, TransientError, with_retries

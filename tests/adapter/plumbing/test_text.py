@@ -1,7 +1,5 @@
 """Texts of messages: suggested names, sizes, and strings that cannot be stored."""
 
-from __future__ import annotations
-
 import pytest
 
 from genlight.adapter.plumbing.text import closest, is_storable, is_utf8, nearest, size_text

@@ -1,7 +1,5 @@
 """Valid URLs, their origins, and their text without secrets."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 import httpx2

@@ -10,8 +10,6 @@ from genlight.adapter import JobContext, bind_job_context
 from support import postponed_annotations as postponed
 from support.messages import refusal
 
-pytestmark = pytest.mark.promise(name="old names")
-
 CONTEXT = JobContext(job_id="1")
 
 

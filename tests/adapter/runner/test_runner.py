@@ -23,8 +23,6 @@ from genlight.adapter.runner.transport import (
     write_pickle,
 )
 
-pytestmark = pytest.mark.promise(name="old names")
-
 TASKS = """
 import json, os, signal, sys, time
 from pathlib import Path

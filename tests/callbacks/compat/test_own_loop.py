@@ -1,11 +1,8 @@
 """Six-hook callbacks work in a user's own loop, with a trainer object of any class."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from genlight.callbacks.compat import (
@@ -23,8 +20,6 @@ from genlight.callbacks.compat import (
 from genlight.callbacks.compat.named import HOOKS
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="old names")
 
 
 class Loop:

@@ -1,7 +1,5 @@
 """Callbacks of the six-hook style: all six are called, with the attributes that they use, under a policy."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -35,8 +33,6 @@ from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
 from support.trainer_class import Stateless
-
-pytestmark = pytest.mark.promise(name="old names")
 
 EPOCH = ["on_epoch_begin", *["on_step_begin", "on_step_end"] * 3, "on_epoch_end"]
 

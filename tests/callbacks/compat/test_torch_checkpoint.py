@@ -1,7 +1,5 @@
 """A ``.pt`` checkpoint is complete or absent, verified before it is renamed, and read without running code."""
 
-from __future__ import annotations
-
 import enum
 import os
 import pickle
@@ -16,8 +14,6 @@ import torch
 from genlight.adapter import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.compat import load_checkpoint, save_checkpoint
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="old names")
 
 COMPLETE = {"model_state_dict": {"weight": torch.ones(3)}, "optimizer_state_dict": {}, "global_step": 3}
 

@@ -1,14 +1,16 @@
 """A trainer's own evaluation: the same scores and failures on all ranks, and an end to failing."""
 
-from __future__ import annotations
-
-import json
 import logging
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
-from genlight.callbacks import Evaluate
-from support.rank_processes import run_ranks
+from genlight.adapter import ContractModule
+from genlight.adapter.training_loop import BatchStream
+from genlight.callbacks import Evaluate, Hook
+from support.rank import Rank
+from support.rank_processes import on_ranks
 from support.trainer_class import Counts
 
 
@@ -43,11 +45,48 @@ def test_a_failure_is_tolerated_and_leaves_no_part_in_the_wrong_mode(fit, caplog
     assert plugin.modes == [[True, True, True]] * 20
 
 
+class Scores(Counts):
+    """Its score is the rank; on rank 1 the evaluations after steps 4 and 6 fail, and later ones have another name."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def evaluate(self, state: Any, ctx: Any) -> dict[str, float]:
+        if self.rank == 1 and state["steps"] in (4, 6):
+            raise ValueError("no data on this rank")
+        return {"val/other" if self.rank == 1 and state["steps"] > 8 else "val/rank": float(self.rank)}
+
+
+class Heard(Hook):
+    ranks = "all"
+
+    def __init__(self) -> None:
+        self.scores: list[tuple[int, dict[str, float]]] = []
+
+    def on_scores(self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Any, step: int) -> None:
+        self.scores.append((step, dict(scores)))
+
+
+def train(rank: Rank, **arguments: Any) -> dict[str, Any]:
+    heard, evaluate = Heard(), Evaluate(2, **arguments)
+    trainer = rank.trainer(evaluate, heard, max_steps=14)
+    trainer.fit(ContractModule(Scores(rank.number)), BatchStream(range(100)))
+    return {
+        "scores": heard.scores,
+        "failures": evaluate.failures.get("on_train_batch_end"),
+        "step": trainer.global_step,
+    }
+
+
+def evaluate_on_rank(rank: Rank) -> dict[str, Any]:
+    with rank.group():
+        return {"mean": train(rank, average=True), "zero": train(rank)}
+
+
 def test_ranks_report_the_same_scores_and_fail_together(tmp_path) -> None:
-    run_ranks("evaluate_ranks.py", tmp_path)
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    ranks, _ = on_ranks(evaluate_on_rank, tmp_path)
     assert ranks[0] == ranks[1]
     # Rank 1 fails after 4 and 6; from 10 on its scores have another name and cannot be averaged: 10, 12, 14.
-    assert ranks[0]["mean"] == {"scores": [[2, {"val/rank": 0.5}], [8, {"val/rank": 0.5}]], "failures": 5, "step": 14}
-    zero = [[step, {"val/rank": 0.0}] for step in (2, 8, 10, 12, 14)]
+    assert ranks[0]["mean"] == {"scores": [(2, {"val/rank": 0.5}), (8, {"val/rank": 0.5})], "failures": 5, "step": 14}
+    zero = [(step, {"val/rank": 0.0}) for step in (2, 8, 10, 12, 14)]
     assert ranks[0]["zero"] == {"scores": zero, "failures": 2, "step": 14}

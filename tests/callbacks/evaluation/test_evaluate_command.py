@@ -1,7 +1,5 @@
 """A command scores durable checkpoints during training, and always ends, whatever it does."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import os

@@ -1,7 +1,5 @@
 """Planted faults are found and reported once when they begin and once when they end, and nothing else is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The exact effect of each rung, its reports, and refusals before the first step."""
 
-from __future__ import annotations
-
 import time
 
 import lightning.pytorch as pl
@@ -13,13 +11,13 @@ from zoo.runs import precision_of
 from genlight.adapter import ContractError, RecoveryError, TrainingCanceled
 from genlight.callbacks import Diagnosis, EarlyStopping, Heartbeat, Hook, LogMetrics, Recover, WatchNonfinite
 from genlight.callbacks.checkpoint import list_checkpoints
-from genlight.callbacks.hook.events import run_state_of
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.events.validation import validate_events
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
 from support.recovered import Batches, Fragile, digest_of, fit_fragile, rungs_in
+from support.stopping import StopsAt
 
 pytestmark = pytest.mark.promise(name="resume")
 
@@ -212,16 +210,8 @@ def test_callbacks_that_count_steps_continue_from_the_restored_step(tmp_path):
 
 
 def test_a_stop_in_the_step_of_a_roll_back_keeps_the_restored_checkpoint(tmp_path):
-    class Stop(Hook):
-        ranks = "all"
-        writes = ("stop_reason",)
-
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 13:
-                run_state_of(trainer).stop_reason = "preempted"
-
     with pytest.raises(TrainingCanceled):
-        fit_fragile(tmp_path, Recover(["roll_back"]), Batches({12}), callbacks=[Stop()])
+        fit_fragile(tmp_path, Recover(["roll_back"]), Batches({12}), callbacks=[StopsAt(13)])
     assert [entry.record.step for entry in list_checkpoints(tmp_path / "checkpoints")] == [5, 10]
     resumed = fit_fragile(tmp_path, Recover(["roll_back"]), Batches({12}), resumes=True, steps=12)
     assert resumed.trainer.train_dataloader.next == 15

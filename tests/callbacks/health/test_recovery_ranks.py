@@ -1,26 +1,87 @@
 """All ranks take the same rungs, also if only one of them met the fault; a kill changes nothing."""
 
-from __future__ import annotations
-
-import json
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
+from genlight.adapter import RecoveryError
+from genlight.callbacks import Recover, ReplicaGuard
 from support import SUPPORT
-from support.rank_processes import run_ranks
-from support.recovered import rungs_in
+from support.rank import Rank
+from support.rank_processes import on_ranks
+from support.recovered import Batches, Fragile, digest_of, fit_fragile, rungs_in
 
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
+
+
+STEPS = 24
+
+
+class Sharded(Fragile):
+    """A model of layers that can be sharded."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        return {**state, "model": model, "optimizer": optimizer, "schedule": StepLR(optimizer, 7)}
+
+
+def outcome(
+    rank: Rank,
+    name: str,
+    faults: object,
+    *,
+    recover: Recover | None = None,
+    steps: int = STEPS,
+    shards: bool = False,
+    **settings,
+) -> dict:
+    """Return this rank's results of a training, with FSDP 2 if it `shards`."""
+    recover = recover or Recover(good_steps=4, lower_lr_steps=3)
+    batches = Batches(faults if rank.number == 1 else (), seed=rank.number)
+    trainer, error, digest = Sharded() if shards else Fragile(), "", ""
+    strategy = rank.strategy("sharded", save_distributed_checkpoint=False) if shards else rank.strategy()
+    settings |= {"steps": steps, "devices": rank.world_size, "strategy": strategy}
+    with rank.group(f"store {name} {steps}"):
+        try:
+            guards = [] if shards else [ReplicaGuard(1)]
+            module = fit_fragile(rank.folder / name, recover, batches, trainer=trainer, callbacks=guards, **settings)
+            digest = "" if shards else digest_of(module)
+        except RecoveryError as raised:
+            error = str(raised)
+    return {
+        "ladder": recover.state_dict(),
+        "next": batches.next,
+        "calls": trainer.calls,
+        "error": error,
+        "digest": digest,
+    }
+
+
+def recover_on_rank(rank: Rank) -> dict[str, dict]:
+    skips, rolls_back = (Recover(rungs, ["nonfinite", "loss_spike"]) for rungs in (["skip", "lower_lr"], ["roll_back"]))
+    spikes = Recover(faults=["loss_spike"], good_steps=4, lower_lr_steps=3)
+    return {
+        "nan": outcome(rank, "nan", (12, 13, 15)),
+        "nan, cut": outcome(rank, "cut", (12, 13, 15), steps=14),
+        "nan, resumed": outcome(rank, "cut", (12, 13, 15), resumes=True),
+        "spike": outcome(rank, "spike", {40: 1e3}, steps=46, recover=spikes),
+        "sharded": outcome(rank, "sharded", {5}, steps=8, shards=True, recover=skips),
+        "sharded, refused": outcome(rank, "refused", {5}, steps=8, shards=True, recover=rolls_back),
+        "used up": outcome(rank, "used up", range(11, 80)),
+    }
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """The folder of several short trainings, and the final state of each rank."""
     folder = tmp_path_factory.mktemp("recover")
-    run_ranks("recover_ranks.py", folder)
-    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return folder, on_ranks(recover_on_rank, folder)[0]
 
 
 def test_every_rank_takes_the_same_rungs_at_the_same_steps(outcomes):

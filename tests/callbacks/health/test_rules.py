@@ -1,7 +1,5 @@
 """Rules that need more than one check, or more than one rank, on plain numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 

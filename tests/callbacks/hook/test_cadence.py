@@ -1,18 +1,17 @@
-"""A periodic action is due when a boundary is crossed, however far the counter jumps."""
+"""A periodic action is due when a boundary is crossed, however far the counter jumps; an invalid cadence is refused."""
 
-from __future__ import annotations
-
+import math
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 from hypothesis import given, strategies as st
 
+from genlight import callbacks
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.adapter.contract.types import StepControlHints, StepResult
-from genlight.callbacks import Checkpoint, Hook, WriteSamples
+from genlight.callbacks import Checkpoint, WriteSamples
 from genlight.callbacks.hook.cadence import Boundaries, crossed, next_multiple, suppressed
-from genlight.callbacks.hook.events import run_state_of
+from support.stopping import StopsAt
 
 STEPS = st.integers(min_value=0, max_value=10_000)
 
@@ -71,20 +70,6 @@ def test_a_second_fit_counts_its_own_steps(fit, counting_trainer, tmp_path):
             assert found == [f"step-0000000{step}.{suffix}" for step in (4, 8)]
 
 
-class StopsAt(Hook):
-    """Requests a stop after a step."""
-
-    ranks = "all"
-    writes = ("stop_reason",)
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_):
-        if trainer.global_step == self.step:
-            run_state_of(trainer).stop_reason = "canceled"
-
-
 def test_a_stop_in_a_second_fit_saves_a_step_that_the_first_fit_saved_too(fit, counting_trainer, tmp_path):
     checkpoint = Checkpoint(tmp_path / "first", every_n_steps=4, save_final=False)
     fit(counting_trainer(), [checkpoint], steps=4, enable_checkpointing=True)
@@ -92,3 +77,45 @@ def test_a_stop_in_a_second_fit_saves_a_step_that_the_first_fit_saved_too(fit, c
     with pytest.raises(TrainingCanceled):
         fit(counting_trainer(), [StopsAt(4), checkpoint], steps=8, enable_checkpointing=True)
     assert [path.name for path in (tmp_path / "second").glob("*.json")] == ["step-00000004.json"]
+
+
+OTHERS = {"EvaluateCommand": {"command": "true"}, "WriteSamples": {"directory": "samples"}}
+CADENCES = [
+    ("Diagnosis", "check_interval"),
+    ("Heartbeat", "interval_steps"),
+    *(
+        (name, "every_n_steps")
+        for name in ("Checkpoint", "Evaluate", "EvaluateCommand", "LogMetrics", "ReplicaGuard", "WatchNonfinite")
+    ),
+    ("WriteSamples", "every_n_steps"),
+]
+TIMES = [
+    ("EvaluateCommand", "time_limit_s"),
+    ("Goodput", "every_s"),
+    ("JobProgress", "line_every_s"),
+    ("SystemMonitor", "every_s"),
+    *(("WatchHangs", name) for name in ("factor", "floor_s", "work_limit_s")),
+]
+
+
+def refuses(name, argument, value):
+    with pytest.raises((ValueError, TypeError), match=argument if not isinstance(value, str) else "."):
+        getattr(callbacks, name)(**{**OTHERS.get(name, {}), argument: value})
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, 2.5, "10", True])
+@pytest.mark.parametrize(("name", "argument"), CADENCES)
+def test_a_cadence_that_is_not_an_integer_of_at_least_0_is_refused(name, argument, value):
+    refuses(name, argument, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        *((*time, value) for time in TIMES for value in (0, -1.0, math.nan)),
+        *(("StopRequests", "max_runtime_s", value) for value in (-1.0, math.nan)),
+        ("SystemMonitor", "every_s", math.inf),
+    ],
+)
+def test_a_time_that_makes_no_sense_is_refused(name, argument, value):
+    refuses(name, argument, value)

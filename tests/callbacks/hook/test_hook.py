@@ -1,7 +1,5 @@
 """The policy of hooks: the effect of failures, the ranks that get an event, and the order of hooks."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ from genlight.callbacks import Evaluate, LogMetrics
 from genlight.callbacks.hook.events import callbacks_of, fire, run_state_of
 from genlight.callbacks.hook.hook import HOOK_EVENTS, RUN_STATE_KEY, Hook, listeners, order_callbacks, skippable
 from support.messages import refusal
+from support.stopping import StopsAt
 
 LOG = "genlight.callbacks.hook.hook"
 
@@ -240,13 +239,8 @@ def test_a_waiting_hook_is_called_at_its_steps_and_at_the_first_step_of_each_epo
 def test_a_stop_calls_every_waiting_hook(fit, counting_trainer):
     early, late = Waiting(), Waiting()
 
-    class Stops(Hook):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 7:
-                run_state_of(trainer).stop_reason = "canceled"
-
     with pytest.raises(TrainingCanceled):
-        fit(counting_trainer(), [early, Stops(), late], steps=12)
+        fit(counting_trainer(), [early, StopsAt(7), late], steps=12)
 
     # A hook that ran before the stop was set has no later step to be called in.
     assert late.called == [1, 3, 6, 7]

@@ -1,7 +1,5 @@
 """A stop ends a wait for a batch that data workers do not deliver."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -22,8 +20,6 @@ from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.stop import data_workers, stop_requests
 from support.resumed_fit import Sees
 from support.trainers import quiet_trainer
-
-pytestmark = pytest.mark.promise(name="stop")
 
 BATCHES = 5
 """Batches of an epoch."""

@@ -16,8 +16,6 @@ from genlight.adapter.contract.exceptions import InputError
 from genlight.callbacks.stop import data_workers
 from genlight.callbacks.stop.data_workers import protected_workers
 
-pytestmark = pytest.mark.promise(name="stop")
-
 
 @pytest.fixture
 def protected():

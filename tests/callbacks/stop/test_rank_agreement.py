@@ -1,7 +1,5 @@
 """Ranks agree on a number after the same step, seldom, and without waiting for each other's clocks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
@@ -12,8 +10,6 @@ from hypothesis import given, strategies as st
 
 from genlight.callbacks.hook.cadence import steps_within
 from genlight.callbacks.stop.stop_requests import MOST_STEPS, ROUND_S, Agreement
-
-pytestmark = pytest.mark.promise(name="stop")
 
 STEP_S = (1 / 1024, 1 / 128)
 """Duration of a step on each of two ranks, by its own clock."""

@@ -12,8 +12,6 @@ import pytest
 from genlight.callbacks.stop.launcher import announces_time_limit
 from genlight.callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
 
-pytestmark = pytest.mark.promise(name="stop")
-
 
 @pytest.mark.parametrize(
     ("left_s", "grace_s", "is_limit"),

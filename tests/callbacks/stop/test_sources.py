@@ -1,7 +1,5 @@
 """When a run must stop so that its last checkpoint is durable before its time is over."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -13,8 +11,6 @@ from genlight.callbacks.hook.events import fire
 from genlight.callbacks.stop.launcher import job_end_time_s
 from genlight.callbacks.stop.sources import Deadline, StopSources, process_age_s
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="stop")
 
 
 def deadline_in(seconds, **facts):

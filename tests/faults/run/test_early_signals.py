@@ -8,8 +8,6 @@ import pytest
 
 from genlight.reporters import read_events
 
-pytestmark = pytest.mark.promise(name="stop")
-
 SIGNALLED = """
 import os, sys
 

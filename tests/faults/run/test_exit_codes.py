@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def codes(processes):

@@ -10,7 +10,7 @@ import pytest
 from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
 
-pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 FEED = {"class_path": "genlight.adapter.ArrowDataModule", "init_args": {"parquet_paths": "x.parquet", "batch_size": 1}}
 TWO = {"devices": 2, "strategy": "ddp"}

@@ -15,8 +15,6 @@ import pytest
 from genlight.callbacks.checkpoint.selection import newest_valid
 from genlight.reporters.uploads import QUEUE_DIRECTORY
 
-pytestmark = pytest.mark.promise(name="stop")
-
 STEPS = 60
 
 
@@ -125,7 +123,6 @@ def test_checkpoints_on_a_full_disk(job, small_disk, run_until_full, fill, words
 
 
 def test_the_event_log_on_a_full_disk(job, small_disk, run_until_full):
-    """A line that was cut short is removed."""
     metrics = small_disk(job.out / "metrics")
     assert run_until_full(metrics) == 1
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 FEED = {
     "class_path": "genlight.adapter.ArrowDataModule",

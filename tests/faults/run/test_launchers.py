@@ -14,7 +14,7 @@ import pytest
 
 from support.forked import fork_server
 
-pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 FAULTS = {
     "raises": ({"raises": "ValueError", "text": "bad row"}, "ValueError: bad row"),

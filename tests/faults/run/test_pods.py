@@ -11,7 +11,7 @@ import yaml
 
 from support.ports import free_port
 
-pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "job.yaml"
 

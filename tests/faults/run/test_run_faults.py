@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from genlight.callbacks.checkpoint.selection import newest_valid
 from genlight.reporters.uploads import Uploader
-
-pytestmark = pytest.mark.promise(name="stop")
+from support import SUPPORT
+from support.thread_limit import NO_ROOM_BYTES
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Fault:
     after: dict | None = None
     """Fields of an earlier run in the same directory."""
     allow_changed: bool = False
+    is_quiet: bool = False
+    """Whether it is the user's mistake, though noticed late: no traceback shows."""
 
 
 def data(*paths, **options):
@@ -61,6 +64,7 @@ def trainer(words, name, **fields):
 
 
 CALLBACKS = "lightning.pytorch.callbacks"
+MONITORS = {"lightning.pytorch.callbacks": {}, "genlight.callbacks": {"patience": 5}}
 WAITING = [{"class_path": f"fault_trainer.{name}"} for name in ("First", "Second")]
 RESUMES = {"after": {"max_steps": 3}, "fields": {"resume_from_latest": True}, "allow_changed": True, "resumable": True}
 FAULTS = {
@@ -179,6 +183,24 @@ FAULTS = {
     "interrupted in a step": Fault(
         "canceled", "canceled", 75, resumable=True, step=4, plan=raises("KeyboardInterrupt", "train_step:4", "")
     ),
+    **{
+        f"monitor that nobody logs, of {package}": Fault(
+            "train-step",
+            "val/acc",
+            resumable=True,
+            fields={
+                "metric_every": 4,
+                "lightning": {
+                    "accelerator": "cpu",
+                    "callbacks": [
+                        {"class_path": f"{package}.EarlyStopping", "init_args": {"monitor": "val/acc", **arguments}}
+                    ],
+                },
+            },
+            is_quiet=True,
+        )
+        for package, arguments in MONITORS.items()
+    },
     "state_dict raises": Fault("train-step", "gone", plan=raises("OSError", "state_dict:2", "gone")),
     "state_dict of a list": Fault("train-step", "state_dict returned a list", plan={"saves": "list"}),
     "state that cannot be stored": Fault("train-step", 'state["generator"]["cache"][0]', plan={"saves": "generator"}),
@@ -268,7 +290,7 @@ def test_a_fault_is_reported_with_its_category_and_ends_the_log(job, caplog, nam
     assert fault.step in (None, failed["step"])
     if fault.category not in ("canceled", "timeout"):
         assert failed["error"].startswith(f"{fault.category}:")
-    assert code != 2 or "Traceback" not in caplog.text
+    assert "Traceback" not in caplog.text or not (code == 2 or fault.is_quiet)
     message = job.server.posted("/terminal")[-1]
     assert (message["status"], message["error"], message["step"]) == ("failed", failed["error"], failed["step"])
 
@@ -463,3 +485,34 @@ def test_every_invalid_spec_leaves_one_failed_event_and_one_message(job, spec):
     failed = job.terminal_event()
     assert failed["error"].startswith("startup:startup.")
     assert [body["error"] for body in job.server.posted("/terminal")] == [failed["error"]]
+
+
+WITHOUT_THREADS = str(SUPPORT / "thread_limit.py")
+
+
+@pytest.mark.parametrize("place", ["the start", "setup"])
+def test_a_run_that_cannot_start_a_thread_reports_it(job, place):
+    """The terminal message is sent, and the event log gets its last line."""
+    plan = {} if place == "the start" else {"at": place, "stack_bytes": NO_ROOM_BYTES}
+    job.write(plan=plan, uploads={f"{kind}_url": f"SERVER/{kind}" for kind in ("terminal", "metrics")})
+    process = job.fork("run", job.spec, program=WITHOUT_THREADS if place == "the start" else "genlight.adapter.cli")
+    assert process.wait(120) == 1, job.output()
+
+    failed = job.terminal_event()
+    assert "ulimit -u" in failed["error"]
+    assert [posted["error"] for posted in job.server.posted("/terminal")] == [failed["error"]]
+    assert "Traceback" not in job.output()
+
+
+def test_a_run_saves_checkpoints_and_completes_if_no_more_threads_can_start(job):
+    """The limit applies from the first step; threads that started before it suffice."""
+    job.write(plan={"at": "train_step:1", "stack_bytes": NO_ROOM_BYTES, "accumulates": 1}, resume_from_latest=True)
+    process = job.fork("run", job.spec)
+    assert process.wait(120) == 0, job.output()
+
+    assert job.terminal_event()["event"] == "completed"
+    assert [posted["status"] for posted in job.server.posted("/terminal")] == ["completed"]
+    checkpoints = job.out / "checkpoints"
+    assert {path.stem for path in checkpoints.glob("*.json")} == {"step-00000002", "step-00000004", "final"}
+    record, warnings = newest_valid(checkpoints)
+    assert (record.step, warnings) == (5, [])

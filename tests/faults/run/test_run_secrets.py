@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.promise(name="stop")
-
 CANARIES = {
     "environment": "canary-token-of-the-environment",
     "spec": "canary-token-of-the-spec",

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def posted_error(job):

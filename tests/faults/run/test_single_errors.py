@@ -15,7 +15,7 @@ from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
 from genlight.reporters.uploads import QUEUE_DIRECTORY
 
-pytestmark = [pytest.mark.promise(name="stop"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 BY_DESCRIPTOR = ("write", "fsync", "fdatasync", "ftruncate")
 BY_PATH = ("open", "rename", "replace", "link", "unlink", "mkdir")

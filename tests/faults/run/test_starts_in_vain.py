@@ -8,8 +8,6 @@ import pytest
 from genlight.adapter.run.attempts import has_trained, last_attempts
 from genlight.adapter.run.run import RunOptions, run_job
 
-pytestmark = pytest.mark.promise(name="stop")
-
 
 def deliver(job, **environ):
     """Start the job as an orchestrator does, from the environment."""

@@ -1,7 +1,5 @@
 """The writer of an event log: accepted and refused events, and the lines it writes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -18,8 +16,6 @@ from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="events")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`EventLogger` in plain Lightning runs."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -30,8 +28,6 @@ from genlight.reporters.events.reader import read_events, read_metrics
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
 from support.trainers import quiet_trainer
-
-pytestmark = pytest.mark.promise(name="events")
 
 
 class Line(pl.LightningModule):

@@ -1,7 +1,5 @@
 """The parts of a run's wall time match the reports of its attempts, and sum to the total."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,6 @@ from hypothesis import given, strategies as st
 
 from genlight.adapter.contract.exceptions import EventLogError
 from genlight.reporters.events.goodput import account_of
-
-pytestmark = pytest.mark.promise(name="events")
 
 
 def log(folder: Path, *events: tuple[float, str, dict[str, Any]]) -> Path:

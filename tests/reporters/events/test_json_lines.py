@@ -1,7 +1,5 @@
 """The event log against kills, full disks, forks, interrupts and power cuts."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
@@ -22,8 +20,6 @@ from genlight.reporters.events.json_lines import LineFile, encode_json
 from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="events")
 
 WRITER = """
 import itertools, sys

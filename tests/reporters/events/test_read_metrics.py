@@ -1,7 +1,5 @@
 """The metrics of a log as a table: of steps that were made again, the last ones."""
 
-from __future__ import annotations
-
 import math
 
 import pyarrow as pa
@@ -11,8 +9,6 @@ from genlight.adapter import EventLogError
 from genlight.reporters import EventLog, read_metrics
 from genlight.reporters.events.event import RESUMED_METRIC, ROLLED_BACK_METRIC
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="events")
 
 
 @pytest.fixture

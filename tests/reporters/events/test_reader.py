@@ -1,7 +1,5 @@
 """Reading and following an event log."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -11,8 +9,6 @@ from genlight.reporters.events.event import Started
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.json_lines import Position
 from genlight.reporters.events.reader import follow, read_events, typed_events
-
-pytestmark = pytest.mark.promise(name="events")
 
 
 @pytest.fixture

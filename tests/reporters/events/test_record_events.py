@@ -1,7 +1,6 @@
 """The events of a run reach the event log that the run has opened."""
 
-from __future__ import annotations
-
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ from genlight.adapter import ContractModule
 from genlight.callbacks import Checkpoint, LogMetrics, WriteSamples
 from genlight.callbacks.hook.hook import Hook
 from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
-
-pytestmark = pytest.mark.promise(name="events")
 
 
 @pytest.fixture
@@ -90,3 +87,14 @@ def test_the_metrics_up_to_a_checkpoint_are_in_the_log_before_it_is_saved(tmp_pa
         fit(counting_trainer(), callbacks, steps=6, logger=logger, enable_checkpointing=True)
 
     assert [max(steps) for steps in seen] == [4, 6]
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_each_metric_that_genlight_adds_is_on_the_page_about_events():
+    page = (ROOT / "reporters/README.md").read_text()
+    sources = [path for folder in ("adapter", "callbacks", "reporters") for path in (ROOT / folder).rglob("*.py")]
+    names = {name for path in sources for name in re.findall(r'"((?:trainer|data)/[a-z_]+)"', path.read_text())}
+    assert "data/wait_fraction" in names
+    assert sorted(name for name in names if f"`{name}`" not in page) == []

@@ -1,7 +1,5 @@
 """The origin of a run in checkpoint records and event logs."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import socket
 import subprocess
@@ -18,8 +16,6 @@ from genlight.reporters.events.run_metadata import (
     metadata_of_module,
     run_metadata,
 )
-
-pytestmark = pytest.mark.promise(name="events")
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
 

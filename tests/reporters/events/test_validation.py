@@ -1,7 +1,5 @@
 """The rules of an event log: writer, validator and published schema say the same."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -15,8 +13,6 @@ from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
 from support.messages import refusal
-
-pytestmark = pytest.mark.promise(name="events")
 
 SCHEMA = jsonschema.Draft202012Validator(event_schema())
 SCHEMA.check_schema(event_schema())

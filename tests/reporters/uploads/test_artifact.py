@@ -9,8 +9,6 @@ from genlight.adapter.contract.exceptions import UploadError
 from genlight.reporters.uploads.queue import LINKS, Entry, Queue, pack
 from support.messages import refusal
 
-pytestmark = pytest.mark.promise(name="uploads")
-
 
 @pytest.fixture
 def run(tmp_path):

@@ -13,8 +13,6 @@ import pytest
 
 from genlight.reporters.uploads import UploadConfig, Uploader
 
-pytestmark = pytest.mark.promise(name="uploads")
-
 CLIENT = textwrap.dedent(
     """
     import json, logging, sys

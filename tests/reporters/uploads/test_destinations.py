@@ -15,8 +15,6 @@ from genlight.reporters.uploads.destinations import MOST_TRIES, Refused, open_ta
 from support.loopback import serving
 from support.messages import refusal
 
-pytestmark = pytest.mark.promise(name="uploads")
-
 
 @pytest.fixture
 def files(tmp_path):

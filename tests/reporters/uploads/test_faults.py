@@ -13,8 +13,6 @@ from genlight.reporters.uploads.queue import LINKS, read_entries
 from support.full_disk import full_disk
 from support.messages import refusal
 
-pytestmark = pytest.mark.promise(name="uploads")
-
 PASSING = [
     *("500", "503", "408", "425", "429"),
     *("reset-before", "reset-mid-body", "reset-after", "half-close", "truncated"),

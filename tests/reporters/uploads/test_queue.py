@@ -14,8 +14,6 @@ from genlight.reporters.uploads.queue import DELIVERED, LOCK, Entry, File, Queue
 from support.full_disk import full_disk
 from support.messages import refusal
 
-pytestmark = pytest.mark.promise(name="uploads")
-
 
 @pytest.fixture
 def open_queue(tmp_path):

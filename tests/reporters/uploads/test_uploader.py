@@ -3,12 +3,8 @@
 import errno
 import hashlib
 
-import pytest
-
 from genlight.reporters.uploads import uploader as uploader_module
 from genlight.reporters.uploads.queue import read_entries
-
-pytestmark = pytest.mark.promise(name="uploads")
 
 
 def test_metrics_arrive_in_order_with_token_and_idempotency_key(chaos, uploader_for):

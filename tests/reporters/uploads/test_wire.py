@@ -14,8 +14,6 @@ from genlight.reporters.uploads.destinations import (
     remote_name,
 )
 
-pytestmark = pytest.mark.promise(name="uploads")
-
 KEY = "43f504f77ecb3a84a4a3e5051db1f5a3438fa5f3"
 """Written down once: another value would make servers that saw the old one apply an upload twice."""
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -26,8 +26,6 @@ Loading it gives the process an accelerator. Therefore tests start separate proc
 It is built once for each release of torch, in well under a minute, and kept; `reason_to_skip` explains why it cannot.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import functools

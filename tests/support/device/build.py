@@ -1,7 +1,5 @@
 """Builds the extension for the torch that is installed, once for each state of its source."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

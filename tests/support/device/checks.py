@@ -12,8 +12,6 @@ As a program it is one rank: ``python -m support.device.checks RANK WORLD_SIZE M
 function finds a process group. A failing rank tells the others, so that they do not wait for it.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The functions that torch and libraries expect in the module of a device, as ``torch.sim``."""
 
-from __future__ import annotations
-
 import datetime as dt
 from types import ModuleType
 from typing import Any

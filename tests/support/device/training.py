@@ -1,7 +1,5 @@
 """The device in Lightning: its accelerator, and its strategies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

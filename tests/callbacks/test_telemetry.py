@@ -1,23 +1,28 @@
-"""Content of a heartbeat: throughput, operations, power, memory; it changes nothing else."""
+"""Reports at a cadence: the heartbeat, the load of the machine, and how a training spent its time."""
 
-from __future__ import annotations
-
+import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from genlight.adapter import StepResult, TrainingJobSpec
-from genlight.callbacks import Checkpoint, Heartbeat, Hook
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
+from genlight.callbacks import Checkpoint, Evaluate, Goodput, Heartbeat, Hook, LogMetrics, SystemMonitor, WriteSamples
 from genlight.callbacks.hook.events import run_state_of
 from genlight.reporters import EventLogger
+from genlight.reporters.events.goodput import account_of
 from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events
 from support.messages import refusal
 from support.trainer_class import Counts, Trains
+from support.trainers import quiet_trainer
 
 
 @pytest.fixture
@@ -177,3 +182,115 @@ def test_a_file_that_cannot_be_written_is_warned_of_once_and_training_goes_on(fi
 def test_what_makes_no_sense_is_refused(arguments, words) -> None:
     with pytest.raises(ValueError, match=words):
         Heartbeat(*arguments)
+
+
+NAMES = {
+    "system/cpu_percent",
+    "system/memory_percent",
+    "system/memory_used_bytes",
+    "system/disk_free_bytes",
+    "system/process_cpu_percent",
+    "system/process_memory_bytes",
+}
+
+
+class Recorder(DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append((step, dict(metrics)))
+
+
+class TakesTime(Hook):
+    """Each step takes longer than the interval of the monitor."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(0.005)
+
+
+def test_the_load_of_the_machine_comes_in_the_record_of_a_step(fit, counting_trainer):
+    logger = Recorder()
+    fit(counting_trainer(), [LogMetrics(10), SystemMonitor(every_s=0.001), TakesTime()], steps=30, logger=logger)
+
+    assert [step for step, _ in logger.told if step % 10 == 0] == [10, 20, 30]
+    for step, record in logger.told:
+        if step % 10 == 0:
+            assert "train/loss" in record
+        assert record.keys() >= NAMES
+        assert 0 <= record["system/cpu_percent"] <= 100
+        assert 0 < record["system/memory_percent"] <= 100
+        assert record["system/process_memory_bytes"] > 10e6
+        assert all(type(value) is float for name, value in record.items() if name.startswith("system/"))
+
+
+def test_a_training_that_is_shorter_than_the_interval_says_nothing(fit, counting_trainer):
+    logger = Recorder()
+    fit(counting_trainer(), [LogMetrics(1), SystemMonitor(every_s=3600.0)], steps=3, logger=logger)
+    assert [step for step, _ in logger.told] == [1, 2, 3]
+    assert not any(name.startswith("system/") for _, record in logger.told for name in record)
+
+
+def test_a_machine_that_cannot_be_read_is_told_once_and_ends_nothing(fit, counting_trainer, monkeypatch, caplog):
+    def refuses():
+        raise PermissionError(13, "Permission denied", "/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", refuses)
+    monitor = SystemMonitor(every_s=0.001)
+    trainer, _ = fit(counting_trainer(), [monitor, TakesTime()], steps=20)
+    assert trainer.global_step == 20
+    assert caplog.text.count("SystemMonitor failed in on_train_batch_end; training continues") == 1
+    assert monitor.failures == {"on_train_batch_end": 20}
+
+
+class Slow(Counts):
+    """Sleeps in each hook, so that the parts can be distinguished."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "generate_sample": lambda: time.sleep(0.1)}
+
+    def train_step(self, batch, state, ctx):
+        time.sleep(0.002)
+        return super().train_step(batch, state, ctx)
+
+    def evaluate(self, state, ctx):
+        time.sleep(0.05)
+        return {"score": 1.0}
+
+    def state_dict(self, state):
+        return {}
+
+
+def fit_slowly(folder: Path, *callbacks: pl.Callback, steps: int = 40) -> Path:
+    module = ContractModule(Slow(), TrainingJobSpec(run_id="r", max_steps=steps))
+    logger = EventLogger(folder / "events.jsonl", run_id="r")
+    quiet_trainer(*callbacks, logger=logger, max_steps=steps, max_epochs=-1).fit(module, [0] * steps)
+    return folder / "events.jsonl"
+
+
+def test_each_part_is_what_held_training_up_and_all_of_them_are_the_whole(tmp_path):
+    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=20)
+    samples = WriteSamples(tmp_path / "samples", 30)
+    log = fit_slowly(tmp_path, Goodput(every_s=1e-6), LogMetrics(5), Evaluate(10), samples, checkpoint)
+
+    account = account_of(log)
+
+    assert account is not None
+    seconds = account.seconds
+    assert sum(seconds.values()) == pytest.approx(account.wall_s, rel=0.01)
+    assert seconds["evaluation"] >= 4 * 0.05 - 0.002
+    assert 0.1 - 0.002 <= seconds["samples"] < account.wall_s
+    assert seconds["checkpoint"] > 0
+    assert seconds["steps"] >= 40 * 0.002
+    assert seconds["start_up"] > 0
+    assert seconds["lost"] == seconds["idle"] == 0
+
+
+@pytest.mark.parametrize(("every_s", "steps"), [(3600.0, []), (3.0, [4, 24, 40])])
+def test_the_last_step_reports_too_unless_training_is_shorter_than_the_cadence(tmp_path, monkeypatch, every_s, steps):
+    seconds = itertools.count()  # one passes from look to look, at steps 1, 2, 4, 8, 16 and so on
+    monkeypatch.setattr("genlight.callbacks.telemetry.time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    log = fit_slowly(tmp_path, Goodput(every_s))
+
+    assert [event["step"] for event in read_log(log) if event.get("name") == "time/steps"] == steps
