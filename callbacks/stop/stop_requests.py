@@ -28,6 +28,7 @@ from .data_workers import protected_workers
 from .launcher import launcher_grace_s
 from .signals import StopSignals
 from .sources import StopSources
+from .spot_notice import Cloud, SpotNotice
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Agreement:
         return int(agreed)
 
 
-_REASONS: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
+STOP_REASONS_BY_CODE: tuple[StopReason | None, ...] = (None, "canceled", "timeout", "preempted")
 """Reasons, indexed by their code. If ranks have different reasons, the largest code wins."""
 
 
@@ -152,9 +153,11 @@ class StopRequests(Hook):
             too. The run stops early enough to save, judging by the longest save so far.
         canceled: Whether the run is canceled before it starts.
         signals: Signal handlers that the caller has already installed; None installs them while training.
+        spot: ``aws``, ``gcp`` or ``azure``: also stop when this cloud announces that it takes back the machine. While
+            training, the first rank of each machine asks the cloud's metadata address every 5 s. None asks nothing.
 
     Raises:
-        ValueError: `max_runtime_s` is negative.
+        ValueError: `max_runtime_s` is negative, or `spot` is no cloud that is known.
     """
 
     critical = True
@@ -174,10 +177,14 @@ class StopRequests(Hook):
         max_runtime_s: float | None = None,
         canceled: bool = False,
         signals: StopSignals | None = None,
+        spot: Cloud | SpotNotice | None = None,
     ) -> None:
         if max_runtime_s is not None and not max_runtime_s >= 0:  # nan is not
             raise ValueError(f"Invalid `max_runtime_s`. Expected a number >= 0, but received {max_runtime_s}.")
         self.sources = StopSources(cancel_file, max_runtime_s=max_runtime_s, canceled=canceled, signals=signals)
+        self._spot = SpotNotice(spot) if isinstance(spot, str) else spot
+        if self._spot is not None:
+            self.sources.add_check(self._spot.reason)
         self._requested: StopReason | None = None
         self._next_poll = 0.0
         self._noticed_s: float | None = None
@@ -217,7 +224,7 @@ class StopRequests(Hook):
 
     def _code(self) -> int:
         """Return the code of this rank's stop reason."""
-        return _REASONS.index(self.requested())
+        return STOP_REASONS_BY_CODE.index(self.requested())
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -231,6 +238,8 @@ class StopRequests(Hook):
             self._take_signals(trainer)
             end_wait = partial(self._end_wait, trainer, pl_module, threading.get_ident())
             self._undo.enter_context(protected_workers(end_wait))
+            if self._spot is not None and trainer.local_rank == 0:
+                self._undo.enter_context(self._spot.polling())
         hosted = hosted_by(pl_module)
         if hosted is not None:
             self._undo.callback(hosted.add_cancel_check(self._stops))
@@ -248,7 +257,7 @@ class StopRequests(Hook):
         if trainer.world_size > 1:
             self._agreement = Agreement()
             code = self._agreement.now(code)
-        run_state_of(trainer).stop_reason = _REASONS[code]
+        run_state_of(trainer).stop_reason = STOP_REASONS_BY_CODE[code]
 
     @skippable
     @override
@@ -257,7 +266,7 @@ class StopRequests(Hook):
     ) -> None:
         step = trainer.global_step
         if self._agreement is not None:
-            reason: str | None = _REASONS[self._agreement.after_step(step, self._code)]
+            reason: str | None = STOP_REASONS_BY_CODE[self._agreement.after_step(step, self._code)]
             self.next_due_step = self._agreement.due_step
         else:
             self.next_due_step = self._pace.next_look(step)  # before the check: a signal in between wakes the hook
