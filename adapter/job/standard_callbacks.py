@@ -81,6 +81,7 @@ STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
     "Checkpoint": StandardCallback("saves checkpoints as `checkpoints` says", _checkpoints, required=True),
     "ReplicaGuard": StandardCallback("compares the weights of all ranks; on several ranks", in_fit=True, required=True),
     "Heartbeat": StandardCallback("records the throughput regularly"),
+    "ProfileSteps": StandardCallback("writes a trace of the steps from `first` to `last` by torch's profiler"),
     "Diagnosis": StandardCallback("looks for faults in losses and gradients"),
     "EarlyStopping": StandardCallback("ends training when a score no longer improves"),
     "EvaluateCommand": StandardCallback("runs a command for each checkpoint"),
