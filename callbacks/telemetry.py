@@ -107,10 +107,10 @@ class Heartbeat(Hook):
     - ``flops_per_sec`` of this device: the operations of a step, counted by the formulas of
       ``torch.utils.flop_counter`` in the second step and again in a step after batches changed their shapes, as seen
       at a heartbeat
+    - ``tokens_per_sec`` of all ranks, if steps report the metric ``tokens``: the tokens of their batch on this rank
+    - ``mfu``: ``flops_per_sec`` as a share of `peak_flops`
     - ``watts`` of an NVIDIA GPU by NVML (needs ``nvidia-ml-py``)
     - ``memory_bytes`` and ``peak_memory_bytes``: of the GPU by torch, or of this process
-
-    Lightning's ``ThroughputMonitor`` reports samples and tokens a second, and utilization of the device.
 
     Figures that cannot be measured are taken from the metrics ``flops_estimate`` or ``flops``, operations a second, and
     ``watts_estimate`` or ``power_watts``; otherwise they are null. ``duration_sec`` is the time since training began,
@@ -121,9 +121,11 @@ class Heartbeat(Hook):
         scenario: Name of the scenario in the events.
         path: The telemetry file; None means ``WORLDFLUX_METRICS_PATH``, or ``.worldflux/metrics.jsonl``.
         count_flops: Whether to count floating point operations.
+        peak_flops: Operations per second that one device can do, such as 989e12 for an H100 in bf16. With it, ``mfu``
+            is the share of them that the training uses, from 0 to 1.
 
     Raises:
-        ValueError: `interval_steps` is negative, or `scenario` is empty.
+        ValueError: `interval_steps` is negative, `scenario` is empty, or `peak_flops` is not positive.
     """
 
     writes = (FIGURES_FIELD,)
@@ -137,7 +139,11 @@ class Heartbeat(Hook):
         *,
         path: str | os.PathLike[str] | None = None,
         count_flops: bool = True,
+        peak_flops: float | None = None,
     ) -> None:
+        if peak_flops is not None and not 0 < peak_flops < math.inf:
+            raise ValueError(f"Invalid `peak_flops`. Expected a positive number, but received {peak_flops!r}.")
+        self.peak_flops = peak_flops
         if not scenario:
             raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
         self.interval_steps = step_cadence("interval_steps", interval_steps)
@@ -219,8 +225,11 @@ class Heartbeat(Hook):
             watts = read_nvml(lambda: torch.cuda.power_draw(device) / 1000, "the power of the GPU")
             self._has_nvml = watts is not None
         watts = _metric(trainer, "watts_estimate", "power_watts") if watts is None else watts
+        tokens = _metric(trainer, "tokens", "train/tokens")
         figures = {
             "steps_per_sec": steps_per_sec,
+            "tokens_per_sec": None if tokens is None else tokens * steps_per_sec * trainer.world_size,
+            "mfu": None if flops is None or self.peak_flops is None else flops / self.peak_flops,
             "attempt_steps_per_sec": (now.step - attempt.step) / max(now.at - attempt.at, 1e-9),
             "flops_per_sec": flops,
             "watts": watts,

@@ -138,6 +138,18 @@ def test_what_cannot_be_measured_is_taken_from_the_metrics_and_a_zero_counts(
     assert (event["flops_estimate"], event["watts_estimate"], event["flops_per_watt"]) == pytest.approx(expected)
 
 
+def test_tokens_and_the_share_of_the_peak_are_reported_if_they_are_known(fit, path: Path) -> None:
+    fit(Reports(tokens=512, flops=3e9), [Heartbeat(2, path=path, peak_flops=1.2e10)], steps=2)
+    fit(Reports(loss=1.0), [Heartbeat(2, path=path)], steps=2)
+
+    known, unknown = (event["artifacts"] for event in read_events(path))
+    assert known["tokens_per_sec"] == pytest.approx(512 * known["steps_per_sec"])
+    assert known["mfu"] == pytest.approx(0.25)
+    assert unknown["tokens_per_sec"] is unknown["mfu"] is None
+    with refusal(ValueError):
+        Heartbeat(peak_flops=0)
+
+
 def test_throughput_after_a_resume_leaves_out_the_steps_before(fit, path: Path, tmp_path: Path) -> None:
     """The rate counts the 3 steps of this attempt, not all 100."""
     for steps, resumes in ((97, {}), (100, {"ckpt_path": tmp_path / "c" / "final.json"})):
