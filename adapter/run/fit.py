@@ -51,6 +51,7 @@ from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.redaction import safe_str, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, read_own
 from .deaths import StepNote, note_deaths
+from .memory import explain_memory
 from .rank_files import FOLDER
 from .ranks import (
     POLL_S,
@@ -119,7 +120,7 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
         with _watched_ranks(session, trainer):
             trainer.fit(module, **arguments)
     except (ValueError, RuntimeError, AssertionError, MisconfigurationException) as error:
-        if better := explain(error):
+        if better := explain(error) or explain_memory(error, trainer, module):
             raise better from error
         raise
     except SystemExit as error:

@@ -106,6 +106,12 @@ def explain(error: Exception) -> GenlightError | None:
     return None
 
 
+def place_in_users_code(error: Exception) -> str:
+    """Return " in FILE:LINE", the innermost line of the user's code in the traceback of `error`; empty without one."""
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f" in {users[-1].filename}:{users[-1].lineno}" if users else ""
+
+
 def log_failure(
     error: BaseException,
     failure: Failure,
