@@ -6,6 +6,7 @@ transformers, and each process that loads Lightning takes a second longer.
 
 from __future__ import annotations
 
+import configparser
 import csv
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from genlight.adapter.runner.transport import read_result
 from genlight.reporters import read_events
@@ -142,3 +144,21 @@ def test_each_migration_trains_as_before(tmp_path):
     for name in ("worker", "six"):
         events = list(read_events(tmp_path / "runs" / name / "metrics" / "events.jsonl"))
         assert events[-1]["event"] == "completed"
+
+
+def test_a_worker_stops_its_child_within_its_grace(follow):
+    """Also the files for platforms that do not run here: they can be parsed and name the exit code."""
+    folder = follow("platforms.md", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    end = list(read_events(folder / "demo" / "runs" / "child" / "metrics" / "events.jsonl"))[-1]
+    assert (end["event"], end["category"], end["resumable"]) == ("failed", "preempted", True)
+
+    sky = yaml.safe_load((folder / "sky.yaml").read_text())
+    assert sky["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert yaml.safe_load((folder / "train.dstack.yml").read_text())["retry"]["duration"] == "2d"
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.read(folder / "genlight-demo.service")
+    assert unit["Service"]["RestartPreventExitStatus"] == "2"
+
+
+def test_the_page_on_determinism_has_a_program_that_runs(follow):
+    follow("determinism.md", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
