@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -84,7 +85,7 @@ class Waits(Counts):
         if ctx.step == 2:
             self.metadata.answers[self.notice.cloud] = NOTICES[self.notice.cloud]
             while not ctx.is_canceled():
-                assert self.metadata.asked.acquire(timeout=30)
+                time.sleep(0.01)  # the time limit of the test ends it if no notice is read
         return super().train_step(batch, state, ctx)
 
 
