@@ -33,7 +33,7 @@ def traced(path: Path) -> int:
 
 def test_the_trace_has_these_steps_and_no_other(tmp_path: Path) -> None:
     profile = ProfileSteps(2, 4, tmp_path / "p")
-    fit(profile, Checkpoint(tmp_path / "c", every_n_steps=2))
+    fit(profile, Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None))
     (path,) = (tmp_path / "p").iterdir()
     assert path.name == "steps-2-4.json.gz"
     assert traced(path) == 3
