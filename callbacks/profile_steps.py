@@ -57,6 +57,9 @@ class ProfileSteps(Hook):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._profile is not None and trainer.global_step < self.first:  # training ended just before that step
+            self._profile.stop()
+            self._profile = None
         self._write(trainer)
 
     @override

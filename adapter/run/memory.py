@@ -51,8 +51,8 @@ def explain_memory(error: Exception, trainer: pl.Trainer, module: pl.LightningMo
     held = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
     states = largest in ("parameters", "gradients", "optimizer states") and device.type != "cpu"
     return GenlightError(
-        f"Out of memory on {device}{place_in_users_code(error)}. Held: {held}. {_STATES if states else _ACTIVATIONS} "
-        f"torch says: {text.partition(chr(10))[0]}"
+        f"{type(error).__name__}: {text.partition(chr(10))[0].rstrip('.')}{place_in_users_code(error)}. "
+        f"Held on {device}: {held}. {_STATES if states else _ACTIVATIONS}"
     )
 
 

@@ -466,6 +466,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Whether it saves before the end of training."""
         return bool(self.every_n_steps or self.every_n_epochs or self.every_minutes or self._budget)
 
+    @property
+    @override
+    def state_key(self) -> str:
+        # Lightning asks for another key for each callback of a class with a state.
+        return f"{super().state_key}[{self.dirpath}]"
+
     @override
     def state_dict(self) -> dict[str, Any]:
         return {} if self._budget is None else {"budget": self._budget.state_dict()}

@@ -38,7 +38,7 @@ def test_the_trace_has_these_steps_and_no_other(tmp_path: Path) -> None:
     assert path.name == "steps-2-4.json.gz"
     assert traced(path) == 3
 
-    fit(ProfileSteps(1, 4, tmp_path / "r"), ckpt_path=tmp_path / "c" / "step-00000002.json")
+    fit(ProfileSteps(1, 4, tmp_path / "r"), Checkpoint(tmp_path / "d"), ckpt_path=tmp_path / "c" / "step-00000002.json")
     assert traced(next((tmp_path / "r").iterdir())) == 2, "a resumed run profiles what is left"
 
     fit(ProfileSteps(5, 99, tmp_path / "e"))
