@@ -152,16 +152,18 @@ class Cluster:
 
     def job(self, job_id, field):
         """Return one field of the controller's record of a job."""
-        for line in self.call("scontrol", "show", "job", job_id).split():
-            name, _, value = line.partition("=")
-            if name == field:
-                return value
-        raise KeyError(field)
+        return self.fields(job_id, field)[0]
+
+    def fields(self, job_id, field):
+        """Return one field of each record of a job: an array has one for each task that has begun."""
+        words = [word.partition("=") for word in self.call("scontrol", "show", "job", job_id).split()]
+        return [value for name, _, value in words if name == field]
 
     def wait(self, job_id, *states):
         """Wait until a job has ended; return its state and exit code."""
         states = states or ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
-        self.until(lambda: self.job(job_id, "JobState") in states, f"job {job_id} is {' or '.join(states)}")
+        what = f"job {job_id} is {' or '.join(states)}"
+        self.until(lambda: set(self.fields(job_id, "JobState")) <= set(states), what)
         return self.job(job_id, "JobState"), int(self.job(job_id, "ExitCode").partition(":")[0])
 
     def until(self, condition, what):

@@ -109,7 +109,7 @@ def test_a_forgotten_counter_is_named_by_its_first_effect(prove):
     assert findings["killed rank"]["level"] == "skip"
     assert findings["unbroken"]["level"] == "pass"
     assert findings["kill"]["level"] == "fail"
-    assert "the learning rate is 0.1, was" in findings["kill"]["detail"]
+    assert "the learning rate is 0." in findings["kill"]["detail"]
 
 
 def test_a_job_of_other_random_numbers_in_each_run_completes_but_is_not_compared(prove):
