@@ -14,9 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .diff import table_of
 from .parser import add_json, run_folder
-from .terminal import say, say_json
+from .terminal import say, say_json, table_of
 
 if TYPE_CHECKING:
     from ..prove.bisect import Bisection

@@ -6,16 +6,12 @@ Exit codes: 0 done, 2 usage.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
 
-from ..view.differences import Difference, differences, facts_of_run
+from ..view.differences import differences, facts_of_run
 from ..view.summary import summary_of
 from .parser import add_json, run_folder
-from .terminal import aligned, brief, print_error, say, say_json
-
-_WIDEST = 60
+from .terminal import print_error, say, say_json, table_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,15 +34,3 @@ def run(args: argparse.Namespace) -> int:
             print_error("diff", f"{folder} has no job.json: only numeric hyperparameters are compared")
     say(*table_of(changes, [str(each["run_id"]) for each in runs]))
     return 0
-
-
-def table_of(changes: Sequence[Difference], names: Sequence[str]) -> list[str]:
-    """Return a table of the differences, grouped by kind under headings."""
-    if not changes:
-        return ["no known difference"]
-    rows = [[f"  {each.name}", *("-" if v is None else brief(v, _WIDEST) for v in each.values)] for each in changes]
-    header, *texts = aligned([["", *names], *rows])
-    lines = [header]
-    for about, group in groupby(zip(changes, texts, strict=True), lambda each: each[0].about):
-        lines += [about, *(text for _, text in group)]
-    return lines

@@ -17,7 +17,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TextIO
 
 from typing_extensions import Buffer, override
 
@@ -25,6 +26,12 @@ from ..check.finding import Finding, Level
 from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.redaction import redact
 from ..plumbing.text import printable, shortened
+
+if TYPE_CHECKING:
+    from ..view.differences import Difference
+
+_WIDEST_VALUE = 60
+"""Characters of a value in a table of differences."""
 
 STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
 _MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault", "skip": "skipped"}
@@ -67,6 +74,20 @@ def aligned(rows: Iterable[Sequence[object]]) -> list[str]:
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def table_of(changes: Sequence[Difference], names: Sequence[str]) -> list[str]:
+    """Return a table of the differences between runs, grouped by kind under headings."""
+    if not changes:
+        return ["no known difference"]
+    rows = [
+        [f"  {each.name}", *("-" if v is None else brief(v, _WIDEST_VALUE) for v in each.values)] for each in changes
+    ]
+    header, *texts = aligned([["", *names], *rows])
+    lines = [header]
+    for about, group in groupby(zip(changes, texts, strict=True), lambda each: each[0].about):
+        lines += [about, *(text for _, text in group)]
+    return lines
 
 
 def say_finding(finding: Finding, *, width: int = 17, secrets: Sequence[str] = ()) -> None:
