@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from ...adapter.contract.exceptions import UnstorableStateError
 from ...adapter.plumbing.devices import isolated_random_numbers
 from ..lightning_internals import (
     DataFetcher,
@@ -24,8 +23,7 @@ from ..lightning_internals import (
     load_loader_states,
 )
 from ..rank_channel import Channel
-from .codec.state_tree import encode
-from .codec.tensors import TensorTable
+from .codec.tensors import is_storable
 from .positioned_loader import (
     WORKERS,
     KeepsWorkers,
@@ -210,11 +208,7 @@ def _fetched_ahead(loop: FitLoop) -> list[Any] | None:
     ):
         return []
     batches = [batch for batch, *_ in fetcher.batches]
-    try:
-        encode(batches, TensorTable())
-    except UnstorableStateError:
-        return None
-    return batches
+    return batches if is_storable(batches) else None
 
 
 def warn_of_lost_positions(trainer: pl.Trainer, *, is_within_epoch: bool) -> None:

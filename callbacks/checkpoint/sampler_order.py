@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...adapter.contract.exceptions import UnstorableStateError
 from ...adapter.plumbing.generators import GENERATORS, held_generators, set_state, state_as_arrays
-from .codec.state_tree import encode
-from .codec.tensors import TensorTable
+from .codec.tensors import is_storable
 
 _ATOMS = (type(None), bool, int, float, str)
 _OTHER = object()
@@ -110,11 +108,8 @@ class SamplerOrder:
     def progress(self) -> dict[str, Any] | None:
         """Return what was handed out in this pass; None if the indices have a type that no checkpoint stores."""
         waiting = list(self._waiting)
-        try:
-            encode(waiting, TensorTable())
-        except UnstorableStateError:
-            return None
-        return {"begins": self._begins, "checksum": self._checksum, "waiting": waiting}
+        order = {"begins": self._begins, "checksum": self._checksum, "waiting": waiting}
+        return order if is_storable(waiting) else None
 
     def rest(
         self, delivered: int, progress: Mapping[str, Any] | None, after_begin: Callable[[], None]

@@ -819,10 +819,16 @@ class Fault:
     data: Callable[[], Any] = noisy
 
 
+def _group(about: str, kind: str, trainers: dict[str, type[Hosted]]) -> dict[str, Fault]:
+    """Name the faults of a group, which show in the same way."""
+    return {f"{about}: {name}": Fault(kind, trainer) for name, trainer in trainers.items()}
+
+
 FAULTS = {
-    **{
-        f"counter: {name}": Fault("loss", trainer)
-        for name, trainer in {
+    **_group(
+        "counter",
+        "loss",
+        {
             "attribute": OnInstance,
             "class attribute": OnClass,
             "module global": InModule,
@@ -839,38 +845,42 @@ FAULTS = {
             "forward hook": ForwardHook,
             "optimizer hook": OptimizerHook,
             "steps since the start": FirstStep,
-        }.items()
-    },
-    **{
-        f"iterator: {name}": Fault("loss", trainer)
-        for name, trainer in {
+        },
+    ),
+    **_group(
+        "iterator",
+        "loss",
+        {
             "itertools.cycle": Cycle,
             "list": OverList,
             "generator function": GeneratorFunction,
             "offset of a file": OpenFile,
-        }.items()
-    },
-    **{
-        f"cache: {name}": Fault("loss", trainer)
-        for name, trainer in {
+        },
+    ),
+    **_group(
+        "cache",
+        "loss",
+        {
             "functools.lru_cache": CachedByFunction,
             "cached_property": CachedByProperty,
             "first loss": FirstLoss,
             "dictionary": Memoized,
-        }.items()
-    },
-    **{
-        f"stale: {name}": Fault("loss", trainer)
-        for name, trainer in {
+        },
+    ),
+    **_group(
+        "stale",
+        "loss",
+        {
             "closure": Averages,
             "partial": StalePartial,
             "bound method": StaleMethod,
             "weakref": StaleReference,
-        }.items()
-    },
-    **{
-        f"state: {name}": Fault("loss", trainer)
-        for name, trainer in {
+        },
+    ),
+    **_group(
+        "state",
+        "loss",
+        {
             "momentum outside of the optimizer": Momentum,
             "moving average of the weights": Ema,
             "running mean of the loss": Baseline,
@@ -887,22 +897,24 @@ FAULTS = {
             "frozen layer": Freezes,
             "process id": ByProcess,
             "clock": ByClock,
-        }.items()
-    },
-    **{
-        f"rate: {name}": Fault("settings", trainer)
-        for name, trainer in {
+        },
+    ),
+    **_group(
+        "rate",
+        "settings",
+        {
             "counter": Schedules,
             "itertools.cycle": CyclicRate,
             "list": RateFromList,
             "plateau": Plateau,
             "warm-up": WarmsUp,
             "clock": RateByClock,
-        }.items()
-    },
-    **{
-        f"random: {name}": Fault("random numbers", trainer)
-        for name, trainer in {
+        },
+    ),
+    **_group(
+        "random",
+        "random numbers",
+        {
             "torch": Draws,
             "NumPy": DrawsNumPy,
             "Python": DrawsPython,
@@ -912,8 +924,8 @@ FAULTS = {
             "generator of a module": ModuleGenerator,
             "random.Random of a module": ModuleRandom,
             "generator made late": NewGenerator,
-        }.items()
-    },
+        },
+    ),
     **{
         f"rows: {data.__name__.replace('_', ' ')}": Fault("rows", data=data)
         for data in (

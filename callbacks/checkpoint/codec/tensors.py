@@ -31,7 +31,7 @@ from ..format.record import MODEL_FILE, TENSORS_FILE
 from ..format.slice_index import Box, SlicedTensor
 from ..sharded.slices import is_saved_by_this_rank, is_sharded, slice_of, unsharded
 from .references import is_dense
-from .state_tree import Path, format_path
+from .state_tree import Path, encode, format_path
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -379,3 +379,12 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     padded = octets.new_zeros(-(-octets.numel() // 8) * 8)
     padded[: octets.numel()] = octets
     return padded.view(torch.int64)
+
+
+def is_storable(value: Any) -> bool:
+    """Return whether a checkpoint can store `value`; see `encode`."""
+    try:
+        encode(value, TensorTable())
+    except UnstorableStateError:
+        return False
+    return True

@@ -25,21 +25,10 @@ from .ranks import Environment
 ROWS = 16
 
 
-class Layers:
-    """The trainer class: `layers` linear layers of `width`, plain SGD; `wrap` wraps or shards the network."""
-
-    def __init__(self, layers: int, width: int, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
-        self.layers, self.width, self.wrap = layers, width, wrap
-        self.rows = torch.randn(ROWS, width)
+class MeanSquare:
+    """A trainer class that brings the mean square of the outputs down, by plain SGD, and stores nothing itself."""
 
     def setup(self, ctx: Any) -> None: ...
-
-    def configure(self, ctx: Any) -> dict[str, Any]:
-        model = self.wrap(nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(self.layers)]))
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4)}
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        return self.rows
 
     def train_step(self, batch: Any, state: Any, ctx: Any) -> Any:
         state["optimizer"].zero_grad()
@@ -51,6 +40,21 @@ class Layers:
         return {}
 
     def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
+
+
+class Layers(MeanSquare):
+    """The trainer class: `layers` linear layers of `width`, plain SGD; `wrap` wraps or shards the network."""
+
+    def __init__(self, layers: int, width: int, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
+        self.layers, self.width, self.wrap = layers, width, wrap
+        self.rows = torch.randn(ROWS, width)
+
+    def configure(self, ctx: Any) -> dict[str, Any]:
+        model = self.wrap(nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(self.layers)]))
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4)}
+
+    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
+        return self.rows
 
 
 def hosts_with_layers(rank: int, ranks: int, layers: int, width: int) -> dict[str, Host]:

@@ -12,13 +12,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from genlight.adapter import StepResult
 from genlight.adapter.gradients import step as router
 from genlight.adapter.gradients.ddp.buffers import BufferSync
 from genlight.callbacks import LogMetrics, ReplicaGuard
 
 from .alternating import Alternation
 from .hosts import Host, hosted_as
+from .layers import MeanSquare
 from .ranks import Environment
 
 WIDTH, ROWS, PIXELS, CLASSES = 8, 8, 16, 10
@@ -45,13 +45,11 @@ class Block(nn.Module):
         return (self.body(images) + self.shortcut(images)).relu()
 
 
-class ResNet:
+class ResNet(MeanSquare):
     """The trainer class: a ResNet-18 of few channels, plain SGD; `wrap` wraps the network in DDP."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
         self.wrap = wrap
-
-    def setup(self, ctx: Any) -> None: ...
 
     def configure(self, ctx: Any) -> dict[str, Any]:
         shapes = [(1, 1, 1), (1, 1, 1), (1, 2, 2), (2, 2, 1), (2, 4, 2), (4, 4, 1), (4, 8, 2), (8, 8, 1)]
@@ -63,17 +61,6 @@ class ResNet:
 
     def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
         return IMAGES
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> StepResult:
-        state["optimizer"].zero_grad()
-        state["model"](batch).square().mean().backward()
-        state["optimizer"].step()
-        return StepResult()
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None: ...
 
 
 class Never(BufferSync):
