@@ -122,7 +122,7 @@ class _OwnPart(msgspec.Struct):
 
     elapsed_s: _Seconds = 0.0
     rng: list[_RandomStates] = []
-    gradients: list[dict[str, TypedShape | None]] = []
+    gradients: list[dict[str, Any]] = []
     sharded_gradients: dict[str, TypedShape] = {}
 
 
@@ -147,7 +147,12 @@ def _check_parts(checkpoint: Any) -> None:
     Raises:
         ValueError: A part has another type; the message names its path.
     """
-    for of_rank in msgspec.convert(checkpoint, _Parts).genlight.rng:
+    own = msgspec.convert(checkpoint, _Parts).genlight
+    for name, gradient in (each for of_rank in own.gradients for each in of_rank.items()):
+        # A check builds no sparse tensor and none of a subclass; it has a bare object in their place.
+        if not isinstance(gradient, TypedShape | None) and type(gradient) is not object:
+            raise ValueError(f"the gradient of {name} is no tensor")
+    for of_rank in own.rng:
         of_torch = {(state.dtype, len(state.shape)) for state in (of_rank.torch, *of_rank.generators)}
         if of_rank.python.words.shape != _PYTHON_WORDS or of_torch != {("U8", 1)}:
             raise ValueError("its random states do not have the form of Python's and torch's")

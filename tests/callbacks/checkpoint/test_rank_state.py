@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from genlight.callbacks.checkpoint import load, save
+from genlight.callbacks.checkpoint import load, newest_valid, save
 from genlight.callbacks.checkpoint.rank_state import capture_rng, gradients_of_rank, loader_generators, restore_rng
+from support.trainer_class import Trains
+from support.witnessed import attempt
 
 pytestmark = pytest.mark.promise(name="resume")
 
@@ -78,3 +80,29 @@ def test_a_rank_without_a_gradient_gets_none(world_size, rank, expected):
     """A rank that has not used a layer in this window contributes nothing to the mean."""
     saved = [{"w": torch.tensor(3.0)}, {"w": None}, {"late": torch.tensor(6.0)}]
     assert gradients_of_rank(saved, rank, world_size) == expected
+
+
+class Embeds(Trains):
+    """Trains an embedding; the gradient of a step is there until the next one."""
+
+    def __init__(self, **options):
+        self.options = options
+
+    def model(self):
+        return torch.nn.Embedding(5, 3, **self.options)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def loss(self, batch, state):
+        return state["model"](batch).square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"sparse": True, "dtype": torch.float64}], ids=str)
+def test_a_checkpoint_with_gradients_of_any_layout_is_valid_and_resumed(options, tmp_path):
+    data = DataLoader([torch.arange(4)] * 8, batch_size=None)
+    assert attempt(tmp_path, Embeds(**options), data, until=5, every_n_steps=2, steps=8) == []
+
+    assert newest_valid(tmp_path)[0].step == 4
+    (proof,) = attempt(tmp_path, Embeds(**options), data, every_n_steps=2, steps=8)
+    assert (proof.steps, proof.difference) == ((5,), None)
