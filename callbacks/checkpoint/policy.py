@@ -513,7 +513,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._last_saved_step = step
         self._clock.note_save()
         if self._witness is not None:
-            self._witness.note_save(step)
+            self._witness.note_save(step, forgets=self.retention.keep_last is not None)
             self._wake()
         if self.critical:
             self._store.wait(self)

@@ -190,11 +190,15 @@ class Witness:
         self._steps, self._expected = [], {}
         return proof
 
-    def note_save(self, step: int) -> None:
-        """A checkpoint of `step` was begun: note the first steps after it, and forget those before the last two."""
-        self._saves.append(step)
+    def note_save(self, step: int, *, forgets: bool) -> None:
+        """A checkpoint of `step` was begun: note the first steps after it.
+
+        If old checkpoints are removed, it `forgets` the steps before the last two; otherwise a replay may need them.
+        """
+        if step != self._saves[-1]:
+            self._saves.append(step)
         self._sources, self.next_step = None, 0
-        if len(self._saves) > _KEPT_CHECKPOINTS:
+        if forgets and len(self._saves) > _KEPT_CHECKPOINTS:
             self._file.drop(before=self._saves[0])
 
     def rewind(self, step: int) -> None:

@@ -248,9 +248,10 @@ def test_a_new_training_in_the_same_folder_is_compared_with_nothing(tmp_path):
     assert {entry.attempt for entry in recorded.entries.values()} == {1}
 
 
-def test_the_file_keeps_only_entries_after_the_last_two_checkpoints(tmp_path):
-    attempt(tmp_path, Hosted(), rows(), steps=44)
+@pytest.mark.parametrize(("keep_last", "first"), [(2, 31), (None, 1)])
+def test_the_file_keeps_entries_after_the_last_two_checkpoints_or_all(keep_last, first, tmp_path):
+    attempt(tmp_path, Hosted(), rows(), steps=44, keep_last=keep_last)
 
     recorded = read_witness(tmp_path / FOLDER / "rank-00000")
     assert recorded is not None
-    assert min(entry.step for entry in recorded.entries.values()) == 31
+    assert min(entry.step for entry in recorded.entries.values()) == first
