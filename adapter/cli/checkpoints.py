@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="export: safetensors file or checkpoint with the weights that this checkpoint lacks",
     )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="export to a FOLDER: merge the adapter of a PEFT model into its weights; needs transformers and peft",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -160,6 +165,8 @@ def _export(record: Path, args: argparse.Namespace) -> None:
     target = Path(args.to)
     if target.suffix == ".ckpt" and args.strip_prefix:
         raise UsageError("--strip-prefix is for FILE.safetensors or FOLDER; remove it")
+    if args.merge and target.suffix in (".ckpt", ".safetensors"):
+        raise UsageError("--merge is for --to FOLDER, because a merged model needs its configuration")
     try:
         if target.suffix in (".ckpt", ".safetensors") and os.path.lexists(target) and not args.force:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
@@ -172,7 +179,9 @@ def _export(record: Path, args: argparse.Namespace) -> None:
         elif target.suffix == ".safetensors":
             written = export_safetensors(record, target, strip_prefix=args.strip_prefix, base=base)
         else:
-            written = export_pretrained(record, target, strip_prefix=args.strip_prefix, base=base, replace=args.force)
+            written = export_pretrained(
+                record, target, strip_prefix=args.strip_prefix, base=base, merge=args.merge, replace=args.force
+            )
     except FileExistsError as error:
         raise UsageError(f"{error.filename} exists; name another place, or replace it by --force") from None
     say(written)

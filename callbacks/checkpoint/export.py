@@ -7,6 +7,9 @@ A folder needs more files than the weights. ``genlight-pretrained/PATH/`` next t
 the tokenizer. They are written at the start of training, by the objects that the class made. So an export needs
 neither the class nor transformers, and unpickles nothing. All checkpoints share them, because they depend only on the
 class, and a tokenizer can be larger than the trained weights.
+
+A model of PEFT has the configuration of its adapter as well, in ``peft/NAME/``. To merge the adapter, an export builds
+the model again from the two configurations, with transformers and peft, and loads the proven weights into it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from ...adapter.contract.exceptions import CheckpointError
@@ -38,6 +42,7 @@ from ...adapter.plumbing.durable import (
     temporary_name,
     write_bytes_durably,
 )
+from ...adapter.plumbing.redaction import safe_str
 from ...adapter.plumbing.safe_open import open_regular, read_below
 from .capture import CONTRACT_KEY
 from .loading import Base, load, load_weights
@@ -50,6 +55,11 @@ _FOLDER = "genlight-pretrained"
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
 _WEIGHTS_FILE = "model.safetensors"
+_ADAPTERS = "peft"
+"""Folder of a model's adapters, each in a folder of its name."""
+_ADAPTER_FILE = "adapter_config.json"
+_ADAPTER_OVERRIDES = {"init_lora_weights": True, "megatron_config": None, "megatron_core": None}
+"""Settings of an adapter that would compute weights, which the checkpoint has, or import a module by its name."""
 _LARGEST_BYTES = 512 << 20
 """Limit on the size of a configuration file; a tokenizer is the largest."""
 
@@ -153,6 +163,7 @@ def export_pretrained(
     *,
     strip_prefix: str = "",
     base: Base | None = None,
+    merge: bool = False,
     replace: bool = False,
 ) -> Path:
     """Write a Hugging Face model as a folder for ``from_pretrained``: weights, configuration, tokenizer.
@@ -164,10 +175,12 @@ def export_pretrained(
         target: The folder; it may contain other files.
         strip_prefix: Prefix of the model in names of weights, such as ``model.``; empty if there is only one model.
         base: The same as in `export_safetensors`.
+        merge: Whether to merge the adapter of a PEFT model into its weights; needs transformers and peft.
         replace: Whether to replace existing files.
 
     Raises:
-        CheckpointError: No configuration was kept, or several were; or see `export_safetensors`.
+        CheckpointError: No configuration was kept, or several were; the model has an adapter and `merge` is false, or
+            the reverse; the adapter cannot be merged; or see `export_safetensors`.
         BrokenCheckpointError: The checkpoint is not intact.
         FileExistsError: One of the files exists, and `replace` is false.
     """
@@ -183,19 +196,85 @@ def export_pretrained(
             f"checkpoint was moved away from its folder {_FOLDER}. Export its weights with --to FILE.safetensors"
         )
     ((name, files),) = chosen.items()
-    names = sorted(files, key=lambda file: file == _CONFIG_FILE)
+    adapters = [file for file in files if Path(file).parts[0] == _ADAPTERS]
+    if merge != bool(adapters):
+        raise CheckpointError(
+            f"the model {name!r} has no adapter of PEFT to merge; leave out --merge"
+            if merge
+            else f"the model {name!r} has an adapter of PEFT; add --merge to write a plain model with the adapter in "
+            "its weights. For the adapter itself, call `save_pretrained` in the class's `save_checkpoint`"
+        )
+    names = sorted((file for file in files if file not in adapters), key=lambda file: file == _CONFIG_FILE)
     for file in () if replace else (_WEIGHTS_FILE, *names):
         if os.path.lexists(target / file):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target / file))
     try:
         contents = {file: read_below(root, files[file], limit=_LARGEST_BYTES) for file in names}
+        settings = {Path(file).parts[1]: read_below(root, files[file], limit=_LARGEST_BYTES) for file in adapters}
     except OSError as error:
         raise CheckpointError(f"{error.filename} is not exported: {error.strerror}") from error
-    export_safetensors(path, target / _WEIGHTS_FILE, strip_prefix=f"{name}." if name else "", base=base)
+    prefix = f"{name}." if name else ""
+    if merge:
+        weights = load_weights(path, base=base)
+        inside = {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
+        merged = _merge_adapter(inside, contents[_CONFIG_FILE], settings)
+        _write_proven(target / _WEIGHTS_FILE, lambda file: save_model(merged, str(file), {"format": "pt"}), load_file)
+    else:
+        export_safetensors(path, target / _WEIGHTS_FILE, strip_prefix=prefix, base=base)
     for file, content in contents.items():
         make_directory((target / file).parent, shared=None)
         write_bytes_durably(target / file, content)
     return target.absolute()
+
+
+def _merge_adapter(weights: dict[str, torch.Tensor], config: bytes, adapters: dict[str, bytes]) -> Any:
+    """Build the model of the two configurations around `weights`, and return it with its adapter merged.
+
+    Args:
+        weights: All weights of the PEFT model, by the names that they have in it.
+        config: JSON configuration of the base model, which names a class of transformers.
+        adapters: JSON configurations of the adapters by name.
+
+    Raises:
+        CheckpointError: A package is missing, there are several adapters, or peft cannot merge this kind.
+    """
+    if len(adapters) != 1:
+        raise CheckpointError(f"the model has the adapters {', '.join(sorted(adapters))}; only one can be merged")
+    ((name, adapter),) = adapters.items()
+    try:
+        import peft
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(f"merging needs transformers and peft, and {error.name} is not installed") from error
+    try:
+        settings, overridden = json.loads(config, object_hook=_without_kernels), json.loads(adapter)
+        overridden |= {key: value for key, value in _ADAPTER_OVERRIDES.items() if key in overridden}
+        kind: Any = getattr(transformers, settings["architectures"][0])
+        if not issubclass(kind, transformers.PreTrainedModel):
+            raise TypeError(f"{settings['architectures'][0]} is not a model of transformers")
+        with warnings.catch_warnings(action="ignore"), torch.device("meta"):
+            built = kind(kind.config_class.from_dict(settings))
+            model: Any = peft.get_peft_model(built, peft.PeftConfig.from_peft_type(**overridden), adapter_name=name)
+            is_tied = built.config.tie_word_embeddings
+            model.load_state_dict(weights, assign=True)
+            merged = model.merge_and_unload()
+        # A checkpoint has tied weights twice, and peft takes such a model for one that ties none.
+        apart, merged.config.tie_word_embeddings = merged.state_dict(), is_tied
+        merged.tie_weights()
+    except Exception as error:
+        raise CheckpointError(f"this adapter cannot be merged: {type(error).__name__}: {safe_str(error)}") from error
+    changed = [key for key, tensor in merged.state_dict().items() if not torch.equal(tensor, apart[key])]
+    if changed:
+        raise CheckpointError(
+            f"the adapter changed one of two weights that are tied in the base model ({changed[0]}), so that a plain "
+            "model cannot hold it; set `tie_word_embeddings` to false before training"
+        )
+    return merged
+
+
+def _without_kernels(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return `settings` without the keys by which a configuration can name kernels that would be downloaded."""
+    return {key: value for key, value in settings.items() if "_implementation" not in key}
 
 
 def _kept_configurations(root: Path) -> dict[str, dict[str, str]]:
@@ -261,7 +340,12 @@ def keep_configurations(directory: Path, module: nn.Module) -> None:
         directory: The folder of the checkpoints.
         module: The trained module; it may host a trainer class.
     """
-    models: dict[str, Any] = {path: each for path, each in _outermost(module) if not hasattr(each, "peft_config")}
+    # A model with adapters that is not a PeftModel renames its weights; it could be exported only as a PeftModel.
+    models: dict[str, Any] = {
+        path: each
+        for path, each in _outermost(module)
+        if hasattr(each, "get_base_model") or not hasattr(each, "peft_config")
+    }
     if not models:
         return
     temporary = directory / temporary_name(_FOLDER)
@@ -270,7 +354,11 @@ def keep_configurations(directory: Path, module: nn.Module) -> None:
             folder = temporary / path
             make_directory(folder, shared=None)
             config = json.loads(model.config.to_json_string())
-            config["architectures"] = config.get("architectures") or [type(model).__name__]
+            adapters = getattr(model, "peft_config", {})
+            base = model.get_base_model() if adapters else model
+            config["architectures"] = config.get("architectures") or [type(base).__name__]
+            for name, adapter in adapters.items():
+                adapter.save_pretrained(str(folder / _ADAPTERS / name))
             write_bytes_durably(folder / _CONFIG_FILE, json.dumps(config, indent=2).encode())
             generation: Any = getattr(model, "generation_config", None)
             if generation is not None:

@@ -13,7 +13,7 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -264,6 +264,8 @@ def _take(file: BinaryIO, memory: memoryview, hasher: Any) -> memoryview:
 def omitted_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, torch.Tensor]:
     """Return the tensors that `record` omits, copied from `base` and proven, in the form that a file would have.
 
+    A tensor that `base` does not have by name is found by its content, whatever its name.
+
     Raises:
         CheckpointError: There is no `base`, or it lacks one, or has another; names the tensor and the way out.
     """
@@ -276,9 +278,15 @@ def omitted_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, to
             "module has them; or pass them as `base`: load(path, base=module.state_dict()), or `genlight checkpoints "
             "export PATH --to FILE --base FILE.safetensors`"
         )
+    base = base or {}
+    by_content: dict[LeftOut, Any] = {}
+    if any(left.key not in base for left in record.left_out):
+        # Names differ if the module holds its base within others: PEFT renames the weights of a model.
+        plain = {key: each for key, each in base.items() if isinstance(each, torch.Tensor)}
+        by_content = {replace(left, key=""): plain[left.key] for left in describe_omitted(plain).values()}
     tensors = {}
     for left in record.left_out:
-        built = (base or {}).get(left.key)
+        built = base[left.key] if left.key in base else by_content.get(replace(left, key=""))
         host = None if built is None else built.detach().to("cpu", copy=True).contiguous()
         now = None if host is None else describe_omitted({left.key: host}).get(left.key)
         if host is None or now != left:

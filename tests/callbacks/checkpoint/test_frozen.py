@@ -214,6 +214,19 @@ def test_a_tensor_in_two_files_makes_a_checkpoint_broken(train, tmp_path):
             read(record.path)
 
 
+def test_omitted_tensors_are_found_in_a_base_by_their_content(train, tmp_path):
+    """The module of a run may hold its base within others, and so under other names."""
+    train(Adapted(), 2, save_final=False, weights="trained")
+    path = tmp_path / "c" / "step-00000002.json"
+    base = {f"inner.{name}": tensor for name, tensor in Adapted().state_dict().items()}
+    assert_equal(load_weights(path, base=base), load_weights(path, base=Adapted().state_dict()))
+
+    left = read_record(path).left_out[0]
+    base[f"inner.{left.key}"] = base[f"inner.{left.key}"] + 1
+    with pytest.raises(CheckpointError):
+        load_weights(path, base=base)
+
+
 @pytest.mark.parametrize("dtype", ["F32", "X9"])
 def test_omitted_tensors_of_a_record_take_no_memory(train, tmp_path, dtype):
     train(Adapted(), 2, save_final=False, weights="trained")
