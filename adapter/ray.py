@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,24 +18,35 @@ from typing import Any
 from .contract.exceptions import TrainingCanceled
 from .job.config import resolve_run_config
 from .plumbing.operating_system import require_linux
+from .plumbing.redaction import safe_str
 from .plumbing.text import as_list
+from .plumbing.threads import started
 from .run.rank_files import LAUNCH_ID
 from .run.run import RunOptions, attempt_job
 
 require_linux(__name__)
 
+log = logging.getLogger(__name__)
+
 ENVIRONMENT = {"class_path": "ray.train.lightning.RayLightningEnvironment"}
 STRATEGY = {"class_path": "ray.train.lightning.RayDDPStrategy"}
 REPLACED_STRATEGIES = (None, "auto", "ddp")
 """Strategies of a job that Ray's own strategy replaces."""
+PREEMPTION_POLL_S = 2.0
+"""Seconds between two questions to Ray. The clouds give 30 s of notice or more."""
+NOTICE_PATIENCE_S = 2.0
+"""How long a rank that was stopped waits for its own notice: the ranks get it within one answer of Ray."""
 
 
 def train_loop(job: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Callable[[], None]:
     """Return the training function of a job, for ``TorchTrainer(train_loop(…), scaling_config=…, run_config=…)``.
 
     Every worker is a rank. If a worker is lost or fails, Ray starts all of them again, as often as its
-    ``FailureConfig`` allows, and they continue from the newest complete checkpoint. The same happens to a preempted
-    run. A run that was canceled, or whose time is over, has ended for Ray, too.
+    ``FailureConfig`` allows, and they continue from the newest complete checkpoint. A run that was canceled, or whose
+    time is over, has ended for Ray, too.
+
+    If Ray announces that it takes back a node of the run (``ray.train.get_preemption_info``), all ranks save a
+    checkpoint after the current step, and wait until Ray moves the run. For Ray that is no failure.
 
     Args:
         job: The job spec; all nodes see it, its data and the run's folder at the same path.
@@ -66,9 +79,46 @@ def _train(path: str, overrides: Sequence[str]) -> None:
     ranks_here = ray.train.get_context().get_local_world_size()
     nodes, os.environ[LAUNCH_ID] = _agree(ray.train.get_context().get_node_rank())
     size = (f"lightning.devices={ranks_here}", f"lightning.num_nodes={nodes}")
-    _, error = attempt_job(RunOptions(spec_path=path, overrides=(*overrides, *size)))
+    takes_back = _preemption_notice()
+    options = RunOptions(
+        spec_path=path,
+        overrides=(*overrides, *size),
+        stop_check=lambda: "preempted" if takes_back.is_set() else None,
+    )
+    _, error = attempt_job(options)
+    is_preempted = isinstance(error, TrainingCanceled) and error.reason == "preempted"
+    if is_preempted and takes_back.wait(NOTICE_PATIENCE_S):
+        # Ray counts an exception as a failure of the run, also now, and takes a return for its end. It ends this
+        # worker when the node's time is over.
+        log.warning("the checkpoint is saved; waiting for Ray to move the run")
+        threading.Event().wait()
     if error is not None and not _is_final(error):
         raise error
+
+
+def _preemption_notice() -> threading.Event:
+    """Return an event that is set once Ray has announced that it takes back a node of this run.
+
+    Asking Ray is a barrier of all workers. Therefore a thread of each worker asks, and not the training.
+    """
+    import ray.train
+
+    takes_back = threading.Event()
+    # Ray 2.60 has it, and its older API for Train does not.
+    read: Callable[[], object] | None = getattr(ray.train, "get_preemption_info", None)
+
+    def ask(read: Callable[[], object]) -> None:
+        try:
+            while read() is None:
+                takes_back.wait(PREEMPTION_POLL_S)
+        except Exception as error:  # noqa: BLE001  # of the actor that connects the workers, for example
+            log.warning("Ray's notices of preemption are not read any more: %s", safe_str(error))
+        else:
+            takes_back.set()
+
+    if read is not None:
+        started(threading.Thread(target=ask, args=(read,), name="genlight-ray-preemption", daemon=True))
+    return takes_back
 
 
 def _is_final(error: BaseException) -> bool:

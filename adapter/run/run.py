@@ -10,7 +10,7 @@ import logging
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,14 @@ from ...reporters.events.event_log import EventLog
 from ...reporters.uploads import Uploader
 from ...reporters.uploads.queue import read_entries
 from ..cluster.job_context import is_rank_zero
-from ..contract.exceptions import EventLogError, GenlightError, InputError, StartupContractError, UploadError
+from ..contract.exceptions import (
+    EventLogError,
+    GenlightError,
+    InputError,
+    StartupContractError,
+    StopReason,
+    UploadError,
+)
 from ..contract.types import JobLifecycleClient
 from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
@@ -62,6 +69,8 @@ class RunOptions:
     """Whether a time limit counts from the start of the process (as for the command line) or from the call."""
     age_s: float | None = None
     """Seconds since the run began, if it began before this process and before the call."""
+    stop_check: Callable[[], StopReason | None] | None = None
+    """Called between steps; the run stops, after a checkpoint, once it returns a reason."""
     lifecycle: JobLifecycleClient | None = None
     """Control plane that hands out runs and gets claim, heartbeats and outcome. No setting of a job creates one."""
 
@@ -121,6 +130,8 @@ def _session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Se
         signals=signals,
     )
     stop.add_check(agent_check())
+    if options.stop_check is not None:
+        stop.add_check(options.stop_check)
     environ = os.environ if options.environ is None else options.environ
     if config.source_of("canceled") != "--set":  # the trainer may set the variable while it runs
         stop.add_check(lambda: "canceled" if is_true(environ.get(CANCEL_VARIABLE, "")) else None)

@@ -1,4 +1,4 @@
-"""The page about Ray Train: its program trains, and continues with the same bits after a worker was killed."""
+"""The page about Ray Train: its program trains, and continues after a worker was killed or its node was taken back."""
 
 from __future__ import annotations
 
@@ -96,6 +96,21 @@ def write_job(folder):
     (folder / "job.json").write_text(json.dumps(job))
 
 
+def drive(folder, ray_folder, **more):
+    """Run ``driver.py`` in `folder` to its end."""
+    environ = {**os.environ, "RAY_TMPDIR": str(ray_folder), "HOME": str(folder), **more}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(PACKAGES)]))
+    environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    }
+    with (folder / "log").open("wb") as log:
+        command = [sys.executable, "driver.py"]
+        code = subprocess.run(command, cwd=folder, env=environ, stdout=log, stderr=log, timeout=500).returncode
+    assert code == 0, (folder / "log").read_text()[-20_000:]
+
+
 def run_straight(folder):
     """The job on two ranks that torchrun's variables tell of themselves; their exit codes."""
     settings = ("lightning.devices=2", "lightning.strategy=ddp", "run_id=straight", "max_steps=40")
@@ -127,19 +142,7 @@ def test_a_run_with_a_killed_worker_ends_like_an_uninterrupted_one(tmp_path, ray
     job_folder = tmp_path / "demo"
     job_folder.mkdir()
     write_job(job_folder)
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGES)]))
-    environ = {**os.environ, "PYTHONPATH": paths, "RAY_TMPDIR": str(ray_folder), "HOME": str(tmp_path)}
-    environ |= {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    }
-    environ |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # a process less
-
-    with (tmp_path / "log").open("wb") as log:
-        command = [sys.executable, "driver.py"]
-        code = subprocess.run(command, cwd=tmp_path, env=environ, stdout=log, stderr=log, timeout=500).returncode
-    assert code == 0, (tmp_path / "log").read_text()[-20_000:]
+    drive(tmp_path, ray_folder, RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0")  # a process less
     gone = psutil.wait_procs(daemons_in(ray_folder), timeout=30)[1]
     assert gone == []
     assert run_straight(tmp_path) == [0, 0], (tmp_path / "straight").read_text()
@@ -153,3 +156,74 @@ def test_a_run_with_a_killed_worker_ends_like_an_uninterrupted_one(tmp_path, ray
     (resumed,) = [event["value"] for event in events if event.get("name") == "trainer/resumed_from_step"]
     assert resumed in (5, 10)
     assert weights(job_folder / "runs/first") == weights(job_folder / "runs/straight")
+
+
+PREEMPTED = """
+import time
+from pathlib import Path
+import ray
+from support.trainer_class import Counts
+
+
+class Preempted(Counts):
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        mark = Path(__file__).with_name("node")
+        if state["steps"] == 7 and not mark.exists():  # the driver has this node taken back, and the notice arrives
+            mark.write_text(ray.get_runtime_context().get_node_id())
+            while not ctx.is_canceled():
+                time.sleep(0.01)
+        return result
+"""
+
+TAKES_BACK = """
+import threading, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from genlight.adapter.ray import train_loop
+
+options = {"include_dashboard": False, "object_store_memory": 80_000_000}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **options})
+for _ in range(2):
+    cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+ray.init(address=cluster.address)
+
+
+def take_back():
+    mark = Path("demo/node")
+    while not mark.exists() or not mark.read_text():
+        time.sleep(0.05)
+    gcs = ray._private.worker.global_worker.gcs_client
+    kind, ends_ms = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION, int((time.time() + 6) * 1000)
+    assert gcs.drain_node(mark.read_text(), kind, "taken back", ends_ms)[0]
+
+
+threading.Thread(target=take_back, daemon=True).start()
+try:
+    loop = train_loop("demo/job.json")
+    TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=1), run_config=RunConfig()).fit()
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.promise(name="stop")
+def test_a_run_whose_node_is_taken_back_saves_that_step_and_continues_elsewhere(tmp_path, ray_folder):
+    """The run config allows no failure: for Ray this is none."""
+    (tmp_path / "driver.py").write_text(TAKES_BACK)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo/preempted.py").write_text(PREEMPTED)
+    job = {"run_id": "first", "trainer": "preempted:Preempted", "max_steps": 9, "mock_batches": list(range(9))}
+    (tmp_path / "demo/job.json").write_text(json.dumps(job | {"lightning": {"accelerator": "cpu"}}))
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1])])
+    drive(tmp_path, ray_folder, RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S="0.2", PYTHONPATH=path)
+
+    events = list(read_events(tmp_path / "demo/runs/first/metrics/events.jsonl"))
+    ends = [(e["event"], e.get("step"), e.get("category")) for e in events if e["event"] in ("failed", "completed")]
+    assert ends == [("failed", 7, "preempted"), ("completed", 9, None)]
+    assert [e["value"] for e in events if e.get("name") == "trainer/resumed_from_step"] == [7]
