@@ -73,12 +73,6 @@ class ArrowFeed(FeedOptions):
             raise ValueError(" ".join(faults))
         self.columns = None if self.columns is None else tuple(self.columns)
         self._collate = _collate_function(self.collate)
-        runs_users_code = not self.workers and getattr(self._collate, "__module__", "") != f"{__package__}.collate"
-        if self.copy_ahead and (self._collate is None or runs_users_code):
-            raise ValueError(
-                "Invalid `copy_ahead`. It needs batches of tensors made without code of yours in this process: "
-                "`collate` 'torch', or any `collate` with `workers`."
-            )
         self._position: Position | None = None
         """Start of the latest pass, or of the next one."""
         self._step = 0
@@ -208,7 +202,7 @@ class ArrowFeed(FeedOptions):
         position = position or self._upcoming()
         self.close()
         opened = self._opened
-        batches = self._for_device(self._batches(position))
+        batches = self._pinned(self._batches(position))
         self._position, self._step = position, position.step
         try:
             for batch in batches:
@@ -255,14 +249,12 @@ class ArrowFeed(FeedOptions):
                 self.wait_seconds += time.perf_counter() - began_s
             yield item
 
-    def _for_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return batches prepared for the accelerator; record batches, and batches for the CPU, unchanged."""
-        if self._collate is None or not (self.copy_ahead or self.pin_memory is not False):
+    def _pinned(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return batches in pinned memory for an accelerator; record batches, and batches for the CPU, unchanged."""
+        if self._collate is None or self.pin_memory is False:
             return batches
-        from ..plumbing.devices import accelerator, copied_ahead, pinned
+        from ..plumbing.devices import accelerator, pinned
 
-        if self.copy_ahead:
-            return copied_ahead(batches)
         return map(pinned, batches) if self.pin_memory or accelerator() is not None else batches
 
     def close(self) -> None:

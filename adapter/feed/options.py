@@ -56,9 +56,6 @@ class FeedOptions:
     pin_memory: bool | None = None
     """Hand out the tensors of `collate` in pinned memory, so that `.to(device, non_blocking=True)` does not wait; on by
     default if there is an accelerator."""
-    copy_ahead: bool = False
-    """Hand out tensors on the accelerator, copied during the step before; needs `collate` `torch`, or `workers`.
-    Another `collate` would be called a step early, and would draw other random numbers after a resume."""
     # The text first: jsonargparse would save it as an instance that cannot be serialized.
     collate: str | Callable[[Any], Any] | None = None
     """Converts record batches: `torch` gives a dictionary of tensors, lists padded with zeros and their lengths under

@@ -33,31 +33,6 @@ def check_each_copy_from_memory_that_is_not_pinned_waits(folder):
     assert len(found) == len(sums)
 
 
-def check_batches_that_are_copied_ahead_are_on_the_device_and_nothing_waits(folder):
-    feed = ArrowFeed(TABLE, batch_size=4, epochs=1, collate="torch", copy_ahead=True)
-    with waits() as found:
-        batches = list(feed)
-        assert {batch["x"].device.type for batch in batches} == {"sim"}
-        sums = [batch["x"].double().sum() for batch in batches]
-    assert [float(each.cpu()) for each in sums] == _expected(4)
-    assert batches[0]["text"] == ["row"] * 4
-    assert not found, "\n".join(map(str, found))
-
-
-def check_a_feed_that_copies_ahead_resumes_after_the_last_returned_batch(folder):
-    options = {"batch_size": 4, "epochs": 2, "collate": "torch", "copy_ahead": True, "shuffle": True}
-    expected = [batch["x"].tolist() for batch in ArrowFeed(TABLE, **options)]
-    for steps in range(len(expected)):
-        feed = ArrowFeed(TABLE, **options)
-        iterator = iter(feed)
-        taken = [next(iterator)["x"].tolist() for _ in range(steps)]
-        state = feed.state_dict()
-        iterator.close()
-        again = ArrowFeed(TABLE, **options)
-        again.load_state_dict(state)
-        assert taken + [batch["x"].tolist() for batch in again] == expected
-
-
 def check_a_batch_of_another_collate_is_pinned_too(folder):
     feed = ArrowFeed(TABLE, batch_size=4, epochs=1, collate=lambda batch: [torch.from_numpy(batch["x"].to_numpy())])
     assert all(batch[0].is_pinned() for batch in feed)

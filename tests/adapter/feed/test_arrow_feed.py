@@ -105,13 +105,6 @@ def test_options_that_cannot_be_used_are_named_together_where_they_are_given(mak
         make("rows.parquet", collate="torhc")
 
 
-@pytest.mark.parametrize("collate", [None, len])
-def test_batches_are_copied_ahead_only_where_that_changes_nothing(collate):
-    with refusal(ValueError):
-        ArrowFeed("rows.parquet", collate=collate, copy_ahead=True)
-    ArrowFeed("rows.parquet", collate="torch", copy_ahead=True)
-
-
 @pytest.mark.parametrize(
     ("options", "level", "said"),
     [
