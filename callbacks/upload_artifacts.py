@@ -19,8 +19,10 @@ from ..adapter.plumbing.redaction import secrets_of_module
 from ..reporters.uploads import QUEUE_DIRECTORY, UploadConfig, Uploader
 from ..reporters.uploads.destinations import target_fault
 from .checkpoint.format.record import CheckpointRecord, read_record
+from .checkpoint.listing import list_checkpoints
+from .checkpoint.memory_tier import is_in_memory
 from .checkpoint.policy import savers_of
-from .checkpoint.selection import enqueue, find_checkpoint, never_queued
+from .checkpoint.selection import enqueue, find_checkpoint, never_queued, own_records
 from .checkpoint.store import wait_after_failure
 from .hook.cadence import Boundaries, step_cadence
 from .hook.events import callbacks_of, hosted_by
@@ -135,6 +137,11 @@ class UploadArtifacts(Hook):
             record = read_record(path)
         except (FileNotFoundError, BrokenCheckpointError):  # or a checkpoint of another format
             return
+        if is_in_memory(path):  # it is never sent; the newest on disk may not be queued yet
+            on_disk = (each for saver in savers_of(trainer) for each in own_records(list_checkpoints(saver.directory)))
+            if (newest := max(on_disk, key=lambda each: each.step, default=None)) is None:
+                return
+            path, record = newest.path, newest
         is_in_folder = path.parent in [saver.directory for saver in savers_of(trainer)]
         if record.run_id == self._uploader.config.run_id or (not record.run_id and is_in_folder):
             for each in (*never_queued(self._uploader, record), record):

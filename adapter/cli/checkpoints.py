@@ -20,7 +20,8 @@ from ...callbacks.checkpoint.contents import read_header, sliced_tensors
 from ...callbacks.checkpoint.format.headers import RAW, TORCH_TYPES
 from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.format.slice_index import rank_of
-from ...callbacks.checkpoint.listing import Listed, list_checkpoints
+from ...callbacks.checkpoint.listing import Listed
+from ...callbacks.checkpoint.memory_tier import list_tiers
 from ...callbacks.checkpoint.selection import (
     best_first,
     find_checkpoint,
@@ -109,7 +110,7 @@ def _list(args: argparse.Namespace) -> int:
 def _list_path(path: str) -> list[Listed]:
     folder = folder_of_checkpoints(path)
     if folder is not None:
-        return list_checkpoints(folder)
+        return list_tiers(folder)
     return [Listed(find_checkpoint(path))]
 
 

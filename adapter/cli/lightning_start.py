@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.listing import list_checkpoints
+from ...callbacks.checkpoint.loading import read_ahead
 from ...callbacks.checkpoint.policy import Checkpoint, savers_of
 from ...callbacks.checkpoint.selection import find_checkpoint
 from ...callbacks.hook.events import callbacks_of
@@ -164,7 +165,7 @@ def _newest(trainer: pl.Trainer, directory: Path | None, *, is_fit: bool) -> Che
             f"{str(directory)!r} has the end of a run of an older runtime: there is nothing to train. Name a "
             "checkpoint by --ckpt_path, or choose another `dirpath`."
         )
-    start = newest_start(directory, _FIT if is_fit else _EVALUATION, knows_types=True)
+    start = newest_start(directory, _FIT if is_fit else _EVALUATION, knows_types=True, prove=read_ahead)
     if is_fit and any(saver.overlap for saver in savers_of(trainer)):
         start = overlapping(start, directory, knows_types=True)
     for warning in start.warnings:

@@ -126,6 +126,9 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     """Steps between checkpoints; 0 saves only the final one."""
     every_minutes: Annotated[Minutes, example(15)] = 0
     """Minutes between checkpoints; 0 means no such cadence."""
+    memory_every_n_steps: Annotated[Count, example(10)] = 0
+    """Steps between checkpoints in `/dev/shm`, the memory of the node, of which only the newest is kept; 0 saves none
+    there. They outlive a killed process, but not the node, and are not uploaded."""
     lose_at_most: Annotated[Duration, example("60s")] | None = None
     """Instead of a cadence: how much training a crash may cost. The time between checkpoints follows from how long they
     stall training and how long they take until they are durable."""

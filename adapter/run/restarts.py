@@ -26,6 +26,7 @@ import socket
 import time
 from collections.abc import Mapping
 
+from ...callbacks.checkpoint.memory_tier import retire_memory
 from ...callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
 from ...callbacks.stop.sources import process_age_s
 from ...reporters.events.event import Failed
@@ -135,6 +136,7 @@ class _Supervisor:
             for rank in range(size):
                 if (process := self._fork()) == 0:
                     attempt.become(rank)
+                    options = dataclasses.replace(options, is_supervised=True)
                     return run_job(dataclasses.replace(options, age_s=time.monotonic() - began))
                 self._ranks[process] = rank
             signal.pthread_sigmask(signal.SIG_UNBLOCK, REASON_OF_SIGNAL)
@@ -152,6 +154,7 @@ class _Supervisor:
             variables |= {TIMES: json.dumps({"died": now if died is None else died[2], "ended": now})}
             resumed = (*self._options.overrides, "resume_from_latest=true")
             options = dataclasses.replace(self._options, overrides=resumed, fresh=False)
+        retire_memory(self._config.checkpoints_dir)
         return code if code >= 0 else 128 - code
 
     def _fork(self) -> int:

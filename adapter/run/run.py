@@ -71,6 +71,8 @@ class RunOptions:
     """Seconds since the run began, if it began before this process and before the call."""
     stop_check: Callable[[], StopReason | None] | None = None
     """Called between steps; the run stops, after a checkpoint, once it returns a reason."""
+    is_supervised: bool = False
+    """Whether `genlight run --restarts` has started this process as a rank."""
     lifecycle: JobLifecycleClient | None = None
     """Control plane that hands out runs and gets claim, heartbeats and outcome. No setting of a job creates one."""
 
@@ -142,6 +144,7 @@ def _session(config: RunConfig, options: RunOptions, signals: StopSignals) -> Se
         deadline_s=config.upload_deadline_seconds,
         resume_hint=_resume_hint(config, options, environ),
         preparing="startup",
+        is_supervised=options.is_supervised,
     )
 
 

@@ -138,6 +138,8 @@ class Session:
     uploader: Uploader | None = None
     lease: Lease | None = None
     """The claim on the run at a control plane."""
+    is_supervised: bool = False
+    """Whether a supervisor on this machine starts the run again after a rank was killed."""
     record: RecordMeta | None = None
     """Metadata of the run for every checkpoint record; None leaves it to the `Checkpoint` callback."""
     count_steps: Callable[[], int] = lambda: 0

@@ -14,10 +14,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...callbacks.checkpoint.format.record import LARGEST_RECORD_BYTES, CheckpointRecord, is_record_of_callback
+from ...callbacks.checkpoint.format.record import (
+    LARGEST_RECORD_BYTES,
+    CheckpointRecord,
+    is_record_of_callback,
+    read_record,
+)
 from ...callbacks.checkpoint.listing import checkpoint_files, folders_of_checkpoints
+from ...callbacks.checkpoint.memory_tier import discard_memory, is_in_memory
 from ...callbacks.checkpoint.selection import FALLS_BACK, find_checkpoint, find_final, newest_valid
-from ...callbacks.checkpoint.storage import verify
+from ...callbacks.checkpoint.storage import verify_files
 from ..contract.exceptions import BrokenCheckpointError, InputError, StartupContractError
 from ..job.config import JOB_NAME, RunConfig, read_job, read_run_config
 from ..job.identity import differing_fields
@@ -69,6 +75,7 @@ def decide_start(
     allow_changed: bool = False,
     may_have_completed: bool = False,
     import_types: Callable[[], object] | None = None,
+    prove: Callable[[CheckpointRecord], None] = verify_files,
 ) -> Start:
     """Decide how the run of `config` starts.
 
@@ -81,6 +88,7 @@ def decide_start(
         import_types: Imports the trainer, whose types a checkpoint may hold; called once there is something to train.
             From then on a checkpoint with an unknown type is skipped. A checkpoint that the job names is not skipped:
             loading it reports the error.
+        prove: Compares the files of the checkpoint to continue from with its record, as for `newest_valid`.
 
     Raises:
         StartupContractError: ``startup.artifacts_in_use``: the directory holds checkpoints of another run, or none of
@@ -91,7 +99,7 @@ def decide_start(
     path = resume_checkpoint or config.resume_checkpoint_path
     try:
         if path is not None:
-            return _warn_of_changes(Start(_verify_named(path)), config)
+            return _warn_of_changes(Start(_verify_named(path, prove)), config)
         if not config.resume_from_latest:
             if may_have_completed and (completed := _find_unchanged_end(config)) is not None:
                 return completed
@@ -102,7 +110,7 @@ def decide_start(
             return completed
         if import_types is not None:
             import_types()
-        start = newest_start(config.checkpoints_dir, ExitHints(), knows_types=import_types is not None)
+        start = newest_start(config.checkpoints_dir, ExitHints(), knows_types=import_types is not None, prove=prove)
         if start.record is not None:
             _check_is_ours(start.record, config, allow_changed)
             if config.resume.overlap:
@@ -187,19 +195,26 @@ def _find_unchanged_end(config: RunConfig) -> Start | None:
         return None
 
 
-def newest_start(directory: Path, ways: ExitHints, *, knows_types: bool) -> Start:
+def newest_start(
+    directory: Path,
+    ways: ExitHints,
+    *,
+    knows_types: bool,
+    prove: Callable[[CheckpointRecord], None] = verify_files,
+) -> Start:
     """Return the start from the newest complete checkpoint of `directory`, or at step 0 if there is no checkpoint.
 
     Args:
         directory: The folder of checkpoints.
         ways: The ways out, in words.
         knows_types: As for `newest_valid`.
+        prove: As for `newest_valid`.
 
     Raises:
         StartupContractError: ``startup.artifacts_in_use``: there are checkpoints, and none is complete.
         OSError: A checkpoint cannot be read.
     """
-    record, warnings = newest_valid(directory, knows_types=knows_types)
+    record, warnings = newest_valid(directory, knows_types=knows_types, prove=prove)
     if record is None and warnings:
         broken = "; ".join(warning.removesuffix(FALLS_BACK) for warning in warnings)
         raise StartupContractError(
@@ -241,9 +256,11 @@ def _warn_of_changes(start: Start, config: RunConfig) -> Start:
     return dataclasses.replace(start, warnings=(*start.warnings, warning))
 
 
-def _verify_named(path: Path) -> CheckpointRecord:
+def _verify_named(path: Path, prove: Callable[[CheckpointRecord], None]) -> CheckpointRecord:
     try:
-        return verify(find_checkpoint(path))
+        record = read_record(find_checkpoint(path))
+        prove(record)
+        return record
     except FileNotFoundError as error:
         raise InputError(str(error)) from None
     except BrokenCheckpointError as error:
@@ -270,7 +287,7 @@ def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: b
 
 def _changes(config: RunConfig, record: CheckpointRecord) -> str:
     """List the fields in which the job differs from the job that wrote `record`, if that job is still in its folder."""
-    is_own = record.path.parent == config.checkpoints_dir
+    is_own = record.path.parent == config.checkpoints_dir or is_in_memory(record.path)
     folder = config.artifacts_dir if is_own else record.path.parent.parent
     names: list[str] = []
     if read_job(folder) is not None:
@@ -291,6 +308,7 @@ def move_old_artifacts_aside(config: RunConfig) -> Path | None:
         The folder, or None if there was nothing to move.
     """
     root = config.artifacts_dir
+    discard_memory(config.checkpoints_dir)
     files = (config.events_path, config.events_path.parent / RUNS_FILE)
     logs = [path for path in files if path.is_relative_to(root) and path.is_file() and not path.is_symlink()]
     records = checkpoint_files(config.checkpoints_dir)
@@ -306,6 +324,7 @@ def move_checkpoints_aside(directory: Path) -> Path | None:
     Returns:
         The folder, or None if there was nothing to move.
     """
+    discard_memory(directory)
     return _move_aside(checkpoint_files(directory), [], directory)
 
 

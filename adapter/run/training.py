@@ -65,7 +65,13 @@ def train(
     session.preparing = "input"
     here = [path for path in (config.spec_dir, working_directory()) if path is not None]
     from_ref = config.inputs.resume_checkpoint_ref is not None
-    decide = functools.partial(decide_start, config, allow_changed=allow_changed, may_have_completed=may_have_completed)
+    decide = functools.partial(
+        decide_start,
+        config,
+        allow_changed=allow_changed,
+        may_have_completed=may_have_completed,
+        prove=_read_ahead,
+    )
     start = Start() if from_ref else decide(import_types=lambda: import_seeded(config, here))
     if start.record is not None and start.finished_step is not None:
         return _report_finished(config, session, start.record, start.finished_step)
@@ -84,6 +90,12 @@ def train(
         seed_everything(config.seed)  # the same state, whether the trainer was imported just now or before
     with on_sys_path(here):
         return _fit(config, session, target, inputs, start)
+
+
+def _read_ahead(record: CheckpointRecord) -> None:
+    from ...callbacks.checkpoint.loading import read_ahead
+
+    read_ahead(record)
 
 
 def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ...callbacks.checkpoint.format.record import CheckpointRecord, name_of
-from ...callbacks.checkpoint.listing import Listed, list_checkpoints
+from ...callbacks.checkpoint.listing import Listed
+from ...callbacks.checkpoint.memory_tier import is_in_memory, list_tiers
 from ...callbacks.checkpoint.selection import folder_of_checkpoints
 from ...callbacks.checkpoint.storage import missing_file, verify_files
 from ..contract.exceptions import BrokenCheckpointError
@@ -16,7 +17,7 @@ def checkpoints_of_run(folder: Path) -> list[Listed]:
     """Return the checkpoints of the run in `folder`, oldest first; none if this user may not read them."""
     checkpoints = folder_of_checkpoints(folder)
     try:
-        return [] if checkpoints is None else list_checkpoints(checkpoints)
+        return [] if checkpoints is None else list_tiers(checkpoints)
     except OSError:
         return []
 
@@ -38,12 +39,14 @@ def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:
         "ranks": None,
     }
     facts |= {"scores": {}, "finite_weights": None, "left_out": 0}
+    facts["tier"] = "memory" if is_in_memory(listed.path) else "disk"
     words = ["whole"] if proves else []
     if record is not None:
         problem = _difference(record) if proves else missing_file(record)
         facts |= {name: getattr(record, name) for name in ("name", "step", "run_id", "finite_weights")}
         facts |= {"size": record.size_bytes, "saved_ms": record.created_at_ms, "ranks": record.world_size}
         facts |= {"scores": dict(record.metrics), "left_out": len(record.left_out)}
+        words += ["in memory"] if facts["tier"] == "memory" else []
         words += ["final"] if record.final else []
         words += ["of an older runtime, without digests"] if record.is_old else []
         words += ["weights not finite"] if record.finite_weights is False else []

@@ -1,8 +1,9 @@
 """The loading of a checkpoint.
 
 A load proves every byte before any of it is used. A file is read once: its digest is computed from the same memory that
-becomes the tensors. If several ranks saved a tensor in slices, a rank of a sharded run reads only its own part, slice
-by slice; each slice has a digest.
+becomes the tensors. A start that chooses among checkpoints proves them in the same way, and the load takes these
+tensors (`read_ahead`). If several ranks saved a tensor in slices, a rank of a sharded run reads only its own part,
+slice by slice; each slice has a digest.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from .format.record import (
 )
 from .format.slice_index import Box, SlicedTensor, StoredSlice, is_of_tensors, part_folder, rank_of
 from .frozen import describe_omitted
+from .memory_tier import free_memory
 from .sharded.slices import WholeTensor, view_of_part
 from .storage import check_file, open_file_of, verify_files
 
@@ -48,9 +50,15 @@ Base = Mapping[str, Any]
 """The model's tensors by name; a load takes those that its checkpoint omits from here."""
 
 _PIECE = 4 << 20
+_MOST_AHEAD = 16
+"""A checkpoint is read ahead if free memory is this many times as large: other ranks do so too, and build models."""
 _MOST_NAMES = 5
 
 _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORCH_TYPES.items()}
+
+
+_ahead: dict[tuple[str, str], tuple[dict[str, torch.Tensor], dict[str, TypedShape]]] = {}
+"""Proven tensors and headers by the digest of their record and their file, from `read_ahead` until the next load."""
 
 
 def load(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str, Any]:
@@ -108,6 +116,23 @@ def load_torch_file(path: Path) -> dict[str, Any]:
     return loaded
 
 
+def read_ahead(record: CheckpointRecord) -> None:
+    """Prove all files of `record`, and keep its tensors for a load of it, so that their bytes are read once.
+
+    Nothing is kept of tensors that were saved in slices, of which a load reads only some, nor if memory is short.
+
+    Raises:
+        BrokenCheckpointError: A file is missing or differs from what was saved.
+    """
+    _ahead.clear()
+    is_kept = _MOST_AHEAD * record.size_bytes <= free_memory()
+    ahead, others = list[FileEntry](), list[FileEntry]()
+    for entry in record.files:
+        (ahead if is_kept and is_of_tensors(record.file_name(entry)) else others).append(entry)
+    verify_files(record, others)
+    _ahead.update({(record.digest, entry.path): read_tensors(record, entry) for entry in ahead})
+
+
 def load_record(record: CheckpointRecord, *, base: Base | None = None, share: slice | None = None) -> dict[str, Any]:
     """Like `load`, for a record that was read already.
 
@@ -157,11 +182,13 @@ class _Source:
                 sliced.append(entry)
             elif name != STATE_FILE and not is_of_tensors(name):
                 others.append(entry)
+        _ahead.clear()
         verify_files(record, others + sliced[share or slice(None)])
         self._sliced = {(each.file, each.key): StoredSlices(record, each) for each in in_slices}
 
     def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
-        tensors, header = read_tensors(record, entry)
+        place = record.digest, entry.path
+        tensors, header = _ahead.pop(place) if place in _ahead else read_tensors(record, entry)
         file = record.tensor_file(entry)
         self._stored |= {(file, key): tensor for key, tensor in tensors.items()}
         return header

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -22,14 +22,20 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import BrokenCheckpointError, ResumeDifferenceError, StartupContractError
+from ...adapter.contract.exceptions import (
+    BrokenCheckpointError,
+    CheckpointError,
+    ResumeDifferenceError,
+    StartupContractError,
+    UnstorableStateError,
+)
 from ...adapter.contract.run_state import RunState
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed
 from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
-from ..rank_channel import ALONE, Channel
+from ..rank_channel import ALONE, Channel, RankGroups
 from ..witness.entry import Proof
 from ..witness.overlap import compare_with_checkpoint
 from ..witness.witness import Witness
@@ -40,6 +46,7 @@ from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path,
 from .frozen import Frozen, frozen_in
 from .listing import Listed, files_in_the_way, list_checkpoints
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
+from .memory_tier import is_in_memory, open_memory, retire_memory, spans_nodes
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import WITNESS, ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, own_records, require, to_delete
@@ -65,6 +72,22 @@ class WritesTrainerFiles(Protocol):
     def save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
         """Write into `output_dir`, later ``trainer/`` of the checkpoint; the result goes into the record."""
         ...
+
+
+@dataclass(frozen=True)
+class MemoryTier:
+    """Where a training saves in the memory of its node."""
+
+    directory: Path
+    groups: RankGroups | None
+    """Other channels than those for saves on disk, because both may be in flight."""
+    store: CheckpointStore = field(default_factory=CheckpointStore)
+
+    def keep_newest(self) -> None:
+        """Remove all but the newest checkpoint, once the save in flight has ended."""
+        self.store.prune(
+            self.directory, lambda listed: [each.record for each in listed[:-1] if each.record is not None]
+        )
 
 
 class Checkpoint(Hook, LightningCheckpoint):
@@ -95,6 +118,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         every_n_steps: Save when ``trainer.global_step`` crosses a multiple of this; 0 never does.
         every_n_epochs: Save at the end of every such epoch; 0 never does.
         every_minutes: Save when this many minutes have passed since the last save, by rank zero's clock; 0 never does.
+        memory_every_n_steps: Save in ``/dev/shm``, the memory of the node, when ``trainer.global_step`` crosses a
+            multiple of this; 0 never does. Such a checkpoint outlives a killed process, but not the node. Only the
+            newest one is kept; a resume takes it if it is newer than those in `dirpath`. It is neither uploaded nor
+            reported to callbacks. When training ends with an error, it is moved to `dirpath`. Without room
+            for it there, or on several nodes, a warning says so.
         lose_at_most: Instead of a cadence: how much training a crash may cost, such as ``60s`` or ``5min``. The time
             between saves follows from how long they stall training and how long they take until they are durable. It is
             logged when it changes, with what half and twice of it would give, and continues in a resumed run.
@@ -127,10 +155,11 @@ class Checkpoint(Hook, LightningCheckpoint):
     ranks: Literal["zero", "all"] = "all"
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
-    _of_this_process = frozenset({"_channel", "_run_state", "_witness", "_overlapped"})
+    _of_this_process = frozenset({"_channel", "_run_state", "_witness", "_overlapped", "_memory"})
     _channel = ALONE
     _run_state: RunState | None = None
     _witness: Witness | None = None
+    _memory: MemoryTier | None = None
     _overlapped: CheckpointRecord | None = None
     """The checkpoint with which a run that repeats its step compares itself."""
 
@@ -141,6 +170,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         every_n_steps: int = 0,
         every_n_epochs: int = 0,
         every_minutes: float = 0,
+        memory_every_n_steps: int = 0,
         lose_at_most: str | None = None,
         pay_at_most: float | None = None,
         keep_last: int | None = 2,
@@ -164,6 +194,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         )
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.every_n_epochs = step_cadence("every_n_epochs", every_n_epochs)
+        self.memory_every_n_steps = step_cadence("memory_every_n_steps", memory_every_n_steps)
         self._budget: Budget | None = None
         if lose_at_most is not None or pay_at_most is not None:
             if self.every_n_steps or self.every_n_epochs or every_minutes:
@@ -186,10 +217,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._resume = ResumeState()
         self._store = CheckpointStore()
         self._boundaries = Boundaries(self)
+        self._memory_boundaries = Boundaries(self, every=self.memory_every_n_steps)
         self._durable: deque[tuple[CheckpointRecord, float]] = deque()
         """Durable checkpoints not yet reported, with the seconds that each took; two threads use it."""
         self._in_use: list[Callable[[], Collection[Path]]] = []
-        self._saves_after_module_hook = self._is_between_batches = False
+        self._saves_after_module_hook = self._is_between_batches = self._only_in_memory = False
+        self._keeps_memory = False
+        """Whether others decide what becomes of checkpoints in memory when training fails."""
         self._last_saved_step: int | None = None
 
     @override
@@ -221,12 +255,19 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run_state, self._scores = run_state_of(trainer), Scores()
         self._boundaries = Boundaries(self, trainer.global_step)
+        self._memory_boundaries = Boundaries(self, trainer.global_step, every=self.memory_every_n_steps)
         self._clock = SaveClock(self.every_minutes, trainer.global_step, self._budget)
         self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
         if trainer.ckpt_path is not None:  # the run state in a checkpoint names the previous checkpoint
             loaded = self._store.loaded
             self._run_state.latest_checkpoint_uri = os.fspath(trainer.ckpt_path if loaded is None else loaded.path)
+            digests = self._channel.gather_everywhere("" if loaded is None else loaded.digest)
+            if len(set(digests)) > 1:
+                raise CheckpointError(
+                    f"the ranks have loaded different checkpoints, rank {self._channel.rank} {trainer.ckpt_path}: all "
+                    "nodes must see the same folder of checkpoints"
+                )
         self._resume.begin_training(trainer, pl_module)
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
         if trainer.is_global_zero:
@@ -240,6 +281,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             leaves_out = self.weights == "trained"
             self._store.begin(self.directory, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
             keep_configurations(self.directory, pl_module)
+        self._open_memory(trainer, pl_module)
         if next(saver for saver in savers_of(trainer) if saver.saves_anything) is self:
             resumed = "" if trainer.ckpt_path is None else self._resume.run
             self._witness = Witness(trainer, self.directory, resumed, self._channel)
@@ -263,9 +305,30 @@ class Checkpoint(Hook, LightningCheckpoint):
         if groups is not None and any(isinstance(p, DTensor) for p in pl_module.parameters()):
             require_shared_directory(groups.training, self.directory)
         if trainer.is_global_zero:
-            weights = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
-            trained = sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
-            require_space(self.directory, weights + _ADAM_STATES * trained)
+            require_space(self.directory, _estimated_bytes(pl_module))
+
+    def _open_memory(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prepare to save in memory, or say why that is not done. Collective."""
+        folder = self._memory = None
+        if not self.memory_every_n_steps:
+            return
+        if trainer.is_global_zero:
+            loaded = self._store.loaded
+            try:
+                if trainer.num_nodes > 1 or spans_nodes(os.environ):
+                    raise CheckpointError("the run is on several nodes, which have no memory in common")
+                # A rank knows the bytes of its own part of a sharded tensor, and the parts are of about the same size.
+                nbytes = trainer.world_size if any(isinstance(p, DTensor) for p in pl_module.parameters()) else 1
+                folder = open_memory(self.directory, self._run_id, nbytes * _estimated_bytes(pl_module), loaded)
+            except (CheckpointError, OSError) as error:
+                log.warning("Checkpoints are not saved in memory: %s", error)
+        folder = self._channel.share(folder)
+        if folder is not None:
+            groups = None if rank_groups_of(trainer.strategy) is None else RankGroups()
+            self._memory = memory = MemoryTier(folder, groups)
+            if trainer.is_global_zero:
+                frozen, leaves_out = frozen_in(pl_module, trainer.optimizers), self.weights == "trained"
+                memory.store.begin(folder, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
 
     def _newest_after(self, step: int, listed: list[Listed]) -> CheckpointRecord | None:
         """Return the newest checkpoint of this run after `step`, but not its final one."""
@@ -280,7 +343,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         if starts_over and not self.replace_existing and (fault := _in_use_fault(self.directory, listed)):
             return fault
         loaded = self._store.loaded
-        is_of_this_run = loaded is not None and loaded.path.parent == Path(os.path.realpath(self.directory))
+        is_of_this_run = loaded is not None and (
+            loaded.path.parent == Path(os.path.realpath(self.directory)) or is_in_memory(loaded.path)
+        )
         return _handle_foreign_files(self.directory, moves_aside=self.replace_existing or is_of_this_run)
 
     @skippable
@@ -291,6 +356,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         is_settled = self._store.is_settled  # read before the poll, because that may settle it
         self.poll(trainer)
         is_due = self._boundaries.crosses(trainer.global_step)
+        is_due_in_memory = self._is_due_in_memory(trainer.global_step)
         if self._overlapped is not None:
             is_due |= trainer.global_step == self._overlapped.step
             self._wake()
@@ -305,12 +371,21 @@ class Checkpoint(Hook, LightningCheckpoint):
             if (proof := witness.observe(trainer, pl_module, outputs, batch, batch_idx)) is not None:
                 self._report(trainer, proof)
             self.next_due_step = min(self.next_due_step, witness.next_step)
-        if run_state.stop_reason is None and (not is_due or suppressed(pl_module)):
+        if run_state.stop_reason is None and (not (is_due or is_due_in_memory) or suppressed(pl_module)):
             return
+        self._only_in_memory = not is_due
         if awaits_module_hook(trainer, pl_module):  # its changes, such as a moving average, belong to this step
             self._saves_after_module_hook = True
         else:
             self._save_what_is_due(trainer, pl_module)
+
+    def _is_due_in_memory(self, step: int) -> bool:
+        if self._memory is None:
+            return False
+        next_due_step = self.next_due_step
+        is_due = self._memory_boundaries.crosses(step)
+        self.next_due_step = min(next_due_step, self.next_due_step)
+        return is_due
 
     def _report(self, trainer: pl.Trainer, proof: Proof | None) -> None:
         """Log the result of a comparison with the earlier attempt, and report it to all callbacks on rank zero.
@@ -329,7 +404,9 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # All ranks have agreed to end after this step; its state must be on disk before the run ends.
         is_ending = run_state_of(trainer).stop_reason is not None
-        if is_ending and self._last_saved_step == trainer.global_step:
+        if self._only_in_memory and not is_ending:
+            self._save_in_memory(trainer, pl_module)
+        elif is_ending and self._last_saved_step == trainer.global_step:
             self.wait(trainer)
         else:
             self.save(trainer, pl_module, wait=is_ending)
@@ -384,12 +461,23 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.save(trainer, pl_module, final=True, wait=True)
         self.wait(trainer)
         self._store.background.finish()
+        self._end_memory(trainer)
         self._close_witness()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         wait_after_failure(lambda: self.wait(trainer))
+        if not self._keeps_memory:
+            self._end_memory(trainer)
         self._close_witness()
+
+    def _end_memory(self, trainer: pl.Trainer) -> None:
+        """Leave nothing in memory: of a training that has failed, the newest checkpoint goes to the disk."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            wait_after_failure(memory.store.close)
+        if trainer.is_global_zero and self.dirpath is not None:  # an earlier attempt may have saved there
+            retire_memory(self.directory)
 
     def _close_witness(self) -> None:
         witness, self._witness = self._witness, None
@@ -437,6 +525,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if run.record is not None:
             self.run = run.record
             self.replace_existing = True  # the run has already decided what to resume from
+        self._keeps_memory = run.is_supervised
 
     @property
     def _run_id(self) -> str:
@@ -464,7 +553,8 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     def saves_while_training(self) -> bool:
         """Whether it saves before the end of training."""
-        return bool(self.every_n_steps or self.every_n_epochs or self.every_minutes or self._budget)
+        cadences = (self.every_n_steps, self.every_n_epochs, self.every_minutes, self.memory_every_n_steps)
+        return any(cadences) or self._budget is not None
 
     @property
     @override
@@ -519,23 +609,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._store.wait(self)
         else:
             wait_after_failure(lambda: self._store.wait(self))
-        with contextlib.ExitStack() as undo:  # until the store has the folder, and removes it if the save fails
-            staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final, undo)
-            with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
-                state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
-            undo.pop_all()
         groups = rank_groups_of(trainer.strategy)
-        if self._overlapped is not None and step >= self._overlapped.step:
-            record, self._overlapped = self._overlapped, None
-            if step == record.step:
-                proof = compare_with_checkpoint(state, record, self._channel)
-                self._report(trainer, proof)
-        if trainer.is_global_zero or groups is not None:
-            meta = self._meta(trainer, trainer_checkpoint, state[CONTRACT_KEY]["elapsed_s"], final=final)
-            asynchronous = self.asynchronous and not wait
-            future = self._store.save(
-                path, state, meta, staging=staging, asynchronous=asynchronous, groups=groups, owner=self
-            )
+        future = self._begin_save(trainer, pl_module, path, self._store, groups, final=final, wait=wait)
+        if future is not None:
             future.add_done_callback(lambda ended: self._note_end(ended, began_s))
         trainer.strategy.barrier("Checkpoint.save")
         if self._budget is not None and not wait:
@@ -543,6 +619,59 @@ class Checkpoint(Hook, LightningCheckpoint):
         if wait:
             self.wait(trainer)
         return path
+
+    def _begin_save(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        path: Path,
+        store: CheckpointStore,
+        groups: RankGroups | None,
+        *,
+        final: bool,
+        wait: bool,
+    ) -> Future[CheckpointRecord | None] | None:
+        """Have `store` save this moment; return its result, or None on a rank that saves nothing. Collective."""
+        step = trainer.global_step
+        with contextlib.ExitStack() as undo:  # until the store has the folder, and removes it if the save fails
+            staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final, undo)
+            with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
+                state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
+            undo.pop_all()
+        if self._overlapped is not None and step >= self._overlapped.step:
+            record, self._overlapped = self._overlapped, None
+            if step == record.step:
+                proof = compare_with_checkpoint(state, record, self._channel)
+                self._report(trainer, proof)
+        if not trainer.is_global_zero and groups is None:
+            return None
+        meta = self._meta(trainer, trainer_checkpoint, state[CONTRACT_KEY]["elapsed_s"], final=final)
+        asynchronous = self.asynchronous and not wait
+        return store.save(path, state, meta, staging=staging, asynchronous=asynchronous, groups=groups, owner=self)
+
+    def _save_in_memory(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save this moment in the memory of the node; after a failure there, no further one. Collective.
+
+        Raises:
+            UnstorableStateError: A value cannot be stored; names its path.
+        """
+        memory, problem = self._memory, ""
+        assert memory is not None
+        with timed(trainer, "checkpoint"):
+            try:
+                self._channel.agreed(memory.store.wait, "save in memory")
+                path = memory.directory / f"{step_name(trainer.global_step)}.json"
+                self._begin_save(trainer, pl_module, path, memory.store, memory.groups, final=False, wait=False)
+            except UnstorableStateError:
+                raise
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+            if problem := self._channel.share(problem):
+                self._memory = None
+        if trainer.is_global_zero and problem:
+            log.warning("From now on no checkpoint is saved in memory: %s", problem)
+        elif trainer.is_global_zero:
+            memory.keep_newest()
 
     def _meta(
         self, trainer: pl.Trainer, trainer_checkpoint: Mapping[str, Any] | None, elapsed_s: float, *, final: bool
@@ -591,6 +720,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         Raises:
             Exception: It could not be written.
         """
+        if (memory := self._memory) is not None:
+            wait_after_failure(lambda: memory.store.wait(self))
         self.wait_until_durable()
         self.report_durable(trainer)
 
@@ -697,6 +828,12 @@ class SaveClock:
             is_due, self._next_look = trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
         hook.next_due_step = min(hook.next_due_step, self._next_look)
         return is_due
+
+
+def _estimated_bytes(pl_module: pl.LightningModule) -> int:
+    """Return about how many bytes of tensors a checkpoint has."""
+    weights = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
+    return weights + _ADAM_STATES * sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
 
 
 def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:

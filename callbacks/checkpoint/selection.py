@@ -23,6 +23,7 @@ from ...adapter.plumbing.durable import write_bytes_durably
 from .contents import check_contents
 from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path
 from .listing import Listed, list_checkpoints, read_scores, record_of_folder
+from .memory_tier import is_in_memory, list_tiers
 from .storage import missing_file, verify_files
 
 if TYPE_CHECKING:
@@ -43,14 +44,18 @@ def newest_valid(
     *,
     accept: Callable[[CheckpointRecord], bool] = lambda _: True,
     knows_types: bool = False,
+    prove: Callable[[CheckpointRecord], None] = verify_files,
 ) -> tuple[CheckpointRecord | None, list[str]]:
     """Return the newest checkpoint that proves intact, and a warning for each newer one that does not.
+
+    Those in memory count, except with weights that are not finite: then the run repeats its steps from the disk.
 
     Args:
         directory: The folder of the records.
         accept: Which records to consider, for example by run or spec digest; called before the files are proven.
         knows_types: Whether this process has imported what it trains, so that a checkpoint with an unknown type
             cannot be loaded.
+        prove: Compares the files with the record; `read_ahead` also keeps what it has read for the load.
 
     Returns:
         The record, or None if there is none, and the warnings; each names a broken checkpoint and the reason.
@@ -59,15 +64,16 @@ def newest_valid(
         OSError: A newer one cannot be read; it may still be intact.
     """
     newest, warnings = None, list[str]()
-    for listed in reversed(list_checkpoints(directory)):
+    for listed in reversed(list_tiers(directory)):
         if listed.error is not None:
             raise listed.error
         try:
             if listed.record is None:
                 raise BrokenCheckpointError(name_of(listed.path), listed.problem)
-            if not accept(listed.record):
+            is_lost = listed.record.finite_weights is False and is_in_memory(listed.path)
+            if is_lost or not accept(listed.record):
                 continue
-            verify_files(listed.record)
+            prove(listed.record)
             check_contents(listed.record, knows_types=knows_types)
             newest = listed.record
             break
@@ -84,7 +90,7 @@ def newest_complete(directory: str | os.PathLike[str]) -> CheckpointRecord | Non
     Its time does not depend on the size of the files, and it raises nothing. `newest_valid` also compares content.
     """
     try:
-        listed = list_checkpoints(directory)
+        listed = list_tiers(directory)
     except OSError:
         return None
     records = (each.record for each in reversed(listed))
@@ -106,7 +112,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     if (owner := record_of_folder(Path(os.path.abspath(path)))) is not None:
         return owner
     folder = folder_of_checkpoints(path)
-    listed = [] if folder is None else list_checkpoints(folder)
+    listed = [] if folder is None else list_tiers(folder)
     for entry in reversed(listed):
         if entry.error is not None:
             raise entry.error

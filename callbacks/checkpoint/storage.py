@@ -379,6 +379,29 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
             log.warning("Could not remove %s: %s", replaced.data_path, error)
 
 
+def copy_checkpoint(record: CheckpointRecord, directory: Path) -> None:
+    """Copy a checkpoint to `directory`, complete and durable when this returns.
+
+    Raises:
+        BrokenCheckpointError: A file differs from its record.
+        UnwrittenCheckpointError: It could not be written; nothing of it remains.
+    """
+    files = tuple(replace(entry, path=record.file_name(entry)) for entry in record.files)
+    staging = stage(directory / record.path.name)
+    try:
+        with name_checkpoint_in_errors(staging.record, record.size_bytes):
+            for entry, file in zip(record.files, files, strict=True):
+                target = staging.path / file.path
+                make_directory(target.parent, shared=None)
+                with os.fdopen(open_regular(record.path.parent / entry.path), "rb") as source:
+                    written = write_file(target, iter(lambda: source.read(_WRITE_CHUNK), b""))
+                check_file(record, entry, *written)
+            commit(staging, replace(record, folder=None, files=files))
+    except BaseException:
+        staging.discard()
+        raise
+
+
 def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None = None) -> None:
     """Remove a checkpoint, its record first. For a link, remove only the link. A missing one is no error.
 

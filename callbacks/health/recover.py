@@ -22,7 +22,7 @@ from ...reporters.events.event import ROLLED_BACK_METRIC
 from ..checkpoint.capture import CONTRACT_KEY
 from ..checkpoint.codec.state_tree import format_path
 from ..checkpoint.format.record import CheckpointRecord
-from ..checkpoint.listing import list_checkpoints
+from ..checkpoint.memory_tier import list_tiers
 from ..checkpoint.policy import Checkpoint, savers_of
 from ..checkpoint.rank_state import digests_of, gradients_of_rank, restore_gradients, restore_rng_of_rank
 from ..checkpoint.selection import WRITER, newest_valid, own_records
@@ -282,7 +282,7 @@ class Recover(Hook):
                 rewind(callback, trainer.global_step)
         fire(trainer, "on_roll_back")
         if trainer.is_global_zero:
-            for record in own_records(list_checkpoints(saver.directory)):  # or a start would resume from one
+            for record in own_records(list_tiers(saver.directory)):  # or a start would resume from one
                 if record.step > target.step and _is_of_run(record, trainer, saver):
                     delete_checkpoint(record.path)
             log.warning(

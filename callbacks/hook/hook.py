@@ -72,6 +72,8 @@ class RunContext(Protocol):
     """Whether a completed run fails if an upload did not arrive."""
     deadline_s: float
     """How long the end of the run waits for uploads, in seconds."""
+    is_supervised: bool
+    """Whether a supervisor on this machine starts the run again after a rank was killed."""
 
     def end_now(self, error: BaseException) -> NoReturn:
         """Report a failure from a thread that watches the training, and end the process."""

@@ -10,10 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
-from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, find_final, list_checkpoints, newest_valid, save
+from genlight.callbacks.checkpoint import (
+    RecordMeta,
+    find_checkpoint,
+    find_final,
+    list_checkpoints,
+    load,
+    loading,
+    newest_valid,
+    save,
+)
 from genlight.callbacks.checkpoint.format.record import step_name
+from genlight.callbacks.checkpoint.loading import read_ahead
 from genlight.callbacks.checkpoint.selection import newest_complete
 
 pytestmark = pytest.mark.promise(name="checkpoint")
@@ -34,6 +45,65 @@ def test_final_is_the_newest_of_its_step(tmp_path):
     save(tmp_path / "final", {"global_step": 5}, meta=RecordMeta(final=True))
     save_steps(tmp_path, 5)
     assert newest_valid(tmp_path)[0].name == "final"
+
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def assert_is_read_ahead(directory, step, *, times):
+    """Choose the newest checkpoint and load it; check how often the bytes of its tensors are read."""
+    before = bytes_read()
+    record, warnings = newest_valid(directory, prove=read_ahead)
+    assert (record.step, len(warnings)) == (step, 3 - step)
+    loaded = load(record.path)
+    assert torch.equal(loaded["state_dict"]["w"], torch.full((1 << 20,), float(step)))
+    assert times <= (bytes_read() - before) / record.size_bytes < times + 0.5
+    assert not loading._ahead
+
+
+@pytest.fixture
+def three_steps(tmp_path):
+    for step in (1, 2, 3):
+        save(
+            tmp_path / f"step-{step:08d}",
+            {"global_step": step, "state_dict": {"w": torch.full((1 << 20,), float(step))}},
+        )
+    return tmp_path
+
+
+def test_a_start_reads_the_bytes_of_its_checkpoint_once(three_steps):
+    assert_is_read_ahead(three_steps, 3, times=1)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_broken_checkpoint_is_not_read_ahead(damage, three_steps):
+    path = three_steps / "step-00000003" / "model.safetensors"
+    if damage == "remove":
+        path.unlink()
+    elif damage == "cut":
+        os.truncate(path, 5000)
+    else:
+        with path.open("r+b") as file:
+            file.seek(-3, os.SEEK_END)
+            file.write(b"x")
+    assert_is_read_ahead(three_steps, 2, times=2 if damage == "flip" else 1)
+
+
+def test_without_memory_to_spare_a_checkpoint_is_read_twice(three_steps, monkeypatch):
+    monkeypatch.setattr(loading, "free_memory", lambda: 1 << 20)
+    assert_is_read_ahead(three_steps, 3, times=2)
+
+
+def test_the_bytes_that_were_proven_are_loaded(three_steps):
+    """Also if the file changes in between; another checkpoint does not get them."""
+    record, _ = newest_valid(three_steps, prove=read_ahead)
+    (three_steps / "step-00000003" / "model.safetensors").write_bytes(b"")
+    assert float(load(three_steps / "step-00000003")["state_dict"]["w"][0]) == 3
+    newest_valid(three_steps, accept=lambda record: record.step == 2, prove=read_ahead)
+    assert float(load(three_steps / "step-00000001")["state_dict"]["w"][0]) == 1
+    with pytest.raises(BrokenCheckpointError):
+        load(record.path)
 
 
 def test_records_that_are_not_accepted_are_skipped_without_a_warning(tmp_path):

@@ -1,0 +1,206 @@
+"""Checkpoints in the memory of this node: they outlive a killed process, but not the node.
+
+They have the format of those on disk, in a folder of `ROOT` that only this user may enter. The folder of checkpoints on
+disk has a file with its name, which is random, and a note in it has the inode of the folder on disk. So another run
+never meets it, even one that was started in a copy of the folder on disk, or in a new folder at the same path.
+
+When training has ended, the folder is removed. If it held a newer checkpoint than the disk, that is copied first.
+
+The module imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
+from ...adapter.plumbing.durable import make_directory, write_bytes_durably
+from ...adapter.plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, read_own
+from .format.record import CheckpointRecord
+from .listing import Listed, list_checkpoints
+from .storage import copy_checkpoint, delete_checkpoint, missing_file, sweep
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(os.path.realpath("/dev/shm"))  # noqa: S108 - a folder in it is proven to be ours whenever it is read
+POINTER = ".memory"
+"""File in a folder of checkpoints with the name of the folder in memory."""
+_NOTE = ".checkpoints-of"
+_NAME = re.compile(r"genlight-[\w-]+-[0-9a-f]{16}")
+_LARGEST_NOTE = 256
+_AT_ONCE = 2
+"""Checkpoints that exist at the same time: one stays until the next is complete."""
+_NODES = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def memory_folder(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the folder in memory that belongs to `directory`, or None if there is none on this node.
+
+    One that could have been made or changed by another user, or belongs to another run, is refused with a warning.
+    """
+    try:
+        name = read_own(Path(directory) / POINTER, limit=_LARGEST_NOTE).decode()
+    except (OSError, ValueError):
+        return None
+    folder = ROOT / name
+    if not _NAME.fullmatch(name) or not os.path.lexists(folder):
+        return None
+    if fault := _fault_of(folder, directory):
+        _warn_of(folder, fault)
+        return None
+    return folder
+
+
+@functools.cache
+def _warn_of(folder: Path, fault: str) -> None:
+    log.warning("The checkpoints in memory, %s, are not used: %s", folder, fault)
+
+
+def _fault_of(folder: Path, directory: str | os.PathLike[str]) -> str:
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is a link or a file, not a folder"
+    if status.st_uid != os.geteuid():
+        return f"the folder belongs to another user (uid {status.st_uid})"
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        return "other users may enter the folder"
+    try:
+        owner = read_own(folder / _NOTE, limit=_LARGEST_NOTE)
+    except UnsafeFileError as error:
+        return f"{_NOTE}: {error.strerror}"
+    except OSError:
+        owner = b""
+    return "" if owner == _note_of(directory) else "the folder belongs to another run"
+
+
+def _note_of(directory: str | os.PathLike[str]) -> bytes:
+    return str(os.stat(directory).st_ino).encode()
+
+
+def is_in_memory(record: Path) -> bool:
+    """Whether `record` is the path of a checkpoint in memory."""
+    return record.parent.parent == ROOT and _NAME.fullmatch(record.parent.name) is not None
+
+
+def list_tiers(directory: str | os.PathLike[str]) -> list[Listed]:
+    """Return every record of `directory`, also those in memory, oldest step first; of one step, that on disk is last.
+
+    On several nodes only the records on disk, because those in memory are on one node.
+    """
+    folder = None if spans_nodes(os.environ) else memory_folder(directory)
+    in_memory = [] if folder is None else list_checkpoints(folder)
+    # A run that trains replaces them all the time.
+    in_memory = [each for each in in_memory if each.record is not None or each.path.exists()]
+    return sorted([*in_memory, *list_checkpoints(directory)], key=lambda listed: listed.age)
+
+
+def spans_nodes(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as part of a run on several nodes."""
+    return "NODE_RANK" in environ or any(environ.get(name, "1") != "1" for name in _NODES)
+
+
+def open_memory(directory: Path, run_id: str, nbytes: int, loaded: CheckpointRecord | None) -> Path:
+    """Return the folder in memory for `directory`, made if it does not exist.
+
+    Args:
+        directory: The folder of checkpoints on disk.
+        run_id: Makes the name readable.
+        nbytes: Estimated bytes of a checkpoint.
+        loaded: The checkpoint from which training continues. Others in memory are removed: it may be older.
+
+    Raises:
+        CheckpointError: There is no room, or no such memory; the message says how much.
+        OSError: The folder cannot be made.
+    """
+    folder, at_once = memory_folder(directory), _AT_ONCE
+    for path in [] if folder is None else [each.path for each in list_checkpoints(folder)]:
+        if loaded is None or path != loaded.path:
+            delete_checkpoint(path)
+        else:
+            at_once -= 1
+    if not ROOT.is_dir():
+        raise CheckpointError(f"there is no {ROOT}")
+    room = _room()
+    need, has = (f"{size / 1e6:,.1f} MB" for size in (at_once * nbytes, room))
+    figures = f"{at_once} checkpoints need {need}, and {ROOT} has room for {has}"
+    if room < at_once * nbytes:
+        raise CheckpointError(f"{figures}; give it more (`--shm-size` of a container), or save on disk more often")
+    if folder is None:
+        folder = ROOT / f"genlight-{re.sub(r'[^A-Za-z0-9_-]', '-', run_id)[:40] or 'run'}-{secrets.token_hex(8)}"
+        folder.mkdir(0o700)
+        make_directory(directory, shared=None)
+        write_bytes_durably(folder / _NOTE, _note_of(directory), mode=PRIVATE_FILE)
+        write_bytes_durably(directory / POINTER, folder.name.encode(), mode=PRIVATE_FILE)
+    sweep(folder)
+    log.info("checkpoints in memory go to %s: %s", folder, figures)
+    return folder
+
+
+def _room() -> int:
+    """Return the bytes that still fit into `ROOT`: the memory of a container may be smaller."""
+    return min(shutil.disk_usage(ROOT).free, free_memory())
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that this machine or container has left; very many if that is unknown."""
+    rooms = [sys.maxsize]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        rooms.append(1024 * _numbers("/proc/meminfo")["MemAvailable:"])
+    with contextlib.suppress(OSError, ValueError, KeyError):  # a group without a limit says "max"
+        reclaimable = _numbers(_CGROUP / "memory.stat")["inactive_file"]
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        rooms.append(max(limit - used + reclaimable, 0))
+    return min(rooms)
+
+
+def _numbers(path: str | os.PathLike[str]) -> dict[str, int]:
+    lines = (line.split() for line in Path(path).read_text(encoding="ascii").splitlines())
+    return {words[0]: int(words[1]) for words in lines}
+
+
+def retire_memory(directory: Path) -> None:
+    """Remove the checkpoints in memory that belong to `directory`; copy the newest to the disk if it is newer.
+
+    One with weights that are not finite is not copied. If the copy fails, they stay where they are, with a warning.
+    """
+    folder = memory_folder(directory)
+    if folder is None:
+        return
+    steps = [each.record.step for each in list_checkpoints(directory) if each.record and not missing_file(each.record)]
+    records = [each.record for each in list_checkpoints(folder) if each.record is not None]
+    newer = [each for each in records if each.step > max(steps, default=-1) and each.finite_weights is not False]
+    try:
+        for record in newer[-1:]:
+            copy_checkpoint(record, directory)
+    except BrokenCheckpointError as error:
+        log.warning("The newest checkpoint in memory is lost: %s", error)
+    except (CheckpointError, OSError) as error:
+        log.warning(
+            "The newest checkpoint in memory could not be copied to the disk and stays in %s: %s", folder, error
+        )
+        return
+    discard_memory(directory)
+
+
+def discard_memory(directory: Path) -> None:
+    """Remove the checkpoints in memory that belong to `directory`, if there are any."""
+    folder = memory_folder(directory)
+    try:
+        if folder is not None:
+            for listed in list_checkpoints(folder):
+                delete_checkpoint(listed.path)
+            shutil.rmtree(folder)
+        (directory / POINTER).unlink(missing_ok=True)
+    except (CheckpointError, OSError) as error:
+        log.warning("Could not remove the checkpoints in memory: %s", error)
