@@ -3,6 +3,9 @@
 Each rank notes the step in progress in a small file that is mapped into memory, so a step pays for no system call, and
 the kernel keeps the note of a killed process. The next attempt reads the notes, before it overwrites them.
 
+From the choice of its checkpoint to its first step, an attempt has a note of rank zero instead. It also has what rank
+zero has read, for ranks of the same launch that read later.
+
 An attempt counts as dead if its log has no terminal event, or one about a lost rank. A mistake in code or input does
 not count, and neither does a stop.
 """
@@ -10,11 +13,14 @@ not count, and neither does a stop.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
+import secrets
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -25,15 +31,25 @@ from ..job.config import RunConfig
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.safe_open import PRIVATE_FILE, open_own, read_own
 from .attempts import last_attempts
+from .rank_files import LAUNCH, RESTART
+
+log = logging.getLogger(__name__)
+
+_Note = TypeVar("_Note")
 
 FOLDER = ".deaths"
 DEATH = "GENLIGHT_DEATH"
 """Variable of a supervisor: the rank that died and its exit code, as ``RANK CODE``."""
 MOST_AT_A_STEP = 2
 """Deaths in one step from one checkpoint after which an attempt begins at the checkpoint before."""
-_AGAIN = "attempts in a row were killed in step"
+MOST_AT_THE_START = 4
+"""The same for deaths before the first step, where a machine that is going down kills an attempt more easily."""
+_AGAIN = "attempts in a row were killed"
+_TOKEN = "GENLIGHT_START"  # noqa: S105 - identifies a start for the ranks that rank zero starts
+_BEGINNING = "begun.json"
 _NUMBERS = struct.Struct("<5q")
 _SIZE = 4096
+_MOST_WORDS = 400
 _OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
 
@@ -45,7 +61,7 @@ class Death(msgspec.Struct, frozen=True):
     """The end of an attempt that was killed within a step."""
 
     step: int
-    """The step in progress."""
+    """The step in progress; 0 before the first step of the attempt."""
     epoch: int
     batch: int
     """Index of its batch in the epoch."""
@@ -59,6 +75,8 @@ class Death(msgspec.Struct, frozen=True):
     rank: int = -1
     """The rank that died; -1 if that is unknown."""
     how: str = ""
+    rows: str = ""
+    """The batch, in words; empty until it has come a second time."""
 
     @property
     def where(self) -> tuple[int, int, int]:
@@ -72,6 +90,17 @@ class _Facts(msgspec.Struct, frozen=True):
     job: str
     host: str
     oom_kills: int
+    rows: str = ""
+
+
+class _Beginning(msgspec.Struct, frozen=True):
+    """The note of an attempt that has not begun its first step."""
+
+    launch: str
+    attempt: Death
+    """How the attempt counts if it is killed."""
+    before: list[Death]
+    """What `repeated_deaths` has returned to it."""
 
 
 class StepNote:
@@ -87,30 +116,68 @@ class StepNote:
 
     def __init__(self, folder: Path, rank: int, *, job: str, record: int, went_back: bool) -> None:
         make_directory(folder / FOLDER)
-        facts = msgspec.json.encode(_Facts(job, host_name(), _oom_kills()))
+        self._facts = _Facts(job, host_name(), _oom_kills())
         descriptor = open_own(folder / FOLDER / f"rank-{rank}", os.O_RDWR | os.O_CREAT)
         try:
-            os.pwrite(descriptor, facts.rjust(_SIZE - _NUMBERS.size).rjust(_SIZE, b"\0"), 0)
+            os.ftruncate(descriptor, _SIZE)
             self._file = mmap.mmap(descriptor, _SIZE)
+            self._file[: _NUMBERS.size] = bytes(_NUMBERS.size)
+            self.name_rows("")
         finally:
             os.close(descriptor)
         self._constant = record, int(went_back)
+        self._beginning = folder / FOLDER / _BEGINNING if rank == 0 else None
+
+    def name_rows(self, rows: str) -> None:
+        """Note the batch that comes next, in words."""
+        facts = msgspec.json.encode(msgspec.structs.replace(self._facts, rows=rows[:_MOST_WORDS]))
+        self._file[_NUMBERS.size :] = facts.rjust(_SIZE - _NUMBERS.size)
 
     def begin(self, step: int, epoch: int, batch: int) -> None:
         """Note that a step begins."""
         _NUMBERS.pack_into(self._file, 0, step, epoch, batch, *self._constant)
+        if self._beginning is not None:
+            self._beginning.unlink(missing_ok=True)
+            self._beginning = None
+
+
+def begin_attempt(config: RunConfig, record: int, deaths: Sequence[Death], *, went_back: bool) -> None:
+    """Note on rank zero that an attempt begins at `record`, the step of a checkpoint, after `deaths`."""
+    os.environ[_TOKEN] = secrets.token_hex(8)
+    attempt = Death(0, 0, 0, record, went_back, config.spec_digest, host_name())
+    note = msgspec.json.encode(_Beginning(_launch(), attempt, list(deaths)))
+    path = config.artifacts_dir / FOLDER / _BEGINNING
+    try:
+        make_directory(path.parent)
+        write_bytes_durably(path, note, mode=PRIVATE_FILE, waits_for_disk=False)
+    except OSError as error:
+        log.warning("a repeated death before the first step would not be noticed: %s", error)
+
+
+def _launch() -> str:
+    """Return the identity of this start of all ranks."""
+    values = [os.environ.get(name, "") for name in (*LAUNCH, RESTART)]
+    return ":".join(values) if any(values) else os.environ.get(_TOKEN, "")
 
 
 def repeated_deaths(config: RunConfig) -> list[Death]:
     """Return the last attempts of a run that were killed in the same step, the oldest first; empty after another end.
 
-    Every rank gets the same result until they have met and `note_deaths` is called.
+    Attempts that were killed before their first step count as well. Every rank gets the same result until they have met
+    and `note_deaths` is called.
     """
     end = last_attempts(config.events_path, config.run_id)[1].end
     is_death = isinstance(end, Failed) and ("RankFailedError" in end.error or _AGAIN in end.error)
     if end is not None and not is_death:
         return []
     folder, notes = config.artifacts_dir / FOLDER, dict[int, Death]()
+    begun = _read(folder / _BEGINNING, _Beginning)
+    if begun is not None and begun.attempt.job == config.spec_digest:
+        if begun.launch == _launch():
+            return begun.before
+        rank, how = _cause(end)
+        last = msgspec.structs.replace(begun.attempt, rank=rank, how=how)
+        return [*(death for death in begun.before if (death.where, death.job) == (last.where, last.job)), last]
     for path in sorted(folder.glob("rank-*")):
         with contextlib.suppress(OSError, ValueError, struct.error):  # torn by a loss of power, or somebody else's
             data = read_own(path, limit=_SIZE)
@@ -120,14 +187,15 @@ def repeated_deaths(config: RunConfig) -> list[Death]:
             is_full = facts.host == host_name() and 0 <= facts.oom_kills < _oom_kills()
             how = "the kernel killed it because memory was full" * is_full
             if step and facts.job == config.spec_digest:
-                notes[rank] = Death(step, epoch, batch, record, bool(went_back), facts.job, facts.host, -1, how)
+                place = (step, epoch, batch, record, bool(went_back))
+                notes[rank] = Death(*place, facts.job, facts.host, -1, how, facts.rows)
     if not notes:
         return []
     rank, how = _cause(end)
     last = notes.get(rank, notes[min(notes)])
     last = msgspec.structs.replace(last, rank=rank if len(notes) > 1 else min(notes), how=last.how or how)
-    before = _read(folder / "deaths.json")
-    return [*(death for death in before if (death.where, death.job) == (last.where, last.job)), last]
+    before = _read(folder / "deaths.json", list[Death])
+    return [*(death for death in before or () if (death.where, death.job) == (last.where, last.job)), last]
 
 
 def note_deaths(folder: Path, deaths: Sequence[Death]) -> None:
@@ -154,10 +222,10 @@ def describe_deaths(deaths: Sequence[Death]) -> str:
     who = f"rank {last.rank}" if len(ranks) == 1 and last.rank >= 0 else "not always the same rank"
     host = f"on {last.host}" if len(hosts) == 1 else "on several hosts"
     how = (last.how or "nothing recorded how") if len(ways) == 1 else f"the last time: {last.how or 'unknown'}"
-    return (
-        f"{len(deaths)} {_AGAIN} {last.step}, in batch {last.batch} of epoch "
-        f"{last.epoch}, from the checkpoints of step {records}: {who} {host} ({how})"
-    )
+    step = f"in step {last.step}, in batch {last.batch} of epoch {last.epoch}"
+    place = step if last.step else "before their first step"
+    rows = f"; its batch: {last.rows}" if last.rows else ""
+    return f"{len(deaths)} {_AGAIN} {place}, from the checkpoints of step {records}: {who} {host} ({how}){rows}"
 
 
 def _cause(end: object) -> tuple[int, str]:
@@ -171,11 +239,11 @@ def _cause(end: object) -> tuple[int, str]:
     return rank, text
 
 
-def _read(path: Path) -> list[Death]:
+def _read(path: Path, of: type[_Note]) -> _Note | None:
     try:
-        return msgspec.json.decode(read_own(path, limit=1 << 20), type=list[Death])
+        return msgspec.json.decode(read_own(path, limit=1 << 20), type=of)
     except (OSError, ValueError, RecursionError):
-        return []
+        return None
 
 
 def _oom_kills() -> int:

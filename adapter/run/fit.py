@@ -253,6 +253,7 @@ class NoteStep(pl.Callback):
     def __init__(self, config: RunConfig, start: Start) -> None:
         self._config, self._start = config, start
         self._note: StepNote | None = None
+        self._deadly = {death.where for death in start.deaths}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -269,8 +270,14 @@ class NoteStep(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._note is not None:
-            self._note.begin(trainer.global_step + 1, trainer.current_epoch, batch_idx)
+        if self._note is None:
+            return
+        place = trainer.global_step + 1, trainer.current_epoch, batch_idx
+        if self._deadly and place in self._deadly:
+            from ..check.batches import describe_batch  # loads pyarrow
+
+            self._note.name_rows(describe_batch(batch))
+        self._note.begin(*place)
 
 
 class RestartTimes(pl.Callback):

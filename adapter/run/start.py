@@ -30,7 +30,15 @@ from ..job.identity import differing_fields
 from ..plumbing.durable import fsync_directory, make_directory, write_bytes_durably
 from ..plumbing.redaction import HIDDEN
 from ..plumbing.safe_open import read_regular
-from .deaths import FOLDER, MOST_AT_A_STEP, Death, RepeatedDeathError, describe_deaths, repeated_deaths
+from .deaths import (
+    FOLDER,
+    MOST_AT_A_STEP,
+    MOST_AT_THE_START,
+    Death,
+    RepeatedDeathError,
+    describe_deaths,
+    repeated_deaths,
+)
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +166,8 @@ def _before_deaths(start: Start, config: RunConfig, *, knows_types: bool) -> Sta
     start = dataclasses.replace(start, deaths=tuple(deaths))
     newest = start.record
     here = [death for death in deaths if death.record == (0 if newest is None else newest.step)]
-    if len(deaths) < MOST_AT_A_STEP or (len(here) < MOST_AT_A_STEP and not deaths[-1].went_back):
+    most = MOST_AT_A_STEP if deaths and deaths[-1].step else MOST_AT_THE_START
+    if len(deaths) < most or (len(here) < most and not deaths[-1].went_back):
         return start
     earlier = None
     if newest is not None and not newest.is_old and not any(death.went_back for death in deaths):

@@ -31,7 +31,7 @@ from ..module.plugin_loading import (
 )
 from ..plumbing.garbage import collect_as_usual
 from ..plumbing.redaction import safe_str
-from .deaths import forget_deaths
+from .deaths import begin_attempt, forget_deaths
 from .proof import changes_since_proof
 from .ranks import TIMES
 from .report import is_input_error, shown_path, working_directory
@@ -81,6 +81,9 @@ def train(
         start = decide(resume_checkpoint=inputs.resume_checkpoint)
     for warning in start.warnings:
         log.warning(warning)
+    if session.is_rank_zero:
+        record = 0 if start.record is None else start.record.step
+        begin_attempt(config, record, start.deaths, went_back=start.went_back)
     if start.record is not None and session.is_rank_zero:
         place = shown_path(start.record.path)
         log.info("continuing after step %d of %d, from %s", start.record.step, config.job.max_steps, place)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from support.forked import Forked, run_forked
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 
 TRAINER = '''
-import os, signal, time
+import os, signal, sys, time
 from pathlib import Path
 import torch
 from genlight.adapter import StepResult
@@ -46,7 +47,7 @@ class Dies:
             path.unlink()
             if number:
                 record = Path(f"runs/r/checkpoints/step-{(state['step'] - 1) // 2 * 2:08}.json")
-                while state["step"] > 2 and not record.exists():
+                while "checkpoint_every=0" not in sys.argv and state["step"] > 2 and not record.exists():
                     time.sleep(0.02)
                 os.kill(os.getpid(), number)
                 break
@@ -64,6 +65,10 @@ class Dies:
 
     def load_state_dict(self, state, payload, ctx):
         state["step"] = payload["step"]
+        if Path("kills-at-load").exists():
+            (folder := Path("loads")).mkdir(exist_ok=True)
+            Path(folder, str(time.time())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 '''
 STEPS = 10
 PARTS = {f"restart/{part}" for part in ("end_s", "fork_s", "prepare_s", "meet_s", "load_s", "first_batch_s", "seconds")}
@@ -240,6 +245,7 @@ def test_a_run_that_is_killed_in_the_same_step_goes_back_once_and_then_ends(word
     assert end["resumable"] is False
     assert "step 9" in end["error"]
     assert "batch 8 of epoch 0" in end["error"]
+    assert "its batch: int" in end["error"]
 
     assert job.run("--set", "resume_from_latest=true").returncode == 1  # until somebody has looked
     for path in tmp_path.glob("0-9-*"):
@@ -266,3 +272,51 @@ def test_deaths_in_different_steps_do_not_count(tmp_path):
         job.dies(0, step)
     done = job.run("--restarts", "20")
     assert (done.returncode, job.ends) == (0, ["completed"]), done.stderr
+
+
+def memory_folders():
+    return sorted(Path("/dev/shm").glob("genlight-r-*"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_restart_continues_from_memory(uninterrupted, rank, tmp_path):
+    ranks, losses = uninterrupted
+    if rank >= ranks:
+        pytest.skip("there is one rank")
+    before = memory_folders()
+    job = Job(tmp_path, ranks)
+    job.dies(rank, 8)  # memory has the seventh step, or an earlier one if saves were in flight
+    memory = ("--set", "checkpoint_every=0", "--set", "checkpoints.every_n_steps=6")
+    memory += ("--set", "checkpoints.memory_every_n_steps=1")
+    done = job.run("--restarts", "2", *memory)
+    assert done.returncode == 0, done.stderr
+    assert job.losses == losses
+    assert job.resumed in ([5], [6], [7])
+    assert memory_folders() == before
+
+
+def test_memory_goes_to_the_disk_when_all_restarts_are_used_up(tmp_path):
+    before = memory_folders()
+    job = Job(tmp_path)
+    job.dies(0, 6, times=2)
+    done = job.run("--restarts", "1", "--set", "checkpoint_every=0", "--set", "checkpoints.memory_every_n_steps=1")
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert memory_folders() == before
+    (saved,) = (tmp_path / "runs/r/checkpoints").glob("*.json")
+    assert saved.stem in ("step-00000004", "step-00000005")
+    done = job.run("--set", "resume_from_latest=true")
+    assert (done.returncode, job.resumed) == (0, [int(saved.stem[5:])]), done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_killed_before_its_first_step_goes_back_once_and_then_ends(ranks, tmp_path):
+    job = Job(tmp_path, ranks)
+    job.dies(0, 9)
+    (tmp_path / "kills-at-load").touch()
+    done = job.run("--restarts", "9")
+    assert done.returncode == 1, done.stderr
+    assert job.ends == ["train-step"]
+    assert "before their first step" in job.events[-1]["error"]
+    assert len(list((tmp_path / "loads").iterdir())) >= 4 + 1  # the last from the checkpoint before
+    (tmp_path / "kills-at-load").unlink()
+    assert job.run("--set", "resume_from_latest=true").returncode == 1  # until somebody has looked
