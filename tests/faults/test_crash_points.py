@@ -3,7 +3,10 @@
 import itertools
 import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from genlight.callbacks.checkpoint import (
     RecordMeta,
     delete_checkpoint,
     load,
+    memory_tier,
     newest_valid,
     save,
     storage,
@@ -106,6 +110,16 @@ def share_and_retain(directory):
     delete_checkpoint(directory / "step-00000002.json")
 
 
+def save_in_memory(directory):
+    """Save two steps in the memory of the node, and end the training: the newest goes to the disk."""
+    memory_tier.ROOT.mkdir(exist_ok=True)
+    folder = memory_tier.open_memory(directory, "r", 1, None)
+    for step in (2, 3):
+        save_step(folder, step)
+    delete_checkpoint(folder / "step-00000002.json")
+    memory_tier.retire_memory(directory)
+
+
 def prepare_link(directory):
     save_step(directory, 1, name="best.ckpt")
     os.symlink("best.ckpt", directory / "last.ckpt")
@@ -131,6 +145,7 @@ SCENARIOS = {
     "replace-twice": (LAST, save_steps(2, 3, name="last"), {1, 2, 3}),
     "replace-a-link": (prepare_link, save_steps(2, name="last.ckpt"), {1, 2}),
     "share": (lambda directory: share(directory, 1), share_and_retain, {1, 2, 3}),
+    "memory": (PREVIOUS, save_in_memory, {1, 2, 3}),
     "sweep-and-save": (prepare_debris, sweep_and_save, {1, 2}),
 }
 
@@ -157,6 +172,12 @@ def process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def shm(memory, monkeypatch):
+    """A folder in place of ``/dev/shm``, of which a power cut leaves nothing."""
+    monkeypatch.setattr(memory_tier, "ROOT", memory / "shm")
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +258,11 @@ def test_a_power_cut_leaves_a_complete_checkpoint(memory, scenario, is_long):
         for seed in range(40 if is_long else 3):
             undo.undo()
             disk.materialise(after, None if seed == 0 else random.Random(cuts * 1000 + seed))
-            assert_complete(after / "c" if (after / "c").exists() else after, allowed | base_allowed)
+            shutil.rmtree(after / "shm", ignore_errors=True)
+            memory_tier.ROOT = after / "shm"
+            step = assert_complete(after / "c" if (after / "c").exists() else after, allowed | base_allowed)
+            memory_tier.ROOT = memory / "shm"
+            assert act is not save_in_memory or step != 2
             disk.install(undo)
 
     base_allowed = {None} if None in allowed else set()
@@ -318,3 +343,41 @@ def test_a_file_that_reads_back_differently_is_never_committed(tmp_path, monkeyp
         save_step(tmp_path / "c", 2)
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path / "c")) == ["step-00000001", "step-00000001.json"]
+
+
+TRACED = """
+import pathlib, sys
+sys.path[:0] = sys.argv[3:]
+import test_crash_points as tested
+tested.storage._WRITE_CHUNK, tested.memory_tier.ROOT = 400, pathlib.Path(sys.argv[1], "shm")
+with tested.inject(None, None) as injector:
+    tested.SCENARIOS[sys.argv[2]][1](pathlib.Path(sys.argv[1], "c"))
+print(*injector.names)
+"""
+CHANGES = "write,fsync,rename,renameat,renameat2,unlink,unlinkat,rmdir,mkdir,mkdirat,link,linkat,openat,creat,pwrite64,"
+CHANGES += "writev,pwritev,truncate,ftruncate,fallocate,symlink,symlinkat,copy_file_range,sendfile,fdatasync,mknodat"
+AS_IN_PYTHON = {"openat": "open", "renameat": "rename", "replace": "rename", "mkdirat": "mkdir", "linkat": "link"}
+STRACE = ["strace", "-f", "-y", "-s", "0", "--seccomp-bpf", "-e", f"trace={CHANGES}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SCENARIOS.keys() - {"next-in-parts"}))
+def test_the_model_of_the_disk_sees_every_system_call_of_a_save(name, tmp_path):
+    """Otherwise the states of these tests would not be those that the kernel can leave."""
+    if shutil.which("strace") is None or subprocess.run([*STRACE, "true"], capture_output=True).returncode:
+        pytest.skip("strace is not installed, or may not trace here")
+    SCENARIOS[name][0](tmp_path / "c")
+    script, trace = tmp_path / "save.py", tmp_path / "trace"
+    script.write_text(TRACED)
+    folders = [Path(__file__).parent, Path(__file__).parents[1]]
+    command = [*STRACE, "-o", trace, sys.executable, script, tmp_path, name, *folders]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = []
+    for line in trace.read_text().splitlines():
+        call = re.match(rf"\d+ +(\w+)\(.*{re.escape(str(tmp_path))}/(c|shm).* = \d", line)
+        if call and not (call[1] == "openat" and "O_CREAT" not in line):
+            removed = "rmdir" if "AT_REMOVEDIR" in line else "unlink"
+            seen.append(removed if call[1] == "unlinkat" else AS_IN_PYTHON.get(call[1], call[1]))
+    assert seen == [AS_IN_PYTHON.get(call, call) for call in done.stdout.split()]
+    assert len(seen) > 20

@@ -1,7 +1,8 @@
 """The digits job, killed at random moments and resumed until it completes, leaves the bytes of an uninterrupted run.
 
-It runs on one process, on two that Lightning's launcher starts, and on two of torchrun. A kill hits a rank, all ranks,
-or torchrun as well, which is then started again.
+It runs on one process, on two that Lightning's launcher starts, on two of torchrun, and on one and two that ``genlight
+run --restarts`` forks, with and without checkpoints in memory. A kill hits a rank, all ranks, or torchrun as well,
+which is then started again.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from genlight.callbacks.checkpoint import list_checkpoints, verify
 from genlight.reporters import read_events
 from genlight.reporters.events.validation import validate_events
 from support.digits_job import digests_of_final, write_digits_job
-from support.forked import fork_server
+from support.forked import Forked, fork_server
 
 pytestmark = [
     pytest.mark.promise(name="resume"),
@@ -60,6 +61,30 @@ class Run:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRAINER_ARTIFACTS_DIR": str(self.artifacts)}
         with self.log.open("ab") as log:
             self.job = subprocess.Popen(list(map(str, command)), env=environ, stdout=log, stderr=log)
+
+    def start_supervised(self, memory_every):
+        """Start the job by ``genlight run --restarts``."""
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRAINER_ARTIFACTS_DIR": str(self.artifacts)}
+        memory = ["--set", f"run_id={RUN_ID}", "--set", f"checkpoints.memory_every_n_steps={memory_every}"]
+        self.job = Forked(
+            "genlight.adapter.cli", "run", "job.json", "--restarts", "100000", *memory,
+            environ=environ, folder=self.folder, log=self.log,
+        )  # fmt: skip
+
+    def kill_supervised(self, chance):
+        """Kill one or all ranks of a supervisor; return how many."""
+        end = time.monotonic() + LIMIT_S
+        while self.job.poll() is None:
+            assert time.monotonic() < end, self.output()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ranks = psutil.Process(self.job.pid).children()
+                victims = ranks if chance.random() < 0.3 else ranks[:1] if chance.random() < 0.5 else ranks[1:]
+                for process in victims:
+                    process.kill()
+                if victims:
+                    return len(victims)
+            time.sleep(0.001)
+        return 0
 
     def ranks(self):
         """Return the live processes by rank; the id of an ended one may belong to another process by now."""
@@ -203,6 +228,66 @@ def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(ranks,
         most = max(lost, default=0)
         report(f"{ranks} ranks: {done} kills, {runs} runs, {len(lost)} resumes, at most {most} steps lost")
         shutil.rmtree(run.artifacts)
+
+
+RUN_ID = f"soak-{os.getpid()}"
+MEMORY_EVERY = (1, 0)
+"""Steps between checkpoints in memory, in one run after the other."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_supervised_job_killed_again_and_again_ends_with_the_same_weights(
+    ranks, new_run, tmp_path, is_long, report, monkeypatch
+):
+    steps, cadence, kills = 100, 20, kills_of(is_long, 500, 6)
+    lightning = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+    write_digits_job(tmp_path, steps=steps, cadence=cadence, batch_size=120 // ranks, lightning=lightning)
+    whole = new_run()
+    whole.start_supervised(0)
+    assert whole.job.wait(LIMIT_S) == 0, whole.output()
+    expected, full_size = digests_of_final(whole.artifacts), whole.size()
+
+    done, runs, refused = 0, 0, 0
+    lost, seconds = {every: [] for every in MEMORY_EVERY}, []
+    while done < kills:
+        run, chance, quick, memory_every = new_run(), random.Random(done * 1000 + runs), 0, MEMORY_EVERY[runs % 2]
+        runs += 1
+        run.start_supervised(memory_every)
+        run.wait_for_growth(1)
+        of_run = 0
+        while run.job.poll() is None and done < kills and of_run < max(2, kills // 20):
+            # One kill in four comes while the job starts again, but only two in a row: after four the run ends.
+            quick = quick + 1 if chance.random() < 0.25 and quick < 2 else 0
+            if not quick:
+                run.wait_for_growth(chance.uniform(0.01, 0.15) * full_size)
+            time.sleep(chance.uniform(0, 0.5 if quick else 0.05))
+            killed = run.kill_supervised(chance)
+            done, of_run = done + bool(killed), of_run + bool(killed)
+        while (code := run.job.wait(LIMIT_S)) != 0:
+            # Kills at random moments may hit the same step three times in a row.
+            assert code == 1, run.output()
+            assert "attempts in a row were killed" in list(read_events(run.events))[-1]["error"], run.output()
+            refused += 1
+            shutil.rmtree(run.artifacts / ".deaths")
+            run.start_supervised(memory_every)
+        assert digests_of_final(run.artifacts) == expected
+        assert validate_events(run.events) == []
+        assert not (run.artifacts / "checkpoints" / ".memory").exists()
+        lost[memory_every] += run.steps_lost()
+        events = read_events(run.events)
+        seconds += [event["value"] for event in events if event.get("name") == "restart/seconds"]
+        parts = [f"{'memory' if every else 'disk'}: {spread(steps)} steps lost" for every, steps in lost.items()]
+        text = f"{'; '.join(parts)}; {spread(seconds)} s until the next batch; {refused} runs ended themselves"
+        report(f"{ranks} ranks: {done} kills, {runs} runs, {len(seconds)} restarts; {text}")
+        shutil.rmtree(run.artifacts)
+    assert sorted(Path("/dev/shm").glob(f"genlight-{RUN_ID}-*")) == []
+
+
+def spread(values):
+    """Return median, 95th percentile and maximum, in words."""
+    ordered = sorted(values) or [0]
+    chosen = [ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.95, 1)]
+    return "{:.3g} (95 %: {:.3g}; at most {:.3g})".format(*chosen)
 
 
 def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new_run, tmp_path, is_long, report):
