@@ -722,6 +722,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         if (memory := self._memory) is not None:
             wait_after_failure(lambda: memory.store.wait(self))
+            memory.store.background.finish()  # it removes older ones
         self.wait_until_durable()
         self.report_durable(trainer)
 

@@ -5,7 +5,16 @@ import pytest
 from genlight.adapter.cli import main
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.plumbing.failures import EXIT_STARTUP
-from genlight.adapter.run.deaths import FOLDER, Death, StepNote, describe_deaths, note_deaths, repeated_deaths
+from genlight.adapter.run import deaths
+from genlight.adapter.run.deaths import (
+    FOLDER,
+    Death,
+    StepNote,
+    begin_attempt,
+    describe_deaths,
+    note_deaths,
+    repeated_deaths,
+)
 from genlight.reporters.events.event_log import EventLog
 from support.jobs import write_job
 
@@ -116,7 +125,38 @@ def test_a_note_that_is_no_note_is_ignored(content, config):
     note(config)
     (config.artifacts_dir / FOLDER / "rank-0").write_bytes(content)
     (config.artifacts_dir / FOLDER / "deaths.json").write_bytes(content)
+    (config.artifacts_dir / FOLDER / "begun.json").write_bytes(content)
     assert repeated_deaths(config) == []
+
+
+@pytest.mark.parametrize("variable", ["GENLIGHT_LAUNCH_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", None])
+def test_deaths_before_the_first_step_add_up_and_all_ranks_read_the_same(variable, config, monkeypatch):
+    begin(config)
+    for attempt in range(4):
+        if variable is not None:
+            monkeypatch.setenv(variable, str(attempt))
+        monkeypatch.delenv(deaths._TOKEN, raising=False)
+        early = repeated_deaths(config)
+        begin_attempt(config, 6, early, went_back=False)
+        late = repeated_deaths(config)  # a rank that reads after rank zero has begun
+        assert early == late
+        assert [(death.step, death.record) for death in late] == [(0, 6)] * attempt
+    written = StepNote(config.artifacts_dir, 0, job=config.spec_digest, record=6, went_back=False)
+    written.begin(8, 0, 7)
+    monkeypatch.setenv(deaths._TOKEN, "next")
+    assert [death.step for death in repeated_deaths(config)] == [8]
+    begin_attempt(config, 6, repeated_deaths(config), went_back=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "next")
+    assert [death.step for death in repeated_deaths(config)] == [0]
+
+
+def test_the_batch_of_a_repeated_death_is_named(config):
+    begin(config)
+    written = StepNote(config.artifacts_dir, 0, job=config.spec_digest, record=6, went_back=False)
+    written.name_rows("RecordBatch of 32 rows: text string " + 1000 * "x")
+    written.begin(8, 0, 7)
+    (death,) = repeated_deaths(config)
+    assert "RecordBatch of 32 rows: text string" in describe_deaths([death, death])
 
 
 def test_deaths_of_another_job_do_not_count(config, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from genlight.adapter.cli.checkpoints import checkpoint_facts
+from genlight.adapter.run.start import move_checkpoints_aside
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, load, memory_tier, newest_valid, save, verify
 from genlight.callbacks.checkpoint.listing import list_checkpoints
@@ -182,6 +183,14 @@ def test_a_new_training_in_the_folder_does_not_meet_the_old_one(killed, train, s
     shutil.rmtree(directory)
     train()
     assert len(list(shm.iterdir())) == 1  # of the run whose folder was removed; nothing points to it
+
+
+def test_a_start_over_removes_it(killed, shm):
+    directory, _ = killed
+    aside = move_checkpoints_aside(directory)
+    assert list(shm.iterdir()) == []
+    assert newest_valid(directory) == (None, [])
+    assert [path.name for path in aside.rglob("*.json")] == ["step-00000004.json"]
 
 
 def test_a_move_of_the_folder_keeps_its_memory(killed):

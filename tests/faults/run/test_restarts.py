@@ -305,7 +305,7 @@ def test_memory_goes_to_the_disk_when_all_restarts_are_used_up(tmp_path):
     (saved,) = (tmp_path / "runs/r/checkpoints").glob("*.json")
     assert saved.stem in ("step-00000004", "step-00000005")
     done = job.run("--set", "resume_from_latest=true")
-    assert (done.returncode, job.resumed) == (0, [int(saved.stem[5:])]), done.stderr
+    assert (done.returncode, job.resumed[-1]) == (0, int(saved.stem[5:])), done.stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
