@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .replicas.replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry import Goodput as Goodput, Heartbeat as Heartbeat, SystemMonitor as SystemMonitor
+    from .train_job_status import TrainJobStatus as TrainJobStatus
     from .trainer_hooks import (
         CheckpointHook as CheckpointHook,
         EvaluationHook as EvaluationHook,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -70,6 +71,10 @@ STANDARD_CALLBACKS: Mapping[str, StandardCallback] = {
     "JobProgress": StandardCallback("shows progress on the terminal", lambda _: {}, in_fit=True),
     "Goodput": StandardCallback("measures which share of the time training took", lambda _: {}),
     "SystemMonitor": StandardCallback("records the load of CPU, memory and GPU", lambda _: {}),
+    "TrainJobStatus": StandardCallback(
+        "sends the progress of a Kubeflow TrainJob to its controller",
+        lambda _: {} if os.environ.get("KUBEFLOW_TRAINER_SERVER_URL") else None,
+    ),
     "WatchNonfinite": StandardCallback("warns or stops as `on_nonfinite` says", _nonfinite),
     "Recover": StandardCallback(
         "skips faulty updates with `on_nonfinite: skip`; lowers the rate and rolls back as its `ladder` says", _recovery

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import urllib.request
 from collections.abc import Collection, Generator
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -114,6 +115,7 @@ def build_client(
     *,
     timeout_s: float = 30.0,
     max_connections: int = 4,
+    verify: ssl.SSLContext | bool = True,
 ) -> httpx2.Client:
     """Make a client that follows redirects and sends `token` only to `origins`.
 
@@ -125,6 +127,7 @@ def build_client(
         origins: The result of `trusted_origins` (`urls.py`).
         timeout_s: Seconds without a byte in either direction after which a transfer counts as stalled.
         max_connections: Maximum number of open connections.
+        verify: The authorities that count; True means those of the system.
 
     Raises:
         StartupContractError: A proxy or certificate from the environment cannot be used.
@@ -141,6 +144,7 @@ def build_client(
             follow_redirects=True,
             max_redirects=MAX_REDIRECTS,
             headers={"User-Agent": "genlight"},
+            verify=verify,
             # Cookies are never kept: they would be sent to every port of a host.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             event_hooks={"request": [_leave_token_behind]},

@@ -43,7 +43,7 @@ PUBLIC = {
     "genlight.callbacks": """
         Checkpoint CheckpointHook Diagnosis DurableCheckpointIO EarlyStopping
         Evaluate EvaluateCommand EvaluationHook Goodput Heartbeat Hook
-        JobProgress LogMetrics MetricsHook ProfileSteps Recover ReplicaGuard StopRequests SystemMonitor
+        JobProgress LogMetrics MetricsHook ProfileSteps Recover ReplicaGuard StopRequests SystemMonitor TrainJobStatus
         TrainerHook TrainerHookAdapter TrainerState UploadArtifacts WatchHangs WatchNonfinite WriteSamples
     """,
     "genlight.reporters": """
