@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import lightning.pytorch.callbacks as stock
+from lightning.fabric.loggers.csv_logs import CSVLogger as FabricCSVLogger
+from lightning.fabric.loggers.tensorboard import TensorBoardLogger as FabricTensorBoardLogger
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
-from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher, _PrefetchDataFetcher as PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
@@ -100,6 +102,8 @@ _USED: Mapping[type, str] = {
     ModelParallelStrategy: "_tensor_parallel_size",
     WandbLogger: "_wandb_init _experiment _id",
     MLFlowLogger: "_run_id _initialized",
+    FabricCSVLogger: "_version",  # the bases of Lightning's loggers of the same names
+    FabricTensorBoardLogger: "_version",
 }
 
 for _owner, _names in _USED.items():
@@ -206,12 +210,17 @@ def ddp_settings(strategy: DDPStrategy) -> SimpleNamespace:
     )
 
 
-def set_run_of_logger(logger: WandbLogger | MLFlowLogger, run_id: str | None) -> bool:
+def set_run_of_logger(logger: WandbLogger | MLFlowLogger | CSVLogger | TensorBoardLogger, run_id: str | None) -> bool:
     """Have a logger that has not created a run yet use the run `run_id`; with None it creates a new one.
+
+    The run of a logger that writes files is the folder of its ``version``.
 
     Returns:
         Whether it uses that run; False if it was configured with a different one.
     """
+    if isinstance(logger, CSVLogger | TensorBoardLogger):
+        logger._version = run_id if logger._version is None else logger._version
+        return logger._version == run_id
     if isinstance(logger, MLFlowLogger):
         if run_id is not None and logger._run_id not in (None, run_id):
             return False

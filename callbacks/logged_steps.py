@@ -1,11 +1,13 @@
-"""Correct the files of CSVLogger and TensorBoardLogger if a resumed fit writes into the same folder.
+"""Have each logger of a resumed run log each step once.
 
-This happens with a fixed ``version``. By default, `CSVLogger` deletes the steps before the resume, and TensorBoard
-shows the steps after the checkpoint twice.
+The files of CSVLogger and TensorBoardLogger are corrected if a resumed fit writes into the same folder: by default,
+`CSVLogger` deletes the steps before the resume, and TensorBoard shows the steps after the checkpoint twice. Neither W&B
+nor MLflow can delete rows; they get no step that an earlier attempt has logged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import logging
@@ -16,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import msgspec
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from typing_extensions import override
 
 from ..adapter.plumbing.durable import write_bytes_durably
+from ..adapter.plumbing.redaction import safe_str
+from ..adapter.plumbing.safe_open import open_own, read_own
 from .hook.events import hosted_by
 from .lightning_internals import logged_step
 
@@ -28,6 +33,8 @@ log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.csv"
 _BACKUP_FILE = ".metrics-before.csv"
+_LARGEST = 16 << 20
+"""Maximum bytes of a file with the last steps."""
 
 
 def keep_logged_steps(trainer: pl.Trainer) -> None:
@@ -38,6 +45,52 @@ def keep_logged_steps(trainer: pl.Trainer) -> None:
     csv_loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger) and _keep_file(logger)]
     if csv_loggers or any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         trainer.callbacks.append(_KeepLoggedSteps(csv_loggers))  # type: ignore[attr-defined]
+
+
+class _Logged(msgspec.Struct):
+    run: str
+    """The logger's run; its steps belong to no other."""
+    last: dict[str, int]
+    """The last step of each metric: the scores of a step may come after the kill that its loss preceded."""
+
+
+def log_each_step_once(logger: Logger, path: Path, run: str, *, resumes: bool) -> None:
+    """Have `logger` skip each metric up to the last step at which an earlier attempt has logged it to the same run.
+
+    An exact resume gives these steps the same values. A step counts once it was handed to the logger; if that keeps
+    steps in memory, it may lose the last ones in a kill. Steps that `Recover` repeats within an attempt are logged.
+
+    Args:
+        logger: The logger.
+        path: The file with the last steps; a kill leaves it intact.
+        run: The run that the logger writes.
+        resumes: Whether it continues this run.
+    """
+    logged = _Logged(run, {})
+    if resumes:
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                logged = msgspec.json.decode(read_own(path, limit=_LARGEST), type=_Logged)
+            except ValueError as error:
+                log.warning("%s cannot be read, so its logger may repeat steps: %s", path, safe_str(error))
+    earlier = dict(logged.last) if logged.run == run else {}
+    logged = _Logged(run, dict(earlier))
+    write = logger.log_metrics
+
+    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
+        if step is None:
+            write(metrics, step)
+            return
+        new = {name: value for name, value in metrics.items() if step > earlier.get(name, -1)}
+        if not new:
+            return
+        logged.last.update(dict.fromkeys(new, step))
+        with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as file:
+            text = msgspec.json.encode(logged)
+            file.write(text.ljust(os.fstat(file.fileno()).st_size))  # one call of the system: a kill tears nothing
+        write(new, step)
+
+    logger.log_metrics = log_metrics  # type: ignore[method-assign]
 
 
 def _keep_file(logger: CSVLogger) -> bool:

@@ -287,7 +287,7 @@ class GenlightCLI(LightningCLI):
         join(session, trainer, model)
         if session.checkpoints_dir is not None and session.is_rank_zero:
             resumes = self._resumed_step is not None or self._resumes
-            continue_runs(trainer, session.checkpoints_dir, resumes=resumes)
+            continue_runs(trainer, session.checkpoints_dir, resumes=resumes, versions=False)
         try:
             fit(session, trainer, model, **arguments)
         except TrainingCanceled:

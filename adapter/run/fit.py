@@ -33,14 +33,14 @@ import torch.distributed as dist
 import xxhash
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.hook.events import run_state_of
 from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger, trains_in_copies
-from ...callbacks.logged_steps import keep_logged_steps
+from ...callbacks.logged_steps import keep_logged_steps, log_each_step_once
 from ...callbacks.rank_channel import Channel
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.event_logger import has_stock_checkpoint
@@ -195,18 +195,20 @@ def _open_store(environment: LightningEnvironment, listener: int) -> None:
     _stores[:] = [store]
 
 
-def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> None:
-    """Create or find the runs of the trainer's W&B and MLflow loggers. Call it on rank zero, before the fit.
+def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool, versions: bool) -> None:
+    """Create or find the runs of the trainer's loggers. Call it on rank zero, before the fit.
 
-    If the training resumes, each logger continues its earlier run. Neither backend can delete the rows after the
-    checkpoint's step. Training logs the same rows again, so they appear twice.
+    If the training resumes, each logger continues its earlier run, and logs each step once.
 
     Args:
         trainer: The trainer; loggers of other classes are not touched.
         directory: The folder of `RUNS_FILE`, which records the run of each logger.
         resumes: Whether loggers continue their earlier runs instead of starting new ones.
+        versions: Whether loggers that write files also continue, in the folder of their earlier ``version``. Parts of
+            a LightningCLI configuration may keep files there that must not exist yet.
     """
-    tracked = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger | MLFlowLogger)]
+    kinds = (WandbLogger, MLFlowLogger, *((CSVLogger, TensorBoardLogger) if versions else ()))
+    tracked = [logger for logger in trainer.loggers if isinstance(logger, kinds)]
     if not tracked:
         return
     make_directory(directory, shared=None)
@@ -222,7 +224,9 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool) -> Non
                     "%s begins a new run, since it cannot continue %s: %s", name, earlier[name], safe_str(error)
                 )
                 set_run_of_logger(logger, None)
-        runs[name] = _run_of(logger)
+        run = runs[name] = _run_of(logger)
+        if isinstance(logger, WandbLogger | MLFlowLogger):
+            log_each_step_once(logger, directory / f"logged-{name}.json", run, resumes=earlier.get(name) == run)
     write_bytes_durably(path, msgspec.json.encode(runs) + b"\n", mode=PRIVATE_FILE)
 
 
@@ -238,6 +242,8 @@ def _read(path: Path) -> dict[str, str]:
 
 def _run_of(logger: Any) -> str:
     """Return the id of the logger's run. Accessing the run creates it or finds it on the server."""
+    if isinstance(logger, CSVLogger | TensorBoardLogger):
+        return logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     run = logger.experiment
     return str(logger.run_id if isinstance(logger, MLFlowLogger) else run.id)
 

@@ -161,7 +161,7 @@ def _fit(
         # MLflow cannot change hyperparameters, so a changed job begins a new run.
         is_same = record is not None and record.spec_digest in (None, config.spec_digest)
         resumes = config.resume_from_latest if record is None else is_same
-        continue_runs(trainer, config.events_path.parent, resumes=resumes)
+        continue_runs(trainer, config.events_path.parent, resumes=resumes, versions=True)
     try:
         fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
     except (ValueError, MisconfigurationException) as error:

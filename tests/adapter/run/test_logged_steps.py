@@ -1,4 +1,4 @@
-"""CSVLogger and TensorBoardLogger with a fixed version have each step of a resumed run once."""
+"""CSVLogger and TensorBoardLogger have each step of a resumed run once, in one folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 from torch.utils.data import DataLoader
 
 from genlight.adapter import StepResult
-from genlight.callbacks.logged_steps import keep_logged_steps
+from genlight.callbacks.logged_steps import keep_logged_steps, log_each_step_once
 from support.jobs import run, write_job
 from support.messages import refusal
 from support.trainer_class import Counts
@@ -71,12 +71,13 @@ def attempt(tmp_path, monkeypatch):
             mock_batches=list(range(STEPS)),
             lightning={"accelerator": "cpu", "logger": loggers},
         )
-        return run(job), tmp_path / "logs" / "n" / ("version_3" if version == 3 else str(version))
+        folder = {"v": "v", 3: "version_3", None: "version_0"}[version]
+        return run(job), tmp_path / "logs" / "n" / folder
 
     return start
 
 
-@pytest.mark.parametrize("version", ["v", 3])
+@pytest.mark.parametrize("version", ["v", 3, None])
 @pytest.mark.parametrize("fails_at", [(7,), (7, 10), (5, 6, 7)], ids=str)
 def test_a_resumed_run_keeps_each_step_once(attempt, version, fails_at):
     for step in fails_at:
@@ -156,3 +157,58 @@ def test_a_resumed_fit_of_a_lightning_module_keeps_each_step_once(tmp_path, kind
     fit(module_class(), tmp_path / "c" / "last.ckpt")
 
     assert logged(kind, tmp_path / "logs/n/v") == [(step, float(step)) for step in range(STEPS)]
+
+
+class Rows(Logger):
+    """A logger that can only append, like the ones of W&B and MLflow."""
+
+    name = version = "rows"
+
+    def __init__(self):
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows += [(step, name) for name in metrics]
+
+    def log_hyperparams(self, params, *args, **kwargs): ...
+
+
+def log_again(path, run="a", resumes=True):
+    """Begin an attempt; returns its logger."""
+    logger = Rows()
+    log_each_step_once(logger, path, run, resumes=resumes)
+    return logger
+
+
+def test_a_logger_that_appends_gets_each_metric_of_a_step_once(tmp_path):
+    path = tmp_path / "logged.json"
+    first = log_again(path)
+    for step in (1, 2, 1, 2, 3):  # a roll-back within the attempt is logged: its values are new
+        first.log_metrics({"loss": 0.5}, step)
+    assert len(first.rows) == 5
+
+    second = log_again(path)  # the kill came before the scores of step 3
+    for step in (2, 3, 4):
+        second.log_metrics({"loss": 0.5}, step)
+        second.log_metrics({"score": 1.0}, step) if step == 3 else None
+    second.log_metrics({"loss": 0.5})
+    assert second.rows == [(3, "score"), (4, "loss"), (None, "loss")]
+
+    for again in (log_again(path, run="b"), log_again(path, resumes=False)):
+        again.log_metrics({"loss": 0.5}, 1)
+        assert again.rows == [(1, "loss")]
+    path.write_text("{")
+    torn = log_again(path)
+    torn.log_metrics({"loss": 0.5}, 1)
+    assert torn.rows == [(1, "loss")]
+
+
+def test_a_roll_back_before_a_kill_hides_no_step_of_the_next_attempt(tmp_path):
+    path = tmp_path / "logged.json"
+    first = log_again(path)
+    for step in (8, 9, 10, 6):
+        first.log_metrics({"loss": 0.5}, step)
+    second = log_again(path)
+    for step in (6, 7, 8):
+        second.log_metrics({"loss": 0.5}, step)
+    assert second.rows == [(7, "loss"), (8, "loss")]

@@ -1,10 +1,11 @@
-"""W&B and MLflow have one run for a run that is killed and resumed, and MLflow has every step of it.
+"""The loggers of a run that is killed and resumed have one run, and each step of it once.
 
 The tests use the real packages, offline; `make` installs them into `.venv/guides`.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -13,28 +14,39 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from genlight.adapter.run.start import RUNS_FILE
 from genlight.reporters import read_events
 from support.forked import Forked
+from support.snippets import blocks
 
 PACKAGES = Path(sys.prefix) / "guides"
+GUIDE = Path(__file__).parents[3] / "examples" / "guides" / "loggers.md"
 
 pytestmark = [
+    pytest.mark.promise(name="resume"),
     pytest.mark.slow,
     pytest.mark.skipif(not PACKAGES.is_dir(), reason="`make` installs the packages of the guides into .venv/guides"),
 ]
 
 STEPS = 460
 TRAINER = """
-import os, signal
+import os, signal, sys, time
 from support.trainer_class import Counts
+
+
+def stored(step):  # trackio keeps rows in memory for half a second
+    from trackio.sqlite_storage import SQLiteStorage
+    return any(row["step"] == step for row in SQLiteStorage.get_logs("demo", "tracked"))
 
 
 class Killed(Counts):
     def train_step(self, batch, state, ctx):
         result = super().train_step(batch, state, ctx)
         if state["steps"] == int(os.environ["KILL_AT"]):
+            while "trackio" in sys.modules and not stored(state["steps"] - 1):
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         result.metrics["batch"] = float(batch)
         return result
@@ -55,13 +67,32 @@ JOB = {
                 "class_path": "lightning.pytorch.loggers.MLFlowLogger",
                 "init_args": {"experiment_name": "demo", "tracking_uri": "file:mlflow"},
             },
+            {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "files", "name": "csv"}},
+            {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "files"}},
         ],
     },
 }
 READ = """
-import json, sys
+import json, struct, sys
 from pathlib import Path
 from mlflow.tracking import MlflowClient
+from wandb.proto.wandb_internal_pb2 import Record
+
+def rows(path):  # the records of a LevelDB log: blocks of 32 KiB, in which a record may come in parts
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # complete, or the last part
+            items = Record.FromString(record).history.item
+            record = b""
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            if "batch" in row:
+                yield row["trainer/global_step"], row["batch"]
 
 parts = [path.stem.removeprefix("run-") for path in sorted(Path("wandb").glob("offline-run-*/*.wandb"))]
 client = MlflowClient("file:mlflow")
@@ -74,7 +105,8 @@ for run in client.search_runs([experiment.experiment_id]):
         "status": run.info.status,
         **{key: [[metric.step, metric.value] for metric in metrics] for key, metrics in history.items()},
     })
-print(json.dumps({"wandb": parts, "mlflow": runs}))
+files = sorted(Path("wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.parent.name)
+print(json.dumps({"wandb": parts, "rows": [list(rows(path)) for path in files], "mlflow": runs}))
 """
 
 
@@ -88,7 +120,16 @@ def environ(tmp_path):
     path = os.pathsep.join(
         [str(PACKAGES), str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    return mine | offline | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return (
+        mine
+        | offline
+        | {
+            "PYTHONPATH": path,
+            "TRACKIO_DIR": str(tmp_path / "trackio"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+    )
 
 
 @pytest.fixture
@@ -121,7 +162,7 @@ def genlight(tmp_path, environ):
     return run
 
 
-def test_a_run_that_is_killed_twice_is_one_run_with_each_step(genlight, command, tmp_path):
+def test_a_run_that_is_killed_twice_is_one_run_with_each_step_once(genlight, command, tmp_path):
     for kill_at in (350, 405, 0):
         genlight("run", "job.json", kill_at=kill_at)
 
@@ -130,19 +171,45 @@ def test_a_run_that_is_killed_twice_is_one_run_with_each_step(genlight, command,
     expected = [[step, 1.0 / step, float(step - 1)] for step in range(1, STEPS + 1)]
     assert len(found["wandb"]) == 3
     assert len(set(found["wandb"])) == 1
+    check_rows(found["rows"], [[step, batch] for step, _, batch in expected], kills=(350, 405))
     (run,) = found["mlflow"]
     assert run["status"] == "FINISHED"
-    assert _once(run["train/loss"]) == [row[:2] for row in expected]
-    assert _once(run["batch"]) == [[step, batch] for step, _, batch in expected]
+    assert run["train/loss"] == [row[:2] for row in expected]
+    assert run["batch"] == [[step, batch] for step, _, batch in expected]
+    with (tmp_path / "files/csv/version_0/metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file) if row["batch"]] == list(range(1, STEPS + 1))
+    board = EventAccumulator(str(tmp_path / "files/lightning_logs/version_0"), {"scalars": 0}).Reload()
+    assert [event.step for event in board.Scalars("batch")] == list(range(1, STEPS + 1))
     metrics = tmp_path / "runs" / "tracked" / "metrics"
     runs = json.loads((metrics / RUNS_FILE).read_text())
-    assert runs == {"WandbLogger-0": found["wandb"][0], "MLFlowLogger-1": run["id"]}
+    files = {"CSVLogger-2": "version_0", "TensorBoardLogger-3": "version_0"}
+    assert runs == {"WandbLogger-0": found["wandb"][0], "MLFlowLogger-1": run["id"], **files}
     assert [event["event"] for event in read_events(metrics / "events.jsonl")].count("started") == 3
 
 
-def _once(rows):
-    """Those beyond the checkpoint of a resume are there twice, with equal values."""
-    return [list(row) for row in sorted(set(map(tuple, rows)))]
+def check_rows(attempts, expected, kills):
+    """No step twice; rows that W&B still held in memory at a kill may be missing."""
+    rows = [row for attempt in attempts for row in attempt]
+    steps = [step for step, _ in rows]
+    assert steps == sorted(set(steps))
+    assert all(row in expected for row in rows)
+    for attempt, first in zip(attempts, (expected[0][0], *kills), strict=True):
+        assert [step for step, _ in attempt] == list(range(first, first + len(attempt)))
+    assert attempts[-1][-1] == expected[-1]
+
+
+def test_trackio_gets_each_step_once_by_the_logger_of_the_guide(genlight, command, tmp_path):
+    if not (PACKAGES / "trackio").is_dir():
+        pytest.importorskip("trackio")
+    (text,) = [text for _, title, text in blocks(GUIDE) if title == "logged/trackio_logger.py"]
+    (tmp_path / "trackio_logger.py").write_text(text)
+    logger = {"class_path": "trackio_logger.TrackioLogger", "init_args": {"project": "demo", "run": "tracked"}}
+    (tmp_path / "job.json").write_text(json.dumps(JOB | {"lightning": {"accelerator": "cpu", "logger": logger}}))
+    for kill_at in (350, 405, 0):
+        genlight("run", "job.json", kill_at=kill_at)
+    reads = "from trackio.sqlite_storage import SQLiteStorage as S; import json; rows = S.get_logs('demo', 'tracked')"
+    found = command(f"{reads}; print(json.dumps([[row['step'], row['batch']] for row in rows]))")
+    assert sorted(json.loads(found.stdout)) == [[step, float(step - 1)] for step in range(1, STEPS + 1)]
 
 
 MODULE = """
@@ -174,7 +241,7 @@ FIT = {
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
         "logger": [
-            *JOB["lightning"]["logger"],
+            *JOB["lightning"]["logger"][:2],
             {"class_path": "genlight.reporters.EventLogger", "init_args": {"path": "events.jsonl", "run_id": "fit"}},
         ],
         "callbacks": [
@@ -200,7 +267,8 @@ def test_a_fit_of_any_module_that_is_killed_is_one_run_with_each_step(genlight, 
     expected = [[step, float(step)] for step in range(300)]
     (run,) = found["mlflow"]
     assert run["status"] == "FINISHED"
-    assert _once(run["batch"]) == expected
+    assert run["batch"] == expected
+    check_rows(found["rows"], expected, kills=(250,))
     assert "not checkpoint records" not in said
 
 
