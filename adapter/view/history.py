@@ -86,7 +86,7 @@ class Curve:
         self.times_ms.append(time_ms)
         self.values.append(value)
         if len(self.values) >= MOST_KEPT:
-            self._keep(thinned(np.array(self.values), MOST_KEPT // 4))
+            self._keep(thinned(np.array(self.steps), np.array(self.values), MOST_KEPT // 4))
 
     def go_back(self, step: int) -> None:
         """Remove the points after `step`, because those steps are trained again."""
@@ -96,7 +96,7 @@ class Curve:
 
     def points(self, most: int) -> dict[str, list[Any]]:
         """Return at most `most` points: ``steps``, ``times`` (ms since 1970), ``values`` (null if not finite)."""
-        at = thinned(np.array(self.values), most)
+        at = thinned(np.array(self.steps), np.array(self.values), most)
         values = [self.values[index] for index in at]
         return {
             "steps": [self.steps[index] for index in at],
@@ -110,16 +110,22 @@ class Curve:
             setattr(self, name, array(column.typecode, np.array(column)[at].tobytes()))
 
 
-def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Return at most `most` indices of `values`, in order: first, last, and both extremes of each interval."""
+def thinned(steps: NDArray[np.int64], values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
+    """Return at most `most` indices of a curve, in order: first, last, and both extremes of each interval of steps.
+
+    The intervals are equal in steps and not in points: a long curve is thinned again and again, and its beginning has
+    fewer points each time.
+    """
     if len(values) <= most:
         return np.arange(len(values))
     intervals = max((most - 2) // 2, 1)
-    bounds = np.linspace(0, len(values), intervals + 1).astype(np.intp)
+    ascending = np.maximum.accumulate(steps)
+    bounds = np.searchsorted(ascending, np.linspace(ascending[0], ascending[-1] + 1, intervals + 1))
     low, high = np.where(np.isfinite(values), values, np.inf), np.where(np.isfinite(values), values, -np.inf)
     kept = {0, len(values) - 1}
-    for begin, end in itertools.pairwise(bounds):
-        kept |= {int(begin + low[begin:end].argmin()), int(begin + high[begin:end].argmax())}
+    for begin, end in itertools.pairwise(bounds.tolist()):
+        if begin < end:
+            kept |= {begin + int(low[begin:end].argmin()), begin + int(high[begin:end].argmax())}
     return np.array(sorted(kept))
 
 

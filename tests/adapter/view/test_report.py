@@ -104,7 +104,7 @@ def test_texts_tables_and_recordings_are_shown_by_their_content(runs, tmp_path):
 def test_thinning_keeps_every_peak_and_both_ends():
     values = np.sin(np.arange(100_000) / 50)
     values[12_345], values[77_777], values[50] = 100.0, -100.0, math.nan
-    kept = thinned(values, 400)
+    kept = thinned(np.arange(len(values)), values, 400)
 
     assert len(kept) <= 400
     assert {0, 12_345, 77_777, 99_999} <= set(kept.tolist())
@@ -120,6 +120,8 @@ def test_a_long_curve_takes_bounded_memory_and_keeps_its_peaks():
     assert curve.count == 5 * MOST_KEPT
     assert max(points["values"]) == 1e6
     assert (points["steps"][0], points["steps"][-1]) == (0, 5 * MOST_KEPT - 1)
+    gaps = np.diff(points["steps"])
+    assert gaps.max() < 4 * 5 * MOST_KEPT / 500, "the beginning, which is thinned most often, is as dense as the end"
 
 
 def test_repeated_steps_replace_the_earlier_ones(tmp_path):
