@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import ssl
 import threading
 import time
+from collections import deque
 from datetime import UTC, datetime
 from typing import Any
 
@@ -47,10 +49,10 @@ class TrainJobStatus(Hook):
     Without the variable ``KUBEFLOW_TRAINER_SERVER_URL`` it does nothing. ``genlight run`` adds it if that is set.
 
     Args:
-        every_s: Minimum seconds between two requests.
+        every_s: Seconds between two requests.
 
     Raises:
-        ValueError: `every_s` is negative.
+        ValueError: `every_s` is not positive.
     """
 
     optional_reads = ("eval_scores", "loss_stats")
@@ -58,8 +60,8 @@ class TrainJobStatus(Hook):
     _sender: _Sender | None = None
 
     def __init__(self, every_s: float = 5.0) -> None:
-        if not every_s >= 0:  # nan is not
-            raise ValueError(f"Invalid `every_s`. Expected a number of seconds >= 0, but received {every_s!r}.")
+        if not 0 < every_s < math.inf:
+            raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
 
     @override
@@ -117,66 +119,49 @@ class _Sender:
 
     Args:
         url: Address of the server.
-        every_s: Minimum seconds between two requests.
+        every_s: Seconds between two requests.
     """
 
     def __init__(self, url: str, every_s: float) -> None:
         self._url, self._every_s = url, every_s
-        self._newest: dict[str, Any] | None = None
-        """The status to send next; None if the last one has arrived."""
-        self._changed = threading.Condition()
+        self._offered: deque[dict[str, Any]] = deque(maxlen=1)
         self._is_closed = threading.Event()
         self._is_failing = False
         self._thread = started(threading.Thread(target=self._run, name="genlight-train-job", daemon=True))
 
     def offer(self, status: dict[str, Any]) -> None:
-        """Send `status` as soon as the last request is long enough ago."""
-        with self._changed:
-            self._newest = status
-            self._changed.notify()
+        """Send `status` with the next request."""
+        self._offered.append(status)
 
     def close(self) -> None:
         """Send what was offered last, and wait for that no longer than one request may take."""
-        with self._changed:
-            self._is_closed.set()
-            self._changed.notify()
+        self._is_closed.set()
         self._thread.join(TIMEOUT_S)
 
     def _run(self) -> None:
+        status: dict[str, Any] | None = None
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._newest is not None or self._is_closed.is_set())
-                status, self._newest = self._newest, None
-            if status is None:
+            is_last = self._is_closed.wait(self._every_s)
+            status = self._offered.pop() if self._offered else status
+            if status is not None and self._sent(status):
+                status = None  # otherwise it is sent again, until there is a newer one
+            if is_last:
                 return
-            is_last = self._is_closed.is_set()
-            if not self._sent(status) and not is_last:
-                self._offer_again(status)
-            self._is_closed.wait(self._every_s)
-
-    def _offer_again(self, status: dict[str, Any]) -> None:
-        with self._changed:
-            if self._newest is None:
-                self._newest = status
 
     def _sent(self, status: dict[str, Any]) -> bool:
+        token, authority = os.environ.get(TOKEN_VARIABLE), os.environ.get(CA_VARIABLE)
+        fault = ""
         try:
-            fault = self._post(status)
+            secret = None if token is None else read_regular(token, limit=LARGEST_TOKEN).decode("ascii").strip()
+            verify = ssl.create_default_context(cafile=authority) if authority else True
+            with build_client(secret, trusted_origins([self._url]), timeout_s=TIMEOUT_S, verify=verify) as client:
+                answer = client.post(self._url, json={"trainerStatus": status})
+            if not answer.is_success:
+                fault = f"it answers with {answer.status_code}"
         except Exception as error:  # noqa: BLE001  # no failure of a report may reach the run
             fault = failure_text(error)  # not `str(error)`: that may hold the token
-        if fault is not None and not self._is_failing:
+        if fault and not self._is_failing:
             text = "the status of this TrainJob cannot be sent to %s (%s); still trying"
             log.warning(text, safe_url(self._url), fault)
-        elif fault is None and self._is_failing:
-            log.info("%s takes the status of this TrainJob again", safe_url(self._url))
-        self._is_failing = fault is not None
-        return fault is None
-
-    def _post(self, status: dict[str, Any]) -> str | None:
-        """Send `status`; return the server's refusal, or None."""
-        token, authority = os.environ.get(TOKEN_VARIABLE), os.environ.get(CA_VARIABLE)
-        secret = None if token is None else read_regular(token, limit=LARGEST_TOKEN).decode("ascii").strip()
-        verify = ssl.create_default_context(cafile=authority) if authority else True
-        with build_client(secret, trusted_origins([self._url]), timeout_s=TIMEOUT_S, verify=verify) as client:
-            answer = client.post(self._url, json={"trainerStatus": status})
-        return None if answer.is_success else f"it answers with {answer.status_code}"
+        self._is_failing = bool(fault)
+        return not fault

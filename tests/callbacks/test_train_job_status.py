@@ -63,7 +63,7 @@ def fit(plugin, steps, *callbacks, **settings):
 def test_a_job_sends_its_status_at_the_cadence_of_metrics(server, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(Waits, "server", server, raising=False)
-    every = {"TrainJobStatus": {"every_s": 0}}
+    every = {"TrainJobStatus": {"every_s": 0.001}}
     job = write_job(tmp_path, trainer=f"{__name__}:Waits", max_steps=6, metric_every=2, callbacks=every)
     assert run(job, "mock_batches=[1,1,1,1,1,1]") == 0
 
@@ -81,7 +81,7 @@ def test_a_job_sends_its_status_at_the_cadence_of_metrics(server, tmp_path, monk
 def test_outages_delay_no_step_and_are_named_once(server, caplog):
     server.status[PATH] = 503
     gate = server.gates[PATH] = threading.Event()  # half an answer, then silence
-    stuck = TrainJobStatus(every_s=0)
+    stuck = TrainJobStatus(every_s=0.001)
     fit(Counts(), 40, stuck, StopRequests())  # ends although no answer has come
     gate.set()
     assert server.posts == []
@@ -101,7 +101,7 @@ def test_outages_delay_no_step_and_are_named_once(server, caplog):
                     arrives.wait(0.002)
             return super().train_step(batch, state, ctx)
 
-    fit(Recovers(), 24, TrainJobStatus(every_s=0))
+    fit(Recovers(), 24, TrainJobStatus(every_s=0.001))
     assert statuses(server)[-1][0] == 100
     assert len([text for text in caplog.messages if "still trying" in text]) == 1
     assert SECRET not in caplog.text
@@ -117,7 +117,7 @@ def test_a_fault_of_the_pod_fails_no_run(server, tmp_path, monkeypatch, caplog, 
         (tmp_path / "..data").write_text(f"{SECRET}\n{SECRET}\x01")
     else:
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(tmp_path / "absent.crt"))
-    assert fit(Counts(), 4, TrainJobStatus(every_s=0)).global_step == 4
+    assert fit(Counts(), 4, TrainJobStatus(every_s=0.001)).global_step == 4
     assert server.posts == []
     assert len([text for text in caplog.messages if "still trying" in text]) == 1
     assert SECRET not in caplog.text
@@ -132,13 +132,13 @@ def test_a_stopped_run_is_not_shown_as_ended(server):
 
     Stops.server, stops = server, StopRequests()
     with pytest.raises(TrainingCanceled):
-        fit(Stops(), 100, stops, TrainJobStatus(every_s=0))
+        fit(Stops(), 100, stops, TrainJobStatus(every_s=0.001))
     assert [each[0] for each in statuses(server)][:2] == [2, 4]
     assert statuses(server)[-1][0] < 100
 
 
 def test_any_lightning_module_sends_its_status(server, fit_plain):
-    fit_plain([TrainJobStatus(every_s=0)], steps=4, log_every_n_steps=2)
+    fit_plain([TrainJobStatus(every_s=0.001)], steps=4, log_every_n_steps=2)
     assert statuses(server)[-1][0] == 100
     with refusal(ValueError):
         TrainJobStatus(every_s=float("nan"))
@@ -155,10 +155,10 @@ def test_the_certificate_of_the_controller_counts(server, tmp_path, monkeypatch)
     context.load_cert_chain(files[1], files[0])
     server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", server.url.replace("http:", "https:") + PATH)
-    fit(Counts(), 4, TrainJobStatus(every_s=0))
+    fit(Counts(), 4, TrainJobStatus(every_s=0.001))
     assert server.headers == []
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", files[1])
-    fit(Counts(), 4, TrainJobStatus(every_s=0))
+    fit(Counts(), 4, TrainJobStatus(every_s=0.001))
     assert statuses(server)[-1][0] == 100
 
 
