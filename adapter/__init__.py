@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import compat as compat  # so that `gen_worker.trainer` and the modules of `worldflux` can be imported
-from .plumbing.lazy_exports import lazy_exports
+from .plumbing.imports import lazy_exports
 
 __version__: str
 """That of the distribution, looked up when it is asked for."""
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
         UnwrittenCheckpointError as UnwrittenCheckpointError,
         UploadError as UploadError,
     )
-    from .contract.run_state import RunState as RunState
     from .contract.types import (
         TRAINER_API_VERSION as TRAINER_API_VERSION,
         ArrowFeedConfig as ArrowFeedConfig,
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
         ModelRuntimeLoader as ModelRuntimeLoader,
         ResolveClient as ResolveClient,
         ResolvedRef as ResolvedRef,
+        RunState as RunState,
         StepContext as StepContext,
         StepControlHints as StepControlHints,
         StepResult as StepResult,

@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from ..adapter.contract.exceptions import CheckpointError
-from ..adapter.contract.run_state import RunState
+from ..adapter.contract.types import RunState
 from ..adapter.plumbing.text import nearest
 from .checkpoint.format.record import read_record
 from .checkpoint.policy import savers_of

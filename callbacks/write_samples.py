@@ -25,10 +25,10 @@ from ..adapter.plumbing.durable import (
     write_bytes_durably,
 )
 from .checkpoint.capture import CONTRACT_KEY
+from .evaluation.evaluate import keep_modes
 from .hook.cadence import Boundaries, step_cadence, suppressed
 from .hook.events import fire, get_entry, run_state_of, timed
 from .hook.hook import Hook, skippable
-from .module_modes import keep_modes
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..adapter.plumbing.lazy_exports import lazy_exports
+from ..adapter.plumbing.imports import lazy_exports
 
 if TYPE_CHECKING:
     from .events.event import event_schema as event_schema

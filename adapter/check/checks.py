@@ -33,7 +33,7 @@ from ..contract.types import REQUIRED_HOOKS
 from ..discovery.children import below
 from ..discovery.discover import Found, walk_both
 from ..discovery.rank_local import rank_local_of
-from ..gradients.call_site import users_line
+from ..gradients.rank_check import users_line
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.counted_dict import CountedDict

@@ -19,12 +19,10 @@ import torch
 from ...callbacks.hook.events import share_run_state
 from ...callbacks.trainer_hooks import TrainerState
 from ..contract.exceptions import ContractError, InputError
-from ..contract.run_state import RunState
-from ..contract.types import StepContext, TrainerPlugin
+from ..contract.types import RunState, StepContext, TrainerPlugin
 from ..discovery.discover import discover
 from ..job.config import RunConfig
-from ..module.own_hooks import own_hooks
-from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook
+from ..module.plugin_loading import find_trainer, make_trainer, on_sys_path, optional_hook, own_hooks
 from ..module.rollout import RolloutBatches
 from ..module.step_metrics import named_scalars, validate_result
 from ..plumbing.devices import accelerator, isolated_random_numbers

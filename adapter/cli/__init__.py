@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if trains:
             from ...callbacks.stop.signals import StopSignals
-            from ..plumbing.garbage import collect_rarely
+            from ..plumbing.imports import collect_rarely
 
             collect_rarely()
             StopSignals().install()

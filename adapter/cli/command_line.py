@@ -21,9 +21,8 @@ from typing import Any
 from ...callbacks.stop.signals import StopSignals
 from ..cluster.job_context import is_rank_zero, rank_errors
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError
-from ..plumbing.failures import EXIT_FAILED
-from ..plumbing.operating_system import unsupported_system
-from ..plumbing.reference_page import reference
+from ..plumbing.failures import EXIT_FAILED, unsupported_system
+from ..plumbing.text import reference
 from . import INTERRUPTED
 from .parser import CommandParser
 from .terminal import (

@@ -35,7 +35,7 @@ from ..contract.exceptions import EventLogError, GenlightError, MonitorError, Tr
 from ..job.parser_errors import UnusableValueError, root_cause
 from ..module.module import ContractModule
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.garbage import collect_as_usual
+from ..plumbing.imports import collect_as_usual
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list

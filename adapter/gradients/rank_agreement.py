@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ..contract.exceptions import ContractError
 from ..plumbing.devices import LateCopy, gather_objects
-from .call_site import users_line
-from .rank_check import FIRST_STEPS
+from .rank_check import FIRST_STEPS, users_line
 from .refused import SKIP_HINT, refusal
 
 END_OF_STEP, BACKWARD, UPDATE, USED = "end the step", "call backward", "update by", "leave gradients of"

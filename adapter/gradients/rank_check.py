@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+import sys
 import time
+import types
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ LATE_EXCHANGES = 8
 FIRST_STEPS = 3
 """Number of first steps in which ranks on a device wait for the other ranks' answers."""
 _NAMED_AT_MOST = 4
+_NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning.")
 _MODULUS = 128
 """Numbers are sent modulo this, so that they are exact in every dtype of gradients."""
 
@@ -308,3 +311,14 @@ def _hint(one: ExchangePoint, other: ExchangePoint) -> str:
         "All ranks must run `train_step` alike: with the same number of backward calls and updates, and reading "
         "gradients in the same places."
     )
+
+
+def users_line() -> str:
+    """Return the innermost line of the call stack outside of genlight, Lightning and torch."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(_NOT_THE_USERS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -50,7 +50,7 @@ _WITHOUT_GRAPHS = tuple(
     f"{__package__}.{name}"
     for name in (
         *("torch_hooks", "step", "step_part", "fp16", "update_guard"),
-        *("call_site", "lost_ranks", "rank_agreement", "rank_check"),
+        *("lost_ranks", "rank_agreement", "rank_check"),
         *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers")),
     )
 )

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
-from ...callbacks.hook.events import run_state_of
+from ...callbacks.hook.events import callbacks_of, run_state_of
+from ...callbacks.hook.hook import order_callbacks
 from ...callbacks.lightning_internals import attached_trainer, set_callback_metrics, training_source
 from ...callbacks.rank_channel import ALONE
+from ...callbacks.trainer_hooks import TrainerHookAdapter
 from ..cluster.job_context import current_job_context
+from ..contract.exceptions import ContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.discover import check_devices, discover
 from ..discovery.rank_local import rank_local_of
@@ -34,8 +37,7 @@ from ..gradients.precision import contract_dtype
 from ..gradients.step import StepRouter, step_router
 from ..plumbing.counted_dict import CountedDict
 from .first_updates import FirstUpdates
-from .own_hooks import attach_own_hooks
-from .plugin_loading import check_instance, load_trainer_plugin, optional_hook
+from .plugin_loading import check_instance, load_trainer_plugin, optional_hook, own_hooks
 from .rollout import RolloutBatches
 from .state import PHASE, STATE, ConfiguredState, ToRestore, collect_from_ranks, rank_channel_of
 from .step_metrics import named_scalars, validate_result, values_on_device
@@ -363,3 +365,46 @@ class _LiveFacts:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy refers to the trainer that was copied along with it.
         self._hosted = None if state["hosted"] is None else weakref.ref(state["hosted"])
+
+
+class OwnHookAdapter(TrainerHookAdapter):
+    """Runs a hook that is part of the training: on all ranks, before other callbacks; its failures end the run.
+
+    ``on_mb_end`` comes before a checkpoint of the step is written, so the checkpoint holds the changes of the hook.
+
+    Args:
+        hook: Any object that has one of the events.
+
+    Raises:
+        TypeError: `hook` has none of the events, or is a class.
+    """
+
+    def __init__(self, hook: Any) -> None:
+        super().__init__(hook)
+        self.critical, self.ranks = True, "all"
+
+    def on_mb_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do nothing: the hook got this event in `on_train_batch_end`, before the checkpoint of the step."""
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.tell("on_mb_end", trainer, pl_module)
+
+
+def attach_own_hooks(trainer: pl.Trainer, plugin: Any, state: Any, ctx: StepContext) -> None:
+    """Add the hooks that ``trainer_hooks`` of a trainer class returns to `trainer`, before its callbacks.
+
+    Raises:
+        ContractError: One of them has no event, or is a class.
+    """
+    hooks = own_hooks(plugin, state, ctx)
+    try:
+        adapters = [OwnHookAdapter(hook) for hook in hooks]
+    except TypeError as error:
+        raise ContractError(f"trainer_hooks of {type(plugin).__qualname__}: {error}") from None
+    others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, OwnHookAdapter)]
+    if adapters or len(others) < len(callbacks_of(trainer)):
+        trainer.callbacks = [*adapters, *others]  # type: ignore[attr-defined]
+        order_callbacks(trainer)

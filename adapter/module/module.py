@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ...callbacks.checkpoint.capture import CONTRACT_KEY
 from ...callbacks.checkpoint.plugins import DurableCheckpointIO
-from ...callbacks.module_modes import keep_modes
+from ...callbacks.evaluation.evaluate import keep_modes
 from ..contract.types import StepContext, TrainerPlugin, TrainingJobSpec
 from ..discovery.discover import Discovered
 from ..discovery.rank_local import rank_local_of

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any, cast
@@ -204,6 +204,22 @@ def loader_of_class(trainer: Any, ctx: StepContext) -> Any:
     from ..feed.given import feed_of  # loads Arrow and torch's data loaders
 
     return feed_of(trainer.train_loader, ctx, {})
+
+
+def own_hooks(plugin: Any, state: Any, ctx: StepContext) -> list[Any]:
+    """Return the result of ``trainer_hooks`` of a trainer class; empty if it has none.
+
+    Raises:
+        ContractError: It did not return several objects.
+    """
+    hooks = optional_hook(plugin, "trainer_hooks")
+    if hooks is None:
+        return []
+    returned = hooks(state, ctx)
+    if isinstance(returned, Mapping | str) or not isinstance(returned, Iterable):
+        kind = type(returned).__qualname__
+        raise ContractError(f"trainer_hooks returned a {kind}; it must be a list of objects with events")
+    return list(returned)
 
 
 def async_hooks(target: Any) -> list[str]:

@@ -18,8 +18,7 @@ from ...callbacks.checkpoint.codec.tensors import TensorTable
 from ...callbacks.hook.events import fire, run_state_of
 from ...callbacks.rank_channel import ALONE, Channel
 from ..contract.exceptions import ContractError, UnstorableStateError
-from ..contract.run_state import RunState
-from ..contract.types import StepContext, TrainerPlugin
+from ..contract.types import RunState, StepContext, TrainerPlugin
 from ..feed.experience import Minibatches
 from .plugin_loading import optional_hook
 from .state import PHASE

@@ -16,7 +16,7 @@ import secrets
 import time
 from pathlib import Path
 
-from .permissions import file_mode, folder_mode
+from .safe_open import file_mode, folder_mode
 
 TEMPORARY_PREFIX = ".tmp-"
 """Start of every temporary name, to distinguish leftovers of a killed process from data and remove them."""

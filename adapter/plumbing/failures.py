@@ -1,10 +1,12 @@
 """Describe an exception for the operator: category, safe text, whether a restart resumes, exit code.
 
 Only `describe_failure` decides, for the event log, the terminal payload, the command line and notes of ranks.
+`unsupported_system` refuses systems other than Linux.
 """
 
 from __future__ import annotations
 
+import platform
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -134,3 +136,25 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 def modules_of(error: BaseException) -> list[str]:
     """Return the names of the modules in an error's traceback; the last one raised it."""
     return [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def unsupported_system(what: str) -> str | None:
+    """Return why `what` cannot work on this operating system, or None."""
+    if platform.system() == "Linux":
+        return None
+    return (
+        f"{what} needs Linux and this system is {platform.system()}: it lacks /proc, by which processes are "
+        "distinguished, and the file locks and syncs that checkpoints and event logs rely on. Run it on Linux, for "
+        "example in a container or WSL 2."
+    )
+
+
+def require_linux(module: str) -> None:
+    """Refuse to import `module` on other systems than Linux.
+
+    Raises:
+        ImportError: This is another system.
+    """
+    fault = unsupported_system(module)
+    if fault is not None:
+        raise ImportError(fault)

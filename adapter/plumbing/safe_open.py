@@ -1,4 +1,4 @@
-"""Open files safely even if another user may have put something in their place.
+"""Open files safely even if another user may have put something in their place, and give new ones permissions.
 
 On a shared machine another user may have planted a symlink to one of our files, a FIFO without a writer, or a lock held
 forever. So opening our own file follows no link and never waits; the file must be regular and belong to a trusted user.
@@ -7,7 +7,7 @@ Reading has a limit on the size, checked before memory is allocated.
 Three users are trusted: this user; root, who can do everything anyway; and the owner of the folder that holds the file,
 who could put any file there. The last one also keeps network file systems working that show all files as owned by one
 user (``root_squash``, ``all_squash``, a mount with ``uid=``). `distrust` decides once, at the start, whether to trust
-the folder itself.
+the folder itself. New files and folders admit only this user, except in a folder that is shared on purpose.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import stat
 import tempfile
 from collections.abc import Callable
 
-from .permissions import ROOT, is_own_group
-
+ROOT = 0
+"""The user and the group of the administrator."""
 PRIVATE_FILE = 0o600
 
 
@@ -166,7 +166,7 @@ def _other_writers(status: os.stat_result, *, may_be_sticky: bool) -> str | None
         return None
     if status.st_mode & stat.S_IWOTH:
         return "every user of this machine can write to it (`chmod o-w,g-w` prevents that)"
-    if status.st_mode & stat.S_IWGRP and not (status.st_gid == ROOT or is_own_group(status.st_gid)):
+    if status.st_mode & stat.S_IWGRP and not _is_ours(status.st_gid):
         return f"its group (gid {status.st_gid}) can write to it (`chmod g-w` prevents that)"
     return None
 
@@ -222,3 +222,40 @@ def _read(descriptor: int, path: str | os.PathLike[str], limit: int) -> bytes:
             text = f"it has {size:,} bytes, and at most {limit:,} are read"
             raise UnsafeFileError(errno.EFBIG, text, os.fspath(path))
         return file.read(size)  # no more than that, even if the file grows meanwhile
+
+
+def file_mode(directory: str | os.PathLike[str]) -> int:
+    """Return the permissions of a new file in `directory`, before the umask."""
+    return 0o666 if _is_shared(directory) else 0o600
+
+
+def folder_mode(directory: str | os.PathLike[str]) -> int:
+    """Return the permissions of a new folder in `directory`, before the umask."""
+    return 0o777 if _is_shared(directory) else 0o700
+
+
+def _is_shared(directory: str | os.PathLike[str]) -> bool:
+    """Whether other users should use the files in `directory`: they may write there, or it is a team's folder (setgid).
+
+    A sticky folder such as ``/tmp`` is not shared: others may write there, but not use our files.
+    """
+    status = os.stat(directory)
+    is_of_team = status.st_mode & stat.S_ISGID and status.st_mode & stat.S_IRGRP and not _is_ours(status.st_gid)
+    return bool(is_of_team) or _other_writers(status, may_be_sticky=True) is not None
+
+
+def _is_ours(gid: int) -> bool:
+    return gid == ROOT or is_own_group(gid)
+
+
+def is_own_group(gid: int) -> bool:
+    """Whether only this user is in a group, as on systems that make a group per user and use a umask of 002."""
+    import grp  # here, because only POSIX has these modules and other systems can read files
+    import pwd
+
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    # Listing every user with this primary group would take minutes if a directory service knows them.
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

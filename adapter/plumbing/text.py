@@ -1,17 +1,20 @@
-"""Functions on texts: similar names, sizes, truncation, encodability, folder names of runs, strict JSON objects."""
+"""Functions on texts: similar names, sizes, truncation, encodability, folder names of runs, strict JSON, our pages."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 HUB_LOGIN = "run `hf auth login`, or set `HF_TOKEN`"
 """Ways to log in to the Hugging Face hub; `hf` was called `huggingface-cli` before."""
 LONGEST_FOLDER_NAME = 120
+_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PAGES: Final = {"a-jobs-keys": "job_reference.md", "all-commands": "commands.md", "the-hooks": "README.md"}
 
 
 def closest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str | None:
@@ -91,3 +94,8 @@ def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def reference(section: Literal["a-jobs-keys", "all-commands", "the-hooks"]) -> str:
+    """Return the path of the page that has a section, with the section's anchor."""
+    return f"{os.path.join(_FOLDER, _PAGES[section])}#{section}"

@@ -30,7 +30,7 @@ from ..contract.exceptions import (
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.failures import Failure, modules_of
 from ..plumbing.redaction import hide_secrets, safe_str, traceback_of
-from ..plumbing.reference_page import reference
+from ..plumbing.text import reference
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from ..module.plugin_loading import (
     optional_hook,
     signature_faults,
 )
-from ..plumbing.garbage import collect_as_usual
+from ..plumbing.imports import collect_as_usual
 from ..plumbing.redaction import safe_str
 from .deaths import begin_attempt, forget_deaths
 from .proof import changes_since_proof

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..plumbing.durable import make_directory, write_bytes_durably
-from ..plumbing.permissions import is_own_group
 from ..plumbing.redaction import hide_secrets
-from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, open_checked
+from ..plumbing.safe_open import PRIVATE_FILE, UnsafeFileError, is_own_group, open_checked
 from .contexts import RunEndContext
 
 ResultFormat = Literal["json", "pickle"]

@@ -36,8 +36,7 @@ from .checkpoints import checkpoints_of_run
 from .history import BEGINNING_BYTES, Budget, History, history_of, media_kind
 from .log_search import Searches
 from .page import facts_of, page_of, stamp
-from .prometheus import CONTENT_TYPE, exposition
-from .summary import COUNTED, RunSummary, find_runs, modified_ms, summary_of
+from .summary import COUNTED, PROMETHEUS_TYPE, RunSummary, exposition, find_runs, modified_ms, summary_of
 
 COOKIE = "genlight_token"
 HEALTH = "/healthz"
@@ -267,7 +266,7 @@ class _Pages:
 
     def metrics(self, request: Request) -> Response:
         """Return the figures of all runs for Prometheus."""
-        return PlainTextResponse(exposition(self._runs.listing(), int(time.time() * 1000)), media_type=CONTENT_TYPE)
+        return PlainTextResponse(exposition(self._runs.listing(), int(time.time() * 1000)), media_type=PROMETHEUS_TYPE)
 
     def data(self, request: Request) -> Response:
         """Return all details of the requested runs."""

@@ -29,7 +29,7 @@ from ...adapter.contract.exceptions import (
     StartupContractError,
     UnstorableStateError,
 )
-from ...adapter.contract.run_state import RunState
+from ...adapter.contract.types import RunState
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed

@@ -38,8 +38,7 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnwrittenCheckpointError
 from ...adapter.plumbing.durable import fsync_directory, make_directory, start_writeback, temporary_name, write_all
-from ...adapter.plumbing.permissions import file_mode, folder_mode
-from ...adapter.plumbing.safe_open import open_regular, read_regular
+from ...adapter.plumbing.safe_open import file_mode, folder_mode, open_regular, read_regular
 from .format.record import (
     LARGEST_RECORD_BYTES,
     SCORES_FILE,

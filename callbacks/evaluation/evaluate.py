@@ -1,9 +1,14 @@
-"""Call a hosted trainer's evaluation at a cadence, with the same scores and failures on all ranks."""
+"""Call a hosted trainer's evaluation at a cadence, with the same scores and failures on all ranks.
+
+`keep_modes` protects the training from hooks of a class that change modes, such as an evaluation or a sample.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,9 +19,11 @@ from ...adapter.plumbing.devices import gather_results, isolated_random_numbers
 from ..hook.cadence import Boundaries, step_cadence
 from ..hook.events import publish_scores, timed
 from ..hook.hook import Hook, skippable
-from ..module_modes import keep_modes
 
 log = logging.getLogger(__name__)
+
+_reported: weakref.WeakKeyDictionary[pl.LightningModule, set[str]] = weakref.WeakKeyDictionary()
+"""Hooks already reported, by module."""
 
 
 class Evaluate(Hook):
@@ -124,3 +131,30 @@ def _scores_of_all_ranks(trainer: pl.Trainer, pl_module: pl.LightningModule, *, 
                 f"scores cannot be averaged: rank 0 has {sorted(first)}, and rank {rank} has {sorted(theirs)}"
             )
     return {name: sum(theirs[name] for theirs in scores) / len(scores) for name in first}
+
+
+@contextlib.contextmanager
+def keep_modes(pl_module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Restore the modes that the block changes, and report the modules once.
+
+    After an evaluation that leaves the model in eval mode, all later steps would train without dropout.
+
+    Args:
+        pl_module: The module whose submodules keep their modes.
+        hook: The hook of the trainer class that the block calls.
+    """
+    modes = [(name, part, part.training) for name, part in pl_module.named_modules()]
+    try:
+        yield
+    finally:
+        changed = [name for name, part, was_training in modes if part.training != was_training]
+        for _, part, was_training in modes:
+            part.training = was_training
+    named = _reported.setdefault(pl_module, set())
+    if changed and hook not in named and pl_module.global_rank == 0:
+        named.add(hook)
+        log.warning(
+            "`%s` changed the mode of %d modules, the first of them %s; genlight has restored it, because training "
+            "would continue without dropout, for example. Call `train()` on them at the end of the hook.",
+            *(hook, len(changed), changed[0]),
+        )

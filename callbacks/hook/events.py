@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from ...adapter.contract.run_state import RunState
+from ...adapter.contract.types import RunState
 from ...reporters.telemetry import make_run_id
 
 log = logging.getLogger(__name__)

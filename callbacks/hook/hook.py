@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import GenlightError, HookOrderError, TrainingCanceled
-from ...adapter.contract.run_state import RunState
+from ...adapter.contract.types import RunState
 from ..checkpoint.format.record import CheckpointRecord
 from ..health.rules import Fault
 from .events import callbacks_of, facts_to_store, run_state_of

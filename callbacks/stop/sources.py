@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
-from ...adapter.contract.run_state import RunState
+from ...adapter.contract.types import RunState
 from ...adapter.plumbing.safe_open import open_regular
 from .launcher import job_end_time_s
 from .signals import StopSignals

@@ -19,8 +19,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.durable import fsync_directory, make_directory, write_all
-from ...adapter.plumbing.permissions import file_mode
-from ...adapter.plumbing.safe_open import open_regular
+from ...adapter.plumbing.safe_open import file_mode, open_regular
 
 if TYPE_CHECKING:
     from ...adapter.plumbing.file_lock import FileLock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...adapter.plumbing.lazy_exports import lazy_exports
+from ...adapter.plumbing.imports import lazy_exports
 
 if TYPE_CHECKING:
     from .config import QUEUE_DIRECTORY as QUEUE_DIRECTORY, UploadConfig as UploadConfig

@@ -70,7 +70,6 @@ LIGHT = (
     "genlight.adapter.run.start",
     "genlight.adapter.run.run",
     "genlight.adapter.job.config",
-    "genlight.adapter.contract.run_state",
     "genlight.callbacks",
     "genlight.callbacks.checkpoint",
     "genlight.callbacks.checkpoint.format.record",
@@ -82,7 +81,7 @@ LIGHT = (
     "genlight.reporters.events.event_log",
     "genlight.reporters.events.reader",
     "genlight.reporters.events.validation",
-    "genlight.adapter.plumbing.lazy_exports",
+    "genlight.adapter.plumbing.imports",
     "genlight.adapter.plumbing.redaction",
     "genlight.adapter.plumbing.urls",
 )

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from genlight.adapter.cli.command_line import COMMANDS, LIGHTNING_COMMANDS
-from genlight.adapter.plumbing.garbage import collect_as_usual, collect_rarely
+from genlight.adapter.plumbing.imports import collect_as_usual, collect_rarely
 
 pytestmark = pytest.mark.promise(name="speed")
 

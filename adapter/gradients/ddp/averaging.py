@@ -62,8 +62,7 @@ from typing_extensions import override
 from ....callbacks.optimizer_state import parameters_of
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from ..call_site import users_line
-from ..rank_check import AFTER_STEP, FIRST_STEPS, ExchangePoint, RankCheck, Trigger
+from ..rank_check import AFTER_STEP, FIRST_STEPS, ExchangePoint, RankCheck, Trigger, users_line
 from ..refused import refused_on_ranks
 from ..step_part import BackwardCall, StepPart
 from ..torch_hooks import GradientGuard, read_gradient, write_gradient

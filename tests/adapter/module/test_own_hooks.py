@@ -8,8 +8,7 @@ import torch
 
 from genlight.adapter import ContractError, StepResult
 from genlight.adapter.check.plain_loop import plain_steps
-from genlight.adapter.contract.run_state import RunState
-from genlight.adapter.contract.types import StepContext, TrainingJobSpec
+from genlight.adapter.contract.types import RunState, StepContext, TrainingJobSpec
 from genlight.callbacks import Checkpoint, TrainerHook, TrainerHookAdapter
 from genlight.callbacks.trainer_hooks import TRAINER_HOOK_EVENTS
 from support.messages import refusal

@@ -16,9 +16,8 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from genlight.adapter.cli import main
-from genlight.adapter.view.prometheus import exposition
 from genlight.adapter.view.site import Runs
-from genlight.adapter.view.summary import RunSummary
+from genlight.adapter.view.summary import RunSummary, exposition
 from genlight.reporters.events.event_log import EventLog
 from support.seen_runs import served, serving
 

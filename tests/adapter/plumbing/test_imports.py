@@ -12,7 +12,7 @@ PACKAGE = '''
 
 from typing import TYPE_CHECKING
 
-from genlight.adapter.plumbing.lazy_exports import lazy_exports
+from genlight.adapter.plumbing.imports import lazy_exports
 
 if TYPE_CHECKING:
     from json import dumps as dumps
