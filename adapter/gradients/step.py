@@ -182,14 +182,7 @@ class StepRouter:
         if averaging is not None:
             averaging.after_each = "on_after_backward" in hooks
             averaging.averaged += [] if fp16 is None else [fp16.check_averaged]
-        self.parts: list[StepPart] = [
-            *([self.averaging] if self.averaging else []),
-            *([sharded] if sharded else []),
-            *([fp16] if fp16 else []),
-            *([hooks] if hooks else []),
-            *([guard] if guard else []),
-            *([buffers] if buffers else []),
-        ]
+        self.parts: list[StepPart] = [each for each in (averaging, sharded, fp16, hooks, guard, buffers) if each]
         self._skipper = next((part.may_skip for part in reversed(self.parts) if part.may_skip), "")
         for optimizer in optimizers:
             torch_hooks.wrap(optimizer, "step", self._step)

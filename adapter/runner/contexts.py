@@ -48,11 +48,6 @@ class RunBeginContext:
     stderr_path: Path | None = None
     pre_submission_id: str | None = None
 
-    @property
-    def started_at(self) -> float:
-        """`start_time`, under its earlier name."""
-        return self.start_time
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:

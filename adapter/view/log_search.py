@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from ...reporters.events.event import Completed, Event, Failed, Finding, Metric, Started, decode_event
+from ...reporters.events.event import Completed, Event, Failed, Finding, Metric, Started
 from ...reporters.events.json_lines import LONGEST_LINE, has_long_holes
-from ...reporters.events.reader import evaluation_stage
+from ...reporters.events.reader import evaluation_stage, event_on
 
 _BLOCK_BYTES = 1 << 20
 TAIL_BYTES = 32 << 10
@@ -150,7 +150,7 @@ def _places(block: bytes, mark: bytes) -> Iterator[int]:
 def _line_at(block: bytes, at: int) -> tuple[int, Event | None]:
     """Return where the complete line around `at` begins, and its event; None if it has none, or `at` is negative."""
     begin, end = block.rfind(b"\n", 0, max(at, 0)) + 1, block.find(b"\n", max(at, 0))
-    return begin, decoded(block[begin:end]) if at >= 0 and end >= 0 else None
+    return begin, event_on(block[begin:end]) if at >= 0 and end >= 0 else None
 
 
 def read_tail(descriptor: int) -> tuple[list[Event], str]:
@@ -164,7 +164,7 @@ def read_tail(descriptor: int) -> tuple[list[Event], str]:
     events: list[Event] = []
     evaluation: list[Event] = []
     later_failure = ""
-    for event in map(decoded, lines):
+    for event in map(event_on, lines):
         if event is None:
             continue
         if isinstance(event, Started) and evaluation_stage(event) is None:
@@ -209,11 +209,3 @@ def sketch(descriptor: int, name: str) -> list[float]:
     last = len(points) - 1
     few = range(last + 1) if last < SKETCH_POINTS else [last * at // (SKETCH_POINTS - 1) for at in range(SKETCH_POINTS)]
     return [float(f"{points[at][1]:.4g}") for at in few]
-
-
-def decoded(line: bytes) -> Event | None:
-    """Return the event on a line; None if it is not an event."""
-    try:
-        return decode_event(line)
-    except (ValueError, RecursionError):
-        return None

@@ -82,7 +82,7 @@ def typed_events(
             yield from decoded
             continue
         for number, line in enumerate(block, start=position.line + 1 - len(block)):  # one of them is broken or empty
-            event = _decoded(line)
+            event = event_on(line)
             if event is not None:
                 yield event
             elif strict:
@@ -91,7 +91,7 @@ def typed_events(
                 decode_line(path, number, line)
 
 
-def _decoded(line: bytes) -> Event | None:
+def event_on(line: bytes) -> Event | None:
     """Return the event on a line; None if it is not an event."""
     try:
         return decode_event(line)
@@ -241,5 +241,5 @@ def starts_of(path: str | os.PathLike[str], run_id: str) -> list[Started]:
         lines = iter(
             lambda: file.readline(LONGEST_LINE), b""
         )  # a longer line is not an event, and is not read into memory
-        events = [_decoded(line) for line in lines if b"started" in line and line.endswith(b"\n")]
+        events = [event_on(line) for line in lines if b"started" in line and line.endswith(b"\n")]
     return [event for event in events if isinstance(event, Started) and event.run_id == run_id]
