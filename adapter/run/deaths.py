@@ -141,9 +141,20 @@ class StepNote:
             self._beginning = None
 
 
-def begin_attempt(config: RunConfig, record: int, deaths: Sequence[Death], *, went_back: bool) -> None:
-    """Note on rank zero that an attempt begins at `record`, the step of a checkpoint, after `deaths`."""
+def begin_attempt(
+    config: RunConfig, record: int, deaths: Sequence[Death], *, went_back: bool, held: contextlib.ExitStack
+) -> None:
+    """Note on rank zero that an attempt begins.
+
+    Args:
+        config: The run.
+        record: As in `StepNote`.
+        deaths: The deaths before this attempt.
+        went_back: As in `Death`.
+        held: Ends with the attempt.
+    """
     os.environ[_TOKEN] = secrets.token_hex(8)
+    held.callback(os.environ.pop, _TOKEN, None)
     attempt = Death(0, 0, 0, record, went_back, config.spec_digest, host_name())
     note = msgspec.json.encode(_Beginning(_launch(), attempt, list(deaths)))
     path = config.artifacts_dir / FOLDER / _BEGINNING

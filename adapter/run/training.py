@@ -83,7 +83,7 @@ def train(
         log.warning(warning)
     if session.is_rank_zero:
         record = 0 if start.record is None else start.record.step
-        begin_attempt(config, record, start.deaths, went_back=start.went_back)
+        begin_attempt(config, record, start.deaths, went_back=start.went_back, held=session.holds)
     if start.record is not None and session.is_rank_zero:
         place = shown_path(start.record.path)
         log.info("continuing after step %d of %d, from %s", start.record.step, config.job.max_steps, place)

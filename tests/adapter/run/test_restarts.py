@@ -1,11 +1,12 @@
 """Refusals of ``--restarts``, and what the notes of killed attempts say. `tests/faults/run` kills real processes."""
 
+import contextlib
+
 import pytest
 
 from genlight.adapter.cli import main
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.plumbing.failures import EXIT_STARTUP
-from genlight.adapter.run import deaths
 from genlight.adapter.run.deaths import (
     FOLDER,
     Death,
@@ -135,17 +136,17 @@ def test_deaths_before_the_first_step_add_up_and_all_ranks_read_the_same(variabl
     for attempt in range(4):
         if variable is not None:
             monkeypatch.setenv(variable, str(attempt))
-        monkeypatch.delenv(deaths._TOKEN, raising=False)
         early = repeated_deaths(config)
-        begin_attempt(config, 6, early, went_back=False)
-        late = repeated_deaths(config)  # a rank that reads after rank zero has begun
+        with contextlib.ExitStack() as held:
+            begin_attempt(config, 6, early, went_back=False, held=held)
+            late = repeated_deaths(config)  # a rank that reads after rank zero has begun
         assert early == late
         assert [(death.step, death.record) for death in late] == [(0, 6)] * attempt
     written = StepNote(config.artifacts_dir, 0, job=config.spec_digest, record=6, went_back=False)
     written.begin(8, 0, 7)
-    monkeypatch.setenv(deaths._TOKEN, "next")
     assert [death.step for death in repeated_deaths(config)] == [8]
-    begin_attempt(config, 6, repeated_deaths(config), went_back=False)
+    with contextlib.ExitStack() as held:
+        begin_attempt(config, 6, repeated_deaths(config), went_back=False, held=held)
     monkeypatch.setenv("SLURM_JOB_ID", "next")
     assert [death.step for death in repeated_deaths(config)] == [0]
 
