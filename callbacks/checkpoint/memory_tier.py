@@ -41,6 +41,7 @@ _LARGEST_NOTE = 256
 _AT_ONCE = 2
 """Checkpoints that exist at the same time: one stays until the next is complete."""
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+"""Variables with the number of nodes: of torchrun, of a job step, of a job."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -107,7 +108,8 @@ def list_tiers(directory: str | os.PathLike[str]) -> list[Listed]:
 
 def spans_nodes(environ: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as part of a run on several nodes."""
-    return "NODE_RANK" in environ or any(environ.get(name, "1") != "1" for name in _NODES)
+    nodes = next((environ[name] for name in _NODES if environ.get(name)), "1")
+    return nodes != "1" or environ.get("NODE_RANK", "0") != "0"
 
 
 def open_memory(directory: Path, run_id: str, nbytes: int, loaded: CheckpointRecord | None) -> Path:

@@ -46,7 +46,7 @@ from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path,
 from .frozen import Frozen, frozen_in
 from .listing import Listed, files_in_the_way, list_checkpoints
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .memory_tier import is_in_memory, open_memory, retire_memory, spans_nodes
+from .memory_tier import POINTER, is_in_memory, open_memory, retire_memory, spans_nodes
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import WITNESS, ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, own_records, require, to_delete
@@ -265,8 +265,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             digests = self._channel.gather_everywhere("" if loaded is None else loaded.digest)
             if len(set(digests)) > 1:
                 raise CheckpointError(
-                    f"the ranks have loaded different checkpoints, rank {self._channel.rank} {trainer.ckpt_path}: all "
-                    "nodes must see the same folder of checkpoints"
+                    f"the ranks have loaded different checkpoints, rank {self._channel.rank} {trainer.ckpt_path}. All "
+                    f"nodes must see the same folder of checkpoints; without its file {POINTER!r}, memory is not used"
                 )
         self._resume.begin_training(trainer, pl_module)
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []

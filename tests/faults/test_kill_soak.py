@@ -7,6 +7,7 @@ which is then started again.
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import shutil
@@ -169,6 +170,12 @@ def wait_for_the_end(run):
     return digests_of_final(run.artifacts), run.size()
 
 
+def save_in_memory(job):
+    """Let the job save in memory after each step that is not saved on disk."""
+    settings = json.loads(job.read_text())
+    job.write_text(json.dumps({**settings, "checkpoints": {"memory_every_n_steps": 1}}))
+
+
 def kills_of(is_long, long, short):
     """Number of kills; `GENLIGHT_KILLS` makes a run as long as there is time for."""
     return int(os.environ.get("GENLIGHT_KILLS", long if is_long else short))
@@ -198,7 +205,8 @@ def assert_nothing_is_left(run, steps):
 def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(ranks, new_run, tmp_path, is_long, report):
     steps, kills = 40, kills_of(is_long, 1000, 8)
     lightning = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
-    write_digits_job(tmp_path, steps=steps, cadence=CADENCE, batch_size=120 // ranks, lightning=lightning)
+    job = write_digits_job(tmp_path, steps=steps, cadence=CADENCE, batch_size=120 // ranks, lightning=lightning)
+    save_in_memory(job)
     expected, full_size = wait_for_the_end(new_run())
 
     done, runs, lost = 0, 0, []
@@ -292,7 +300,7 @@ def spread(values):
 
 def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new_run, tmp_path, is_long, report):
     kills = kills_of(is_long, 100, 3)
-    write_digits_job(tmp_path, steps=120, cadence=CADENCE, batch_size=60, lightning={"strategy": "ddp"})
+    save_in_memory(write_digits_job(tmp_path, steps=120, cadence=CADENCE, batch_size=60, lightning={"strategy": "ddp"}))
     expected, full_size = wait_for_the_end(new_run(restarts=0))
 
     chance, done, runs = random.Random(kills), Counter(), 0

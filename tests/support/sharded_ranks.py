@@ -29,6 +29,7 @@ from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, capture as host_buffer, newest_valid
 from genlight.callbacks.checkpoint.loading import StoredSlices
+from genlight.callbacks.checkpoint.memory_tier import is_in_memory
 
 WIDTH = 300
 
@@ -142,6 +143,10 @@ class Act(pl.Callback):
         if step == self.job.get("save_at") or batch_idx == self.job.get("save_after_batch"):
             self.checkpoint.save(trainer, pl_module, wait=True)
             raise Interrupted
+        if step == self.job.get("leave_at"):  # As a kill does: what is in memory stays there.
+            self.checkpoint._memory.store.background.finish()
+            self.checkpoint._keeps_memory = True
+            raise Interrupted
         if step in (self.job.get("kill_at"), self.job.get("fail_at")):
             self.checkpoint.wait(trainer)  # For the one before, so that the next one is hit.
         if step == self.job.get("kill_at") and trainer.global_rank == self.job["kill_rank"]:
@@ -239,6 +244,7 @@ def run(job, rank, world_size, counters):
     checkpoint = Checkpoint(
         job["directory"],
         every_n_steps=job.get("every", 0),
+        memory_every_n_steps=job.get("memory_every", 0),
         save_final=job.get("final", False),
         asynchronous=job.get("asynchronous", True),
         on_error=job.get("on_error", "stop"),
@@ -261,7 +267,7 @@ def run(job, rank, world_size, counters):
         module = Net(job["kind"])
     resume_from = newest_valid(job["directory"])[0].path if job.get("resume") else None
     counters.take()
-    result = {"problem": "", "steps": 0}
+    result = {"problem": "", "steps": 0, "is_from_memory": resume_from is not None and is_in_memory(resume_from)}
     try:
         with contextlib.suppress(Interrupted):
             trainer.fit(module, EqualBatches([0] * 20), ckpt_path=resume_from)

@@ -212,6 +212,22 @@ def test_without_room_a_training_says_so_once_and_goes_on(fault, train, shm, tmp
     assert steps(tmp_path / "c") == [4, 8, 10]
 
 
+@pytest.mark.parametrize(
+    ("environ", "spans"),
+    [
+        ({}, False),
+        ({"NODE_RANK": "0", "LOCAL_RANK": "1"}, False),  # Lightning sets it for the ranks that it starts
+        ({"NODE_RANK": "1"}, True),
+        ({"GROUP_WORLD_SIZE": "1", "SLURM_NNODES": "2"}, False),
+        ({"GROUP_WORLD_SIZE": "2"}, True),
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2"}, False),
+        ({"SLURM_NNODES": "2"}, True),
+    ],
+)
+def test_a_run_on_several_nodes_is_known_by_its_launcher(environ, spans):
+    assert memory_tier.spans_nodes(environ) == spans
+
+
 def test_memory_that_becomes_full_ends_only_the_saves_there(train, shm, tmp_path, monkeypatch, caplog):
     class Fills(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):

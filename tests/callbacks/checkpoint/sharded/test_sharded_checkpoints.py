@@ -63,6 +63,8 @@ def phases(folder: Path) -> list[dict]:
         module("ddp reference", "unused", strategy="ddp"),
         module("ddp window", "wd", strategy="ddp", save_after_batch=7),
         module("ddp window resume", "wd", strategy="ddp", resume=True),
+        job("save in memory", "m", every=4, memory_every=1, leave_at=6),
+        job("resume from memory", "m", resume=True),
         job("full disk", "full", every=2, fail_at=4, fail_rank=1),
         job("full disk for once", "once", every=2, fail_at=4, fail_rank=1, on_error="continue", steps=9),
     ]
@@ -136,6 +138,7 @@ def assert_same(actual: dict, expected: dict) -> None:
     ("phase", "run", "expected"),
     [
         ("two", "resume", "reference"),
+        ("two", "resume from memory", "reference"),
         ("two", "module resume", "module reference"),
         ("two", "window resume", "module reference"),
         ("two", "ddp window resume", "ddp reference"),
@@ -148,6 +151,11 @@ def test_a_resumed_run_ends_bit_equal_to_an_uninterrupted_one(ranks, phase, run,
         assert_same(actual, reference)
         assert actual["steps"] == reference["steps"]
         assert actual["messages"] == []
+
+
+def test_sharded_checkpoints_in_memory_are_complete_and_removed_at_the_end(ranks):
+    assert [result["is_from_memory"] for result in ranks.results("two", "resume from memory")] == [True, True]
+    assert not (ranks.folder / "m" / ".memory").exists()
 
 
 @pytest.mark.parametrize(
