@@ -8,7 +8,7 @@ import pytest
 from genlight.adapter import StartupContractError, TrainingCanceled
 from genlight.adapter.job.config import resolve_run_config
 from genlight.adapter.ray import _is_final, train_loop
-from support.jobs import write_job
+from support.jobs import events_of, run, write_job
 
 
 @pytest.fixture
@@ -53,6 +53,15 @@ def test_every_fault_of_a_job_is_reported_before_ray_starts(job):
 def test_only_a_preempted_run_starts_again(reason, wanted):
     assert _is_final(TrainingCanceled(reason)) is wanted
     assert not _is_final(ValueError("bad row"))
+
+
+def test_a_notice_of_the_caller_stops_a_run_after_its_checkpoint(job):
+    asked = iter([None, None])
+    path = job(max_steps=50_000, mock_batches=[1] * 50_000)
+    assert run(path, stop_check=lambda: next(asked, "preempted")) == 75
+    failed = events_of(path)[-1]
+    assert (failed["category"], failed["resumable"]) == ("preempted", True)
+    assert 0 < failed["step"] < 50_000
 
 
 def test_a_driver_needs_neither_ray_nor_torch_to_describe_the_job(job):

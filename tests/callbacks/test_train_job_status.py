@@ -107,7 +107,7 @@ def test_outages_delay_no_step_and_are_named_once(server, caplog):
     assert SECRET not in caplog.text
 
 
-@pytest.mark.parametrize("fault", ["no server", "no token", "odd token", "no certificate"])
+@pytest.mark.parametrize("fault", ["no server", "no token", "odd token", "no certificate", "a refusal"])
 def test_a_fault_of_the_pod_fails_no_run(server, tmp_path, monkeypatch, caplog, fault):
     if fault == "no server":
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1:1" + PATH)
@@ -115,6 +115,8 @@ def test_a_fault_of_the_pod_fails_no_run(server, tmp_path, monkeypatch, caplog, 
         (tmp_path / "..data").unlink()
     elif fault == "odd token":
         (tmp_path / "..data").write_text(f"{SECRET}\n{SECRET}\x01")
+    elif fault == "a refusal":
+        server.status[PATH] = 302
     else:
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(tmp_path / "absent.crt"))
     assert fit(Counts(), 4, TrainJobStatus(every_s=0.001)).global_step == 4
