@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cluster.job_context import is_rank_zero
+from ..plumbing.text import size_text
 from .parser import add_json, add_overrides, at_least, run_folder
 from .terminal import aligned, say, say_json
 
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=at_least(1), required=True, metavar="N", help="the step to show, from 1")
     parser.add_argument(
         "--pdb", action="store_true", help="open the debugger in `train_step` of the step, and after an exception"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="also show the bytes that modules keep for their backward"
     )
     add_overrides(parser, "lightning.devices=1, which gives other bits")
     add_json(parser, "print one JSON object")
@@ -44,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="genlight-replay-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder).resolve()
-        result = replay(args.run.absolute(), args.step, scratch, overrides=args.set, with_debugger=args.pdb)
+        options = {"with_debugger": args.pdb, "counts_memory": args.memory}
+        result = replay(args.run.absolute(), args.step, scratch, overrides=args.set, **options)
     if not is_rank_zero():  # of a job with several ranks, whose first one prints and decides
         return 0
     if args.json:
@@ -65,8 +70,13 @@ def _print(result: Replay) -> None:
     norms = [
         [each["name"], *(f"{each[kind]:.6g}" if kind in each else "-" for kind in ("output", "gradient"))]
         for each in result.modules
+        if each.keys() & {"output", "gradient"}
     ]
     say(*aligned([["module", "norm of output", "norm of gradient"], *norms]))
+    kept = sorted(((each["kept_bytes"], each["name"]) for each in result.modules if "kept_bytes" in each), reverse=True)
+    if kept:
+        rows = [[name or "outside of modules", size_text(size)] for size, name in kept]
+        say(*aligned([["module", "kept for backward"], *rows, ["all", size_text(sum(size for size, _ in kept))]]))
 
 
 def _cause(result: Replay) -> str:

@@ -46,7 +46,10 @@ class Replay:
     """Digest of that batch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     modules: Sequence[Mapping[str, Any]] = ()
-    """Of each module its ``name`` and the norms of its ``output`` and ``gradient``, in the order of execution."""
+    """Of each module its ``name`` and the norms of its ``output`` and ``gradient``, in the order of execution.
+
+    With ``counts_memory`` also ``kept_bytes``: the memory of tensors that it keeps for its backward.
+    """
     first_nonfinite: str = ""
     """The first value of the step that is not finite."""
     search: RowSearch | None = None
@@ -67,11 +70,13 @@ class _Observer(Repetition):
         run: The run.
         result: Receives the results.
         with_debugger: Whether to open the debugger in ``train_step`` of the last step, and after an exception.
+        counts_memory: Whether to count what modules keep for their backward.
     """
 
-    def __init__(self, run: PastRun, result: Replay, *, with_debugger: bool) -> None:
+    def __init__(self, run: PastRun, result: Replay, *, with_debugger: bool, counts_memory: bool) -> None:
         super().__init__(run, result.step, with_debugger=with_debugger)
         self.result = result
+        self._counts_memory = counts_memory
         self._broken_by = 0
         """The first step after which a weight was not finite."""
 
@@ -88,7 +93,7 @@ class _Observer(Repetition):
         self._before: SavedState | None = None
         with contextlib.suppress(Exception):  # objects of users may raise anything, and only the search needs it
             self._before = SavedState(pl_module.discovered)
-        self._view = StepView(pl_module.discovered)
+        self._view = StepView(pl_module.discovered, counts_memory=self._counts_memory)
         self._watching = self._view.watching()
         self._watching.__enter__()
         if self.with_debugger:
@@ -144,7 +149,15 @@ class _Observer(Repetition):
         self.result.is_same, self.result.witness = self.is_same, self.text
 
 
-def replay(run: Path, step: int, folder: Path, *, overrides: Sequence[str] = (), with_debugger: bool = False) -> Replay:
+def replay(
+    run: Path,
+    step: int,
+    folder: Path,
+    *,
+    overrides: Sequence[str] = (),
+    with_debugger: bool = False,
+    counts_memory: bool = False,
+) -> Replay:
     """Replay the steps of a run to `step`, from the newest checkpoint before it or from the beginning.
 
     Args:
@@ -153,6 +166,7 @@ def replay(run: Path, step: int, folder: Path, *, overrides: Sequence[str] = (),
         folder: An empty folder for everything that the training writes.
         overrides: Changes of the job, as of ``--set``.
         with_debugger: Whether to open the debugger in ``train_step`` of the step, and after an exception.
+        counts_memory: Whether to count what modules keep for their backward.
 
     Raises:
         UsageError: The run cannot be replayed: it has no job, no start before the step or FSDP 2, or it has not trained
@@ -165,7 +179,8 @@ def replay(run: Path, step: int, folder: Path, *, overrides: Sequence[str] = (),
     if step > (last := max([summary_of(run, counts=False).step, *traces.records, *witnessed])):
         raise UsageError(f"{run} is not known to have trained step {step}; its last known step is {last}.")
     record = start_before(past, step)
-    observer = _Observer(past, Replay(step, "" if record is None else record.name), with_debugger=with_debugger)
+    result = Replay(step, "" if record is None else record.name)
+    observer = _Observer(past, result, with_debugger=with_debugger, counts_memory=counts_memory)
     observer.complete(repeat(past, record, observer))
     return observer.result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -47,10 +48,15 @@ class StepView:
 
     Args:
         discovered: The objects of the class.
+        counts_memory: Whether to count the bytes that each module keeps for its backward. A class that uses
+            ``torch.func`` does not train then, because torch refuses both together.
     """
 
-    def __init__(self, discovered: Discovered) -> None:
+    def __init__(self, discovered: Discovered, *, counts_memory: bool = False) -> None:
         self.values: list[Value] = []
+        self.kept_bytes: dict[str, int] = {}
+        """Bytes by module; those that are kept outside of every module have the name ``""``."""
+        self._counts_memory = counts_memory
         self._modules = {
             f"{found.path}.{name}" if name else found.path: part
             for found in discovered.modules
@@ -69,7 +75,8 @@ class StepView:
         ]
         handles.append(register_optimizer_step_pre_hook(self._note_gradients))
         try:
-            yield
+            with self._counting_memory() if self._counts_memory else contextlib.nullcontext():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -78,6 +85,29 @@ class StepView:
             if weight.grad is not None and name not in updated:
                 self._note("gradient", name, weight.grad)
         self._note_weights("weight after")
+
+    @contextmanager
+    def _counting_memory(self) -> Iterator[None]:
+        running: list[str] = [""]
+        seen = {tensor.untyped_storage().data_ptr() for tensor in self._weights.values()}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:  # a storage counts once, and memory that was freed not again
+                seen.add(storage.data_ptr())
+                self.kept_bytes[running[-1]] = self.kept_bytes.get(running[-1], 0) + storage.nbytes()
+            return tensor.detach()
+
+        handles = []
+        for name, part in self._modules.items():
+            handles.append(part.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+            handles.append(part.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @property
     def first_nonfinite(self) -> Value | None:
@@ -89,7 +119,7 @@ class StepView:
         return any(value.kind in kinds and not value.is_finite for value in self.values)
 
     def by_module(self) -> dict[str, dict[str, float]]:
-        """Return the norms of ``output`` and ``gradient`` of each module, in the order of execution.
+        """Return for each module the norms ``output`` and ``gradient``, in the order of execution, and ``kept_bytes``.
 
         The output is the one of all calls, and the gradient the one of the module's own weights.
         """
@@ -99,6 +129,8 @@ class StepView:
                 owner = value.name if value.kind == "output" else value.name.rpartition(".")[0]
                 of_module = norms.setdefault(owner if owner in self._modules else value.name, {})
                 of_module[value.kind] = math.hypot(of_module.get(value.kind, 0.0), value.norm)
+        for name, size in self.kept_bytes.items():
+            norms.setdefault(name, {})["kept_bytes"] = size
         return norms
 
     def _note_weights(self, kind: Kind) -> None:

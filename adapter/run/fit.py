@@ -120,7 +120,7 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
         with _watched_ranks(session, trainer):
             trainer.fit(module, **arguments)
     except (ValueError, RuntimeError, AssertionError, MisconfigurationException) as error:
-        if better := explain(error) or explain_memory(error, trainer, module):
+        if better := explain(error) or explain_memory(error, trainer, module, session.folder):
             raise better from error
         raise
     except SystemExit as error:

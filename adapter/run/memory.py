@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..contract.exceptions import GenlightError
+from ..job.config import JOB_NAME
 from ..plumbing.redaction import safe_str
 from ..plumbing.text import size_text
-from .report import place_in_users_code
+from .report import place_in_users_code, shown_path
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _STATES = (
@@ -28,11 +30,14 @@ _ACTIVATIONS = (
 )
 
 
-def explain_memory(error: Exception, trainer: pl.Trainer, module: pl.LightningModule) -> GenlightError | None:
+def explain_memory(
+    error: Exception, trainer: pl.Trainer, module: pl.LightningModule, run: Path | None
+) -> GenlightError | None:
     """Return an error with the sizes of parameters, gradients, optimizer states and the rest; None for other errors.
 
     The rest is the peak that the device has counted, less the other parts; on the CPU, which does not count, it is
-    unknown.
+    unknown. To count what each module keeps for its backward would cost every step, so the error names the command that
+    trains the step once more and counts.
     """
     text = safe_str(error)
     if not isinstance(error, torch.OutOfMemoryError) and not _OUT_OF_MEMORY.search(text):
@@ -49,10 +54,13 @@ def explain_memory(error: Exception, trainer: pl.Trainer, module: pl.LightningMo
         parts["activations and temporary tensors"] = max(int(count(device)) - sum(parts.values()), 0)
     largest = max(parts, key=lambda name: parts[name])
     held = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+    replay = ""
+    if run is not None and (run / JOB_NAME).is_file() and (step := getattr(module, "failed_step", 0)):
+        replay = f" What each module keeps: `genlight replay {shown_path(run)} --step {step} --memory`."
     states = largest in ("parameters", "gradients", "optimizer states") and device.type != "cpu"
     return GenlightError(
         f"{type(error).__name__}: {text.partition(chr(10))[0].rstrip('.')}{place_in_users_code(error)}. "
-        f"Held on {device}: {held}. {_STATES if states else _ACTIVATIONS}"
+        f"Held on {device}: {held}. {_STATES if states else _ACTIVATIONS}{replay}"
     )
 
 

@@ -10,8 +10,11 @@ import configparser
 import csv
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,15 @@ def test_a_frozen_gpt2_trains_its_lora_and_keeps_the_adapter_in_its_own_format(f
     assert events[-1]["event"] == "completed"
     assert events[-1]["final_checkpoint"].endswith("adapter_model.safetensors")
     assert {"train/loss", "train/lr", "eval/h_after_t"} <= {event.get("name") for event in events}
+
+
+@needs_packages
+def test_an_adapter_is_trained_alone_and_merged_at_the_end(follow):
+    folder = follow("lora.md")
+
+    files = (folder / "runs/lora/checkpoints/final").glob("*.safetensors")
+    assert sum(file.stat().st_size for file in files) < (folder / "base/model.safetensors").stat().st_size
+    assert (folder / "merged/config.json").exists()
 
 
 @needs_packages
@@ -158,6 +170,43 @@ def test_a_worker_stops_its_child_within_its_grace(follow):
     unit = configparser.ConfigParser(interpolation=None)
     unit.read(folder / "genlight-demo.service")
     assert unit["Service"]["RestartPreventExitStatus"] == "2"
+
+
+def test_a_lightning_project_trains_validates_and_exports(follow):
+    folder = follow("lightning_project.md", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+
+    assert validate_events(folder / "run/events.jsonl") == []
+    assert (folder / "project.ckpt").exists()
+
+
+def test_a_class_of_others_trains_and_stops_as_process_1(follow):
+    """The entry point runs as in a container, in a namespace of processes, if this system allows that."""
+    folder = follow("containers.md", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert (folder / "runs/tried/checkpoints/final.json").exists()
+
+    alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system allows no namespace of processes")
+    environ = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"}
+    command = [*alone, "sh", "entrypoint.sh", "--set", "max_steps=10000000"]
+    with subprocess.Popen(command, cwd=folder, env=environ) as outer:
+        log = folder / "runs/first/metrics/events.jsonl"
+        while not (log.exists() and b'"metric"' in log.read_bytes()):
+            assert outer.poll() is None
+            time.sleep(0.1)
+        (first,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        assert b"genlight" in Path(f"/proc/{first}/cmdline").read_bytes(), "the shell is still process 1"
+        os.kill(int(first), signal.SIGTERM)
+        assert outer.wait(120) == 75
+
+
+@pytest.mark.parametrize("name", ["gpt", "diffusion"])
+def test_the_commands_of_an_example_run_as_they_stand(name, examples, tmp_path):
+    for folder in (name, "digits"):
+        shutil.copytree(examples / folder, tmp_path / folder, ignore=shutil.ignore_patterns("runs", "*.bin"))
+
+    assert run_snippets(tmp_path / name / "README.md", tmp_path / name) >= 3
+    assert list((tmp_path / name).glob("runs/*/samples/*/*.[tp][xn][tg]"))
 
 
 def test_the_page_on_determinism_has_a_program_that_runs(follow):
