@@ -51,6 +51,26 @@ def test_every_snippet_runs(readme: str, tmp_path: Path) -> None:
     assert run_snippets(ROOT / readme, tmp_path) >= RUN_AT_LEAST.get(readme, 0)
 
 
+def test_the_costs_of_a_step_are_those_of_the_results() -> None:
+    """Every figure of the README's table is the one of the row in the results."""
+    results = (ROOT / "examples/benchmarks/RESULTS.md").read_text()
+    rows = dict(
+        re.findall(r"^\| ([^|]+?) \| (-?[\d.]+) \(", results.partition("\nThe standard set is")[0], re.MULTILINE)
+    )
+    table = re.compile(r"^\| (genlight, all standard callbacks \|.*) \|\n\|[-|]+\|\n\| (.*) \|$", re.MULTILINE)
+    ((names, costs),) = table.findall((ROOT / "README.md").read_text())
+    shown = dict(zip(names.split(" | "), costs.split(" | "), strict=True))
+    both = [rows[f"Lightning, {kind} optimization"] for kind in ("manual", "automatic")]
+    assert shown == {
+        "genlight, all standard callbacks": f"{rows['genlight, standard set, events every 10 steps']} µs",
+        "Fabric": f"{rows['Fabric']} µs",
+        "TorchTNT": f"{rows['TorchTNT, in a second process']} µs",
+        "accelerate": f"{rows['accelerate']} µs",
+        "Lightning, manual / automatic": f"{' / '.join(both)} µs",
+        "Hugging Face Trainer": f"{rows['Hugging Face Trainer']} µs",
+    }
+
+
 def section(readme: str, title: str) -> str:
     """The text below a heading of the second level."""
     _, found, rest = (ROOT / readme).read_text().partition(f"\n## {title}\n")

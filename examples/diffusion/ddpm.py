@@ -1,4 +1,4 @@
-"""A small DDPM of handwritten digits, with an exponential average of its weights; pictures are drawn from the average."""
+"""A small DDPM of handwritten digits, with an exponential average of its weights that draws the pictures."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class State:
     def generate_sample(self, seed: int | None, output_dir: str) -> dict[str, Any]:
         """Called by genlight every `sample_every` steps. The same noise each time shows how the pictures improve."""
         pictures = draw(self.average, 40, torch.Generator().manual_seed(seed or 0))
-        grid = pictures.reshape(4, 10, SIDE, SIDE).transpose(1, 2).reshape(4 * SIDE, 10 * SIDE)
-        grey = ((grid.clamp(-1, 1) + 1) * 127.5).to(torch.uint8).numpy()
+        cells = F.pad(pictures.clamp(-1, 1), (1, 1, 1, 1), value=-0.5).unflatten(0, (4, 10))
+        grey = ((cells.transpose(1, 2).flatten(0, 1).flatten(1) + 1) * 127.5).to(torch.uint8).numpy()
         Image.fromarray(grey).resize((600, 240), Image.Resampling.NEAREST).save(Path(output_dir, "digits.png"))
         return {"picture": "digits.png"}
 
