@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal
 
@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
 from .hook.cadence import next_multiple, step_cadence, suppressed
-from .hook.events import FIGURES_FIELD, data_wait_s, hosted_by, publish_metrics, run_state_of
-from .hook.hook import Hook, skippable
+from .hook.events import FIGURES_FIELD, data_wait_s, hosted_by, run_state_of
+from .hook.hook import Hook, listeners, skippable
 from .lightning_internals import logger_connector, set_callback_metrics
 from .rank_channel import Channel
 
@@ -57,9 +57,11 @@ class LogMetrics(Hook):
     """
 
     critical = True
-    _of_this_process = frozenset({"_channel"})
+    _of_this_process = frozenset({"_channel", "_listeners"})
     _channel: Channel | None = None
     """Exchanges metrics with the other ranks; None if rank zero's count."""
+    _listeners: Sequence[Callable[..., Any]] = ()
+    """The ``on_metrics`` of other callbacks."""
     optional_reads = ("eval_scores", FIGURES_FIELD)
     writes = ("loss_stats",)
 
@@ -84,6 +86,7 @@ class LogMetrics(Hook):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._unsent_scores, self._unsent_figures = {}, {}
+        self._listeners = listeners(trainer, "on_metrics")
         self._sent_rollout = run_state_of(trainer).rollout_stats
         waited_s = data_wait_s(trainer)
         self._waited = None if waited_s is None else (waited_s, time.monotonic())
@@ -113,10 +116,12 @@ class LogMetrics(Hook):
             everyone = self._channel.gather_everywhere((of_step or {}, of_rollout))
             if of_step is not None:
                 of_step, of_rollout = (_means([each[part] for each in everyone]) for part in (0, 1))
-        if not trainer.is_global_zero:
+        if self.ranks == "all" and not trainer.is_global_zero:
             return
         if of_step is not None:
-            publish_metrics(trainer, of_step, step)
+            run_state_of(trainer).loss_stats = of_step
+            for listener in self._listeners:  # like `publish_metrics`, but without calls of empty methods
+                listener(trainer, pl_module, of_step, step)
             metrics = {**of_step, **of_rollout}
             if self._waited is not None:
                 metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer, *self._waited)}

@@ -24,7 +24,7 @@ from ...adapter.contract.exceptions import EventLogError
 from ...adapter.plumbing.failures import describe_failure
 from ...adapter.plumbing.redaction import secrets_of_module
 from .event import RESUMED_METRIC
-from .event_log import EventLog, checked_text, value_fields
+from .event_log import EventLog, checked_text, float_of
 from .reader import starts_of
 from .run_metadata import changed_numerics, metadata_of_module, numerics
 
@@ -322,7 +322,7 @@ def has_stock_checkpoint(trainer: pl.Trainer) -> bool:
 
 def _is_number(name: Any, value: Any) -> bool:
     try:
-        value_fields(name, value)
+        float_of(name, value)
     except TypeError:
         return not isinstance(name, str)  # if the name is not a string, the log refuses it
     return True

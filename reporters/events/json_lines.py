@@ -233,7 +233,8 @@ class LineFile:
             self._cut_off()
         before = self.size, self.lines
         try:
-            write_all(lock.descriptor, lines)
+            if (written := os.write(lock.descriptor, lines)) < len(lines):
+                write_all(lock.descriptor, lines[written:])
             self.size, self.lines = self.size + len(lines), self.lines + count
         except BaseException as error:
             # This also handles a KeyboardInterrupt between the write and its bookkeeping.

@@ -49,8 +49,8 @@ class Rules:
         self._run_id = ""
         self._has_resumed = False
 
-    def fault(self, event: Event) -> Fault | None:
-        """Return the rule that `event` would break as the next event; None if it is allowed.
+    def fault(self, event: Event, *more: Metric) -> Fault | None:
+        """Return the first rule that the next event, or one of `more` metrics after a metric, would break; else None.
 
         An attempt that was killed has no end, so ``started`` is always allowed. A ``failed`` of another run belongs to
         an attempt that never started.
@@ -64,23 +64,22 @@ class Rules:
             return None if isinstance(event, Failed) else ("started", "the attempt has not started")
         if event.run_id != self._run_id:
             return "run_id", f"this attempt has {self._run_id!r}, but the event has {event.run_id!r}"
-        if not isinstance(event, Metric):
-            return None
-        name, step, value = event.name, event.step, event.value
-        if step in self.checkpointed:
-            return "order", (
-                f"metric {name!r} of step {step} comes after a checkpoint of that step; "
-                "report the metrics of a step before its checkpoint"
-            )
-        if name == RESUMED_METRIC and (self._has_resumed or value != step):
-            return (
-                "resumed",
-                f"{name!r} occurs once in an attempt and its value is its step; got {value} at step {step}",
-            )
-        if name == ROLLED_BACK_METRIC and (value is None or not 0 <= value <= step):
-            return "rolled_back", (
-                f"the value of {name!r} is a step, and not after its own step; got {value} at step {step}"
-            )
+        for metric in (event, *more) if isinstance(event, Metric) else ():
+            name, step, value = metric.name, metric.step, metric.value
+            if step in self.checkpointed:
+                return "order", (
+                    f"metric {name!r} of step {step} comes after a checkpoint of that step; "
+                    "report the metrics of a step before its checkpoint"
+                )
+            if name == RESUMED_METRIC and (self._has_resumed or value != step):
+                return (
+                    "resumed",
+                    f"{name!r} occurs once in an attempt and its value is its step; got {value} at step {step}",
+                )
+            if name == ROLLED_BACK_METRIC and (value is None or not 0 <= value <= step):
+                return "rolled_back", (
+                    f"the value of {name!r} is a step, and not after its own step; got {value} at step {step}"
+                )
         return None
 
     def begin(self, run_id: str) -> None:
@@ -88,13 +87,14 @@ class Rules:
         self.checkpointed, self._has_resumed, self._run_id = set(), False, run_id
         self.phase = "started"
 
-    def take(self, event: Event) -> None:
-        """Take `event` as the next event."""
+    def take(self, event: Event, *more: Metric) -> None:
+        """Take `event` as the next event, with `more` metrics after a metric."""
         if isinstance(event, Metric):
-            if event.name == RESUMED_METRIC:
-                self._has_resumed = True
-            elif event.name == ROLLED_BACK_METRIC:
-                self.checkpointed = {step for step in self.checkpointed if step <= event.number}
+            for metric in (event, *more):
+                if metric.name == RESUMED_METRIC:
+                    self._has_resumed = True
+                elif metric.name == ROLLED_BACK_METRIC:
+                    self.checkpointed = {step for step in self.checkpointed if step <= metric.number}
         elif isinstance(event, Started):
             self.begin(event.run_id)
         elif isinstance(event, (Completed, Failed)):
