@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import xxhash
@@ -18,14 +17,18 @@ SMALL_BYTES = 64 * 1024
 
 @torch.no_grad()
 def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a 64-bit digest of the bits, types, shapes and order of `tensors`, on `device`, without synchronizing.
+    """Return a 64-bit digest of the bits, types and shapes of `tensors`, on `device`, without synchronizing.
 
+    The order counts among tensors of the same type and shape, and between the first ones of each type and shape.
     NaNs count by their bits. Tensors on the host are hashed there, at about memory speed. Tensors on a device stay
     there; each of their words is mixed with its place.
     """
-    pieces = _pieces(tensors)
+    alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(tensor)
+    pieces = _pieces(alike.values())
     on_host = [piece for piece in pieces if piece.device.type == "cpu"]
-    kinds = [_kind(tensor.dtype, tensor.shape) for tensor in tensors]
+    kinds = [f"{len(some)} {dtype} {list(shape)} " for (_, dtype, shape), some in alike.items()]
     text = xxhash.xxh3_64_intdigest("".join([*kinds, *content_digests(on_host)]).encode()) - 2**63
     # `full` launches a kernel; a copy from the host would synchronize.
     number = torch.full((1,), text, dtype=torch.int64, device=device)
@@ -33,19 +36,19 @@ def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return device_digest(torch.cat([number, *numbers]))[0] if numbers else number[0]
 
 
-@functools.lru_cache(maxsize=4096)
-def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} {list(shape)} "
+def _pieces(alike: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Return the large tensors, and one concatenation of the small ones for each device and type.
 
-
-def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the large tensors, and one concatenation of the small ones for each device and type."""
+    Args:
+        alike: Lists of tensors of the same device, type and shape. One call copies all small ones of a list.
+    """
     large: list[Tensor] = []
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.nbytes > SMALL_BYTES:
-            large.append(tensor)
+    for some in alike:
+        if some[0].nbytes > SMALL_BYTES:
+            large += some
         else:
-            small.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+            stack = torch.stack(some) if len(some) > 1 else some[0]
+            small.setdefault((stack.device, stack.dtype), []).append(stack)
     flat: list[Tensor] = [_flatten_dense_tensors(some) for some in small.values()]  # type: ignore[no-untyped-call]
     return large + [piece.resolve_conj().resolve_neg() for piece in flat]

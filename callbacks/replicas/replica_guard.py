@@ -27,7 +27,7 @@ STEPS_UNTIL_READ = 4
 """Steps after which a digest has left its device, and after which all ranks have sent theirs; no step waits."""
 
 _LARGEST = 2**62 - 1
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 class ReplicaGuard(Hook):
@@ -207,9 +207,9 @@ def _replicated_values(module: pl.LightningModule, trainer: pl.Trainer) -> list[
     if own is None:
         return [tensor for _, tensor in _replicated(module, trainer)]
     values = own() + [value for _, value in _leaves_of_settings(module, trainer) if isinstance(value, Tensor)]
-    if not all(type(value) in _PLAIN for value in values):
-        values = [part for value in values for _, part in wrapped_tensors("", value)]
-    return [tensor for tensor in values if _is_compared(tensor)]
+    if not set(map(type, values)) <= _PLAIN:
+        values = [part for value in values for _, part in wrapped_tensors("", value) if _is_compared(part)]
+    return [tensor for tensor in values if tensor.layout is torch.strided and tensor.numel()]
 
 
 def _is_compared(tensor: Tensor) -> bool:
