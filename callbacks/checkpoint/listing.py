@@ -22,7 +22,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -61,9 +61,12 @@ class Listed:
     """A file that is a record or has the name of one. It is read when it is needed, and once."""
 
     path: Path
+    _seen: dict[Path, object] = field(default_factory=dict, compare=False, repr=False)
+    """Identities of the files that were read, as they were just before."""
 
     @functools.cached_property
     def _content(self) -> tuple[CheckpointRecord | None, str, OSError | None]:
+        self._seen[self.path] = _identity(self.path)
         try:
             record = read_record(self.path)
         except BrokenCheckpointError as error:
@@ -72,7 +75,14 @@ class Listed:
             return None, "it was removed meanwhile", None
         except OSError as error:
             return None, f"it cannot be read: {error.strerror}", error
+        if record.data_path is not None:
+            self._seen[record.data_path / SCORES_FILE] = _identity(record.data_path / SCORES_FILE)
         return replace(record, metrics={**record.metrics, **read_scores(record)}), "", None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the files of the record are still those that were read; true before it is read."""
+        return all(_identity(path) == identity for path, identity in self._seen.items())
 
     @property
     def record(self) -> CheckpointRecord | None:
@@ -107,13 +117,27 @@ class Listed:
         return (sys.maxsize if name == FINAL_NAME else step or step_of_name(name) or 0, 0, 0)
 
 
-def list_checkpoints(directory: str | os.PathLike[str]) -> list[Listed]:
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
+
+
+def list_checkpoints(directory: str | os.PathLike[str], earlier: Sequence[Listed] = ()) -> list[Listed]:
     """Return every record in `directory`, intact or broken, oldest step first; a link is read as its target.
 
     A record of an older runtime may have any name. Records with other names than those of the `Checkpoint` callback are
     read here.
+
+    Args:
+        directory: The folder of the records.
+        earlier: Result of an earlier call; records that have not changed since are not read again.
     """
-    return sorted(filter(_is_ours, map(Listed, record_paths(directory))), key=lambda listed: listed.age)
+    known = {listed.path: listed for listed in earlier if listed.is_current}
+    found = (known.get(path) or Listed(path) for path in record_paths(directory))
+    return sorted(filter(_is_ours, found), key=lambda listed: listed.age)
 
 
 def _is_ours(listed: Listed) -> bool:

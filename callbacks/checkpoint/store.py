@@ -123,6 +123,8 @@ class CheckpointStore:
         self._layout: Layout | None = None
         """The layout of the last save, which the next one probably has too."""
         self._frozen: dict[Path, Frozen] = {}
+        self._listed: list[Listed] = []
+        """Checkpoints of the directory that was pruned last."""
         self._pending: list[Pending] = []
         """Background work whose end `wait` or `poll` has not yet handled."""
 
@@ -280,12 +282,12 @@ class CheckpointStore:
         """Remove checkpoints of `directory` in the background, after the save in flight.
 
         Args:
-            directory: Its records are read once.
+            directory: Each of its records is read once, unless it changes.
             choose: Returns those to remove; called in the background.
         """
 
         def remove() -> None:
-            listed = list_checkpoints(directory)
+            listed = self._listed = list_checkpoints(directory, self._listed)
             named = count_folder_names(listed)
             for record in choose(listed):
                 _remove(record.path, named)

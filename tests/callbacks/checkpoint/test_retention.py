@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from genlight.callbacks.checkpoint import CheckpointStore, save, storage, store as store_module
-from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry
-from genlight.callbacks.checkpoint.selection import Retention, to_delete
+from genlight.callbacks.checkpoint import CheckpointStore, listing, save, storage, store as store_module
+from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, step_of_name
+from genlight.callbacks.checkpoint.selection import Retention, add_score, to_delete
 
 pytestmark = pytest.mark.promise(name="checkpoint")
 
@@ -80,20 +80,39 @@ def test_newest_and_best_are_never_deleted(scores, keep_last, keep_best):
     assert len(scores) - len(gone) <= keep_last + keep_best
 
 
-def test_removing_old_checkpoints_reads_each_record_a_few_times_at_most(tmp_path, monkeypatch):
+def test_removals_after_each_save_read_a_record_once_until_it_changes(tmp_path, monkeypatch):
     """Quadratic reading once delayed a run by minutes."""
     saved = [save(tmp_path / f"step-{step:08d}", {"global_step": step}) for step in range(60)]
     read, store = [], CheckpointStore()
 
     def reading(path, *, real=storage.read_record):
-        read.append(path)
+        read.append(step_of_name(Path(path).stem))
         return real(path)
 
+    def reads_of_removal(choose):
+        read.clear()
+        store.prune(tmp_path, choose)
+        store.background.finish()
+        return sorted(read)
+
     monkeypatch.setattr(storage, "read_record", reading)
-    store.prune(tmp_path, lambda listed: saved[:50])
-    store.background.finish()
+    monkeypatch.setattr(listing, "read_record", reading)
+    assert reads_of_removal(lambda listed: saved[:50]) == sorted([*range(60), *range(50)])  # once more to remove it
     assert len(list(tmp_path.glob("*.json"))) == 10
-    assert len(read) < 3 * 60
+    save(tmp_path / "step-00000060", {"global_step": 60})
+    assert reads_of_removal(lambda listed: []) == [60]
+    add_score(saved[55], "loss", 0.5)
+    save(tmp_path / "step-00000057", {"global_step": 57})
+    (tmp_path / "step-00000058.json").write_text("{")
+    scores, broken = {}, []
+
+    def look(listed):
+        scores.update({each.path.stem: each.record.metrics for each in listed if each.record and each.record.metrics})
+        broken.extend(each.path.stem for each in listed if each.record is None)
+        return []
+
+    assert reads_of_removal(look) == [55, 57, 58]
+    assert (scores, broken) == ({"step-00000055": {"loss": 0.5}}, ["step-00000058"])
 
 
 @pytest.mark.parametrize(
