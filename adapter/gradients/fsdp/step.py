@@ -365,44 +365,24 @@ class ShardedStep(StepPart):
                     shard.grad = None  # zeros: ranks reduce a gradient in case another rank has used the parameter
             if not unit.sharding.unused_parameters:
                 used += [f"{unit.path} {index}" for index in sorted(unit.used)]
-        code = zlib.crc32(" ".join(used).encode())
-        self._agree(f"{USED} {len(used)} sharded parameters ({code:08x})")
+        self._agree(f"{USED} {len(used)} sharded parameters ({zlib.crc32(' '.join(used).encode()):08x})")
 
     @override
-    def grad(
-        self,
-        run: Callable[..., Any],
-        outputs: Any,
-        grads: Any,
-        retain_graph: bool,
-        create_graph: bool,
-        inputs: Sequence[Tensor] = (),
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def grad(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a call of ``torch.autograd.grad``; `run` is torch's engine and the other arguments are the engine's.
 
         Raises:
             ContractError: It computes gradients of sharded parameters, or ranks diverged.
         """
+        _, create_graph, inputs = (*args, ())[:3]
         self._refuse_shards(inputs)
         self._agree("call torch.autograd.grad")
         with self._gathered_throughout() if self._keeps_graph else contextlib.nullcontext():
             self._keeps_graph |= create_graph
-            return run(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+            return run(outputs, grads, *args, **kwargs)
 
     @override
-    def within_backward(
-        self,
-        run: Callable[..., Any],
-        outputs: Any,
-        grads: Any,
-        retain_graph: bool,
-        create_graph: bool,
-        inputs: Sequence[Tensor] = (),
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def within_backward(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a call of torch's engine within a backward call, with gathered parameters in place of shards.
 
         An adjoint calls a module within its backward and computes gradients of the parameters of that module. It
@@ -411,9 +391,10 @@ class ShardedStep(StepPart):
         Raises:
             ContractError: The call adds to the gradients of shards itself, or keeps a graph of them.
         """
+        retain_graph, create_graph, inputs = (*args, ())[:3]
         places = {index: pair for index, each in enumerate(inputs) if (pair := self._shard_behind(each)) is not None}
         if not places:
-            return run(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+            return run(outputs, grads, *args, **kwargs)
         if create_graph or kwargs.get("accumulate_grad"):
             raise refusal("gradients by parameters", "an autograd function of the class, in backward")
         # Calls of modules use the gathered tensors; functions such as ``F.linear`` use the shards.
@@ -429,7 +410,7 @@ class ShardedStep(StepPart):
             if direct[index] is not None:
                 parts.append(direct[index].redistribute(placements=shard.placements))
             gradients[index] = sum(parts[1:], parts[0]) if parts else None
-        if not args[0] and any(gradient is None for gradient in gradients):
+        if not args[3] and any(gradient is None for gradient in gradients):
             raise RuntimeError("An input of torch.autograd.grad was not used; `allow_unused=True` returns None for it")
         return tuple(gradients)
 
