@@ -74,7 +74,7 @@ _IN_HALF = " In {}, a small difference is rounding (use a larger --rtol), and a 
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """The first value that differs between two loops."""
 
     step: int
@@ -106,7 +106,7 @@ class Comparison:
     """The compared kinds."""
     steps: dict[int, dict[str, tuple[str, float]]] = field(default_factory=dict)
     """The name with the largest distance, and that distance, by step and kind."""
-    first: Difference | None = None
+    first: ValueDifference | None = None
     """The first difference beyond `rtol`; if a step has several, the one nearest to the cause."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the reader on both runs."""
@@ -122,7 +122,7 @@ class Comparison:
             name, size = largest[beyond]
             a, b = plain[beyond].get(name), hosted[beyond].get(name)
             cause = CAUSES["start" if step == 0 else beyond] + ("" if is_exact else _IN_HALF.format(self.precision))
-            self.first = Difference(step, beyond, name, size, describe(a), describe(b), cause)
+            self.first = ValueDifference(step, beyond, name, size, describe(a), describe(b), cause)
 
     def finish(self, steps: int, against: str | None) -> Comparison:
         """Add the notes at the end of training; report a loop that made fewer steps than the other as a difference.
@@ -143,7 +143,7 @@ class Comparison:
         made = max(self.steps, default=0)
         if self.first is None and made < recorded:
             what = "steps" if against is None else "updates"
-            self.first = Difference(made, "steps", what, math.inf, str(recorded), str(made), CAUSES["steps"])
+            self.first = ValueDifference(made, "steps", what, math.inf, str(recorded), str(made), CAUSES["steps"])
         return self
 
     def as_json(self) -> str:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-import random
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,21 +17,18 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...callbacks.checkpoint.codec.state_tree import is_wrapper, wrapped_tensors
-from ...callbacks.checkpoint.codec.tensors import content_digests
 from ...callbacks.optimizer_state import named_values
-from ..discovery.children import key_text, uncompiled
+from ...callbacks.witness.state import digest, values_in
+from ..discovery.children import uncompiled
 from ..discovery.discover import Discovered, Found, discover, walk_both
-from ..plumbing.text import shortened
+from ..plumbing.text import key_text, shortened
 
 KINDS: Final = ("metric", "setting", "optimizer state", "weight")
 """Kinds compared between two loops, in the order in which a step makes them, so that a cause precedes its effects."""
@@ -59,7 +56,7 @@ class Snapshot:
     @functools.cached_property
     def digests(self) -> Mapping[str, str]:
         """Digest of type, shape and bits of each value, by path."""
-        return {path: _digest(value) for values in self.values.values() for path, value in values.items()}
+        return {path: digest(value) for values in self.values.values() for path, value in values.items()}
 
     def differences(self, other: Snapshot) -> list[str]:
         """Return the paths at which the snapshots are not bit-equal, or that only one of them has, in order."""
@@ -165,58 +162,18 @@ def _has_own_state_dict(node: Any) -> bool:
 
 
 def leaves(path: str, value: Any, *, gather: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """Yield copies of the tensors, arrays, numbers, strings and random generators in `value`, by path.
-
-    A mapping, list or tuple that appears at several places is entered at each: two groups of an optimizer may share a
-    pair of betas.
-
-    Yields:
-        The path, the value, and whether it is the code of a quantized tensor; such codes cannot be measured.
-    """
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from leaves(f"{path}[{key_text(key)}]", entry, gather=gather)
-    elif isinstance(value, list | tuple | deque):
-        for i, entry in enumerate(value):
-            yield from leaves(f"{path}[{i}]", entry, gather=gather)
-    elif isinstance(value, Tensor):
-        if is_lazy(value) or value.is_meta:  # in a lazy module before its first batch, or in a skeleton
-            return
-        if is_wrapper(value):
-            for name, part in wrapped_tensors(path, value):
-                yield from ((n, leaf, not part.is_floating_point()) for n, leaf, _ in leaves(name, part, gather=gather))
-        else:
-            yield path, _copy(value, gather=gather), False
-    elif isinstance(value, np.ndarray):
-        yield path, value.copy(), False
-    elif isinstance(value, np.generic):
-        yield path, value.item(), False
-    elif isinstance(value, torch.Generator):
-        yield path, value.get_state(), False
-    elif isinstance(value, np.random.Generator):
-        yield path, repr(value.bit_generator.state), False
-    elif isinstance(value, random.Random | np.random.RandomState):
-        state = value.getstate() if isinstance(value, random.Random) else value.get_state()
-        yield path, repr(state), False
-    elif isinstance(value, bool | int | float | complex | str | bytes):
-        yield path, value, False
+    """Yield copies on the CPU of the values of `values_in`; with `gather`, of all of a sharded tensor."""
+    for name, leaf, is_code in values_in(path, value):
+        yield name, _copy(leaf, gather=gather), is_code
 
 
-def _copy(tensor: Tensor, *, gather: bool) -> Tensor:
-    """A copy on the CPU, not sparse; of a sharded tensor all of it, for which every rank has to ask, or its shard."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor() if gather else tensor.to_local()
-    return tensor.to_dense().cpu().clone() if tensor.is_sparse else tensor.cpu().clone()
-
-
-def _digest(value: Any) -> str:
-    """Return a text that is equal for equal types, shapes and bits, also for NaNs."""
-    if isinstance(value, Tensor):
-        return content_digests([value])[0]
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"array {value.dtype} {value.shape} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
-    return f"{type(value).__name__} {xxhash.xxh3_128_hexdigest(repr(value).encode())}"
+def _copy(value: Any, *, gather: bool) -> Any:
+    """A copy, not sparse; of a sharded tensor all of it, for which every rank has to ask, or its shard."""
+    if not isinstance(value, Tensor):
+        return copy.copy(value)
+    if isinstance(value, DTensor):
+        value = value.full_tensor() if gather else value.to_local()
+    return value.to_dense().cpu().clone() if value.is_sparse else value.cpu().clone()
 
 
 def compare_snapshots(

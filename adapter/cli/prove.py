@@ -10,7 +10,7 @@ Exit codes: 0 everything held, 1 a rehearsal failed, 2 usage, or the job cannot 
 from __future__ import annotations
 
 import argparse
-import shutil
+import contextlib
 import signal
 import tempfile
 import threading
@@ -68,22 +68,17 @@ def run(args: argparse.Namespace) -> int:
     with on_sys_path([config.spec_dir, Path.cwd()]):
         target = find_trainer(config.trainer)
         check_plugin(config, target)
-    scene, findings = _scene(args, config), []
-    folder = _scratch(args.keep)
-    interrupted = threading.Event()
-    before = {number: signal.signal(number, lambda *_: interrupted.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    scene, findings, interrupted = _scene(args, config), [], threading.Event()
+    with contextlib.ExitStack() as stack:
+        folder = _scratch(args.keep, stack)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: interrupted.set()))
         for finding in prove(
             scene, folder, minutes=args.minutes, only=args.only, keep=args.keep is not None, interrupted=interrupted
         ):
             findings.append(finding)
             if not args.json:
                 say_finding(finding)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if args.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
     results: list[dict[str, Any]] = [finding.as_json() for finding in findings]
     write_proof(config, target, results, steps=scene.steps, ranks=scene.ranks)
     if args.json:
@@ -107,14 +102,15 @@ def _scene(args: argparse.Namespace, config: RunConfig) -> Scene:
     )
 
 
-def _scratch(keep: Path | None) -> Path:
-    """Return an empty folder for the rehearsals.
+def _scratch(keep: Path | None, stack: contextlib.ExitStack) -> Path:
+    """Return an empty folder for the rehearsals; `stack` removes it unless it is `keep`.
 
     Raises:
         UsageError: `keep` exists already.
     """
     if keep is None:
-        return Path(tempfile.mkdtemp(prefix="genlight-prove-"))
+        scratch = tempfile.TemporaryDirectory(prefix="genlight-prove-", ignore_cleanup_errors=True)
+        return Path(stack.enter_context(scratch))
     try:
         keep.mkdir(parents=True)
     except FileExistsError:

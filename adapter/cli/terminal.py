@@ -28,7 +28,7 @@ from ..plumbing.redaction import redact
 from ..plumbing.text import printable, shortened
 
 if TYPE_CHECKING:
-    from ..view.differences import Difference
+    from ..view.differences import ChangedFact
 
 _WIDEST_VALUE = 60
 """Characters of a value in a table of differences."""
@@ -76,7 +76,7 @@ def aligned(rows: Iterable[Sequence[object]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
-def table_of(changes: Sequence[Difference], names: Sequence[str]) -> list[str]:
+def table_of(changes: Sequence[ChangedFact], names: Sequence[str]) -> list[str]:
     """Return a table of the differences between runs, grouped by kind under headings."""
     if not changes:
         return ["no known difference"]

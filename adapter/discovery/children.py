@@ -21,6 +21,7 @@ from ..contract.exceptions import ContractError
 from ..contract.types import StepContext
 from ..plumbing.counted_dict import CountedDict
 from ..plumbing.generators import GENERATORS
+from ..plumbing.text import key_text
 
 SEARCHED_ITEMS = 10_000
 """A container with more items than this is data, such as a replay buffer, and is not searched."""
@@ -64,13 +65,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that a compiled one was made from, or the module itself."""
     original = getattr(module, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else module
-
-
-def key_text(key: Any) -> str:
-    """Return a key of a mapping as it is written in a path; the values of a tensor are not read."""
-    if isinstance(key, str):
-        return f'"{key}"'
-    return f"{type(key).__name__}{tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
 
 
 def _children(path: str, value: Any) -> Iterable[Reference]:

@@ -29,6 +29,14 @@ def nearest(name: str, known: Iterable[str], *, alike: float = 0.7) -> str:
     return f" Did you mean `{match}`?" if match else ""
 
 
+def key_text(key: Any) -> str:
+    """Return a key of a mapping as it is written in a path; the values of a tensor are not read."""
+    if isinstance(key, str):
+        return f'"{key}"'
+    # A tensor, without an import of torch.
+    return f"{type(key).__name__}{tuple(key.shape)}" if hasattr(key, "layout") else repr(key)
+
+
 def size_text(size_bytes: float) -> str:
     """Return a size in decimal units, such as ``512 B`` or ``1.5 MB``."""
     size, unit = float(size_bytes), "B"

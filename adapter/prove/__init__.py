@@ -2,7 +2,7 @@
 
 Prove rehearses a bad night: `faults` is loaded by the processes that train and breaks them; `rehearsal` starts them in
 a scratch folder; `evidence` reads and compares their results; `prove` is the list of rehearsals and the certificate.
-`repetition` trains steps of a run again in this process: `replay` and `step_view` show one of them, and find the rows
-that make it fail; `bisect` finds the first difference of two runs. The folder may import everything that a command may,
+`repetition` trains steps of a run again in this process: `replay` shows one of them, and finds the rows that make it
+fail; `bisect` finds the first difference of two runs. The folder may import everything that a command may,
 except commands.
 """

@@ -20,15 +20,17 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from ...callbacks.checkpoint import load
 from ...callbacks.witness.entry import OF_MODEL, RANDOM_STATES, describe_steps, limit_between
+from ...callbacks.witness.state import differing_values, values_of_state
 from ...reporters.events.run_metadata import source_digest
 from ..check.batches import list_first
 from ..check.compare import CAUSES
 from ..check.snapshot import EVERYTHING, KINDS, Snapshot, describe, differing_paths, distance, is_real, snapshot
 from ..contract.exceptions import BrokenCheckpointError, GenlightError, UsageError
-from ..view.differences import Difference, differences, facts_of_run
+from ..view.differences import ChangedFact, differences, facts_of_run
 from ..view.summary import RunSummary, summary_of
-from .evidence import compare_witnesses, state_of
+from .evidence import compare_witnesses
 from .repetition import Done, PastRun, Repetition, Traces, open_run, read_traces, repeat, start_before
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ _KINDS = ("rows", "random numbers", *KINDS, "value")
 class Bisection:
     """The result: the first difference of two runs, and what could be compared."""
 
-    facts: Sequence[Difference] = ()
+    facts: Sequence[ChangedFact] = ()
     """What differs before a step is trained: configuration, data, code, versions, machine."""
     notes: list[str] = field(default_factory=list)
     """What was compared, with which result, and what could not be compared; a phrase each."""
@@ -156,7 +158,8 @@ def _compare_records(first: Traces, second: Traces, result: Bisection) -> tuple[
         nonlocal probed
         probed = step
         if step not in names:
-            names[step] = state_of(first.records[step]).differences(state_of(second.records[step]))
+            states = (values_of_state(load(each.records[step].path)) for each in (first, second))
+            names[step] = differing_values(*states)
         return bool(names[step])
 
     at = None

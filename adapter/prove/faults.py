@@ -30,9 +30,10 @@ class Fault:
     """One fault of a rehearsal."""
 
     kind: Kind
-    """``kill``: SIGKILL at a random moment of the step. ``kill while saving``: SIGKILL as soon as the files of a
-    checkpoint appear, from this step on. ``kill after saving``: SIGKILL once there are two checkpoints. ``stop``:
-    SIGTERM. ``pause``: SIGSTOP. ``full disk``: from this step on, files can only grow to half of the largest so far."""
+    """``kill``: SIGKILL at a random moment of the step. ``kill while saving``: SIGKILL as soon as the files of
+    another checkpoint appear, from this step on. ``kill after saving``: SIGKILL once there are two checkpoints.
+    ``stop``: SIGTERM. ``pause``: SIGSTOP. ``full disk``: from this step on, files can only grow to half of the largest
+    so far."""
     step: int
     """The step in which it happens; steps count from 1."""
     rank: int = 0
@@ -73,17 +74,19 @@ class Faults(pl.Callback):
                 self._cause(fault.kind, marker(self._folder, number).touch)
 
     def _cause(self, kind: Kind, note: Callable[[], None]) -> None:
+        saved = self._checkpoints
         if kind == "kill while saving":
-            self._kill_once(lambda: any(map(is_temporary, os.listdir(self._checkpoints))), note)
+            # Without a checkpoint to resume from, the next start would only be another beginning.
+            self._kill_once(lambda: any(map(is_temporary, os.listdir(saved))) and bool(record_paths(saved)), note)
         elif kind == "kill after saving":
-            self._kill_once(lambda: len(record_paths(self._checkpoints)) > 1, note)
+            self._kill_once(lambda: len(record_paths(saved)) > 1, note)
         elif kind == "kill":
             # Not the global generator, so that the training draws the same numbers as without a fault.
             delay = random.SystemRandom().uniform(0, self._step_s)
             self._threads.submit(lambda: _kill(note, delay))
         elif kind == "full disk":
             note()
-            largest = max((path.stat().st_size for path in self._checkpoints.rglob("*.safetensors")), default=0)
+            largest = max((path.stat().st_size for path in saved.rglob("*.safetensors")), default=0)
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, resource.RLIM_INFINITY))
         else:
             note()

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...callbacks.checkpoint import list_checkpoints
+from ...callbacks.witness.entry import HINTS
 from ..check.finding import Finding
 from ..contract.exceptions import GenlightError, UsageError
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_FAILED, EXIT_STOPPED
-from .evidence import Difference, Evidence, first_difference
+from .evidence import Evidence, first_difference
 from .faults import Fault, marker
 from .rehearsal import Attempt, OutOfTime, Rehearsal, Scene
 
@@ -89,7 +90,7 @@ def prove(
         found.append(outcome)
     reference, second = found
     apart = first_difference(reference, second)
-    tolerance = SLACK * apart.size if apart else -1.0
+    tolerance = SLACK * apart[1] if apart else -1.0
     yield _unbroken(apart, runs, reference)
     limit_s = max(MIN_LIMIT_S, SLOWER * runs[0].attempts[0].seconds)
     cases = list(_cases(scene.every_n_steps, len(reference.witness)))
@@ -107,14 +108,18 @@ def prove(
             shutil.rmtree(run.folder)
 
 
-def _unbroken(apart: Difference | None, runs: Sequence[Rehearsal], reference: Evidence) -> Finding:
+def _unbroken(apart: tuple[str, float] | None, runs: Sequence[Rehearsal], reference: Evidence) -> Finding:
     seconds = " and ".join(f"{run.attempts[0].seconds:.1f}" for run in runs)
     if apart is None:
-        return Finding("unbroken", "pass", f"two runs have the same bits, {reference.digest} ({seconds} s)")
+        same = f"two runs have the same bits, {reference.digest} ({seconds} s)"
+        if (step := reference.first_nonfinite) is not None:
+            lost = f"{same}, but the loss of step {step} is not finite: what differs after it may not show"
+            return Finding("unbroken", "warn", lost, "Lower the learning rate, or give fewer --steps.")
+        return Finding("unbroken", "pass", same)
     return Finding(
         "unbroken",
         "warn",
-        f"two runs without a fault differ: {apart.text}",
+        f"two runs without a fault differ: {apart[0]}",
         "A resume can only be compared within this difference. Take all random numbers from seeded generators, and see "
         "`lightning.deterministic`.",
     )
@@ -167,16 +172,17 @@ def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -
     )
     if case.ranks_after is not None:
         return Finding(case.name, "pass", f"completed on {case.ranks_after}; other rows in each step, {costs}")
-    apart = first_difference(reference, outcome)
+    apart = first_difference(reference, outcome, HINTS)
     if apart is None:
         return Finding(case.name, "pass", f"the same bits; {costs}")
     if tolerance == math.inf:
         return Finding(
             case.name, "warn", f"it completed, but cannot be compared with a run of other random numbers; {costs}"
         )
-    if apart.size <= tolerance:
+    text, size = apart
+    if size <= tolerance:
         return Finding(case.name, "pass", f"no further apart than two unbroken runs; {costs}")
-    return fail(f"{apart.text} ({costs})")
+    return fail(f"{text} ({costs})")
 
 
 def _complete(run: Rehearsal, start: Callable[[], Attempt]) -> Evidence | str:

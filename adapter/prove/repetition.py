@@ -28,10 +28,10 @@ from ...callbacks.lightning_internals import checkpoint_connector
 from ...callbacks.rank_channel import Channel
 from ...callbacks.witness.entry import (
     HINTS,
-    Difference,
     Entry,
     Key,
     Recorded,
+    StepDifference,
     compare,
     describe_steps,
     file_of_rank,
@@ -39,8 +39,8 @@ from ...callbacks.witness.entry import (
     read_witness,
     summarize,
 )
-from ...callbacks.witness.overlap import compare_with_checkpoint
 from ...callbacks.witness.recording import Sources, read_batch
+from ...callbacks.witness.state import compare_with_checkpoint
 from ...callbacks.witness.witness import facts_of_attempt
 from ..check.isolation import quiet
 from ..contract.exceptions import TrainingCanceled, UsageError
@@ -183,7 +183,7 @@ class Repetition(pl.Callback):
         self.running_step: int | None = None
         self.entry: Entry | None = None
         """What the witness would record of the newest batch that was read."""
-        self.difference: Difference | None = None
+        self.difference: StepDifference | None = None
         """The first difference from the run."""
         self._equal: Sequence[int] = ()
         self._limits = run.traces.limits if 0 not in run.traces.witness else ""
@@ -237,7 +237,7 @@ class Repetition(pl.Callback):
         if proof is not None and self.difference is None:
             self._note(step, proof.difference)
 
-    def _note(self, step: int, difference: Difference | None) -> None:
+    def _note(self, step: int, difference: StepDifference | None) -> None:
         self.difference = difference
         if difference is None and step not in self._equal:
             self._equal = (*self._equal, step)

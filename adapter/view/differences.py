@@ -22,7 +22,7 @@ _LONGEST_VALUE = 400
 
 
 @dataclass(frozen=True)
-class Difference:
+class ChangedFact:
     """A fact that is not the same in all runs.
 
     Attributes:
@@ -51,7 +51,7 @@ def facts_of_run(summary: RunSummary) -> dict[str, Any]:
     }
 
 
-def differences(runs: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def differences(runs: Sequence[Mapping[str, Any]]) -> list[ChangedFact]:
     """Return the differences between runs, given as `facts_of_run`.
 
     If every run has a ``job.json``, all settings are compared. Otherwise the settings in the logs are compared; logs
@@ -60,7 +60,7 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[Difference]:
     has_jobs = all(run["job"] is not None for run in runs)
     facts = [dict(_facts(run, has_jobs=has_jobs)) for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)
-    rows = [Difference(*name, tuple(each.get(name) for each in facts)) for name in names]
+    rows = [ChangedFact(*name, tuple(each.get(name) for each in facts)) for name in names]
     changed = [row for row in rows if any(value != row.values[0] for value in row.values[1:])]
     return sorted(changed, key=lambda row: _ORDER.index(row.about))
 

@@ -37,7 +37,7 @@ from ..hook.hook import Hook, RunContext, ending_the_run, skippable
 from ..lightning_internals import checkpoint_connector
 from ..rank_channel import ALONE, Channel, RankGroups
 from ..witness.entry import Proof
-from ..witness.overlap import compare_with_checkpoint
+from ..witness.state import compare_with_checkpoint
 from ..witness.witness import Witness
 from .budget import Budget, seconds_of
 from .capture import CONTRACT_KEY

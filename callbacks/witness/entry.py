@@ -231,7 +231,7 @@ class WitnessFile:
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """The first difference between a repeated batch and its first time."""
 
     kind: Kind
@@ -266,7 +266,7 @@ def compare(
     facts: Mapping[int, Mapping[str, Any]],
     with_values: bool = True,
     hints: Mapping[str, str] = HINTS,
-) -> Difference | None:
+) -> StepDifference | None:
     """Compare a repeated batch with its first time.
 
     Args:
@@ -293,8 +293,8 @@ def compare(
         # By itself no difference: a model may make and seed a generator at any time.
         generators = [RANDOM_STATES[OF_MODEL]]
 
-    def differing(kind: Kind, text: str) -> Difference:
-        return Difference(kind, now.key, rank, f"{text}. {hints[kind]}" if kind in hints else text)
+    def differing(kind: Kind, text: str) -> StepDifference:
+        return StepDifference(kind, now.key, rank, f"{text}. {hints[kind]}" if kind in hints else text)
 
     if earlier.rows != now.rows:
         return differing("rows", f"the rows of batch {now.batch} in epoch {now.epoch} are others")
@@ -353,7 +353,7 @@ class Proof:
     steps: tuple[int, ...]
     """Repeated steps that were compared and are equal, in order."""
     ranks: int
-    difference: Difference | None = None
+    difference: StepDifference | None = None
     limits: str = ""
     """What could not be compared, in words."""
     against: str = ""
@@ -391,7 +391,7 @@ def describe_steps(steps: Sequence[int]) -> tuple[str, str, str]:
     return (f"step {first}", "has", compared) if first == last else (f"steps {first} to {last}", "have", compared)
 
 
-def summarize(of_ranks: Sequence[tuple[Iterable[int], Difference | None]], limits: str = "") -> Proof | None:
+def summarize(of_ranks: Sequence[tuple[Iterable[int], StepDifference | None]], limits: str = "") -> Proof | None:
     """Return the result over all ranks, in their order; None if no rank compared anything.
 
     Args:

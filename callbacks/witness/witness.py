@@ -25,12 +25,12 @@ from ..hook.events import callbacks_of, hosted_by, run_state_of
 from ..log_metrics import LogMetrics
 from ..rank_channel import Channel
 from .entry import (
-    Difference,
     Entry,
     Header,
     Key,
     Proof,
     Recorded,
+    StepDifference,
     WitnessFile,
     compare,
     file_of_rank,
@@ -88,7 +88,7 @@ class Witness:
         all_steps = channel.gather_everywhere(steps) if run else []
         self._steps = sorted({step for of_rank in all_steps for step in of_rank})
         self._equal: set[int] = set()
-        self._difference: Difference | None = None
+        self._difference: StepDifference | None = None
         header = Header(self.run, trainer.global_rank, self._facts)
         self._file = WitnessFile(path, header, {} if recorded is None else recorded.entries)
         self._plan(self._start)

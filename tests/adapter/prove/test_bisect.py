@@ -291,7 +291,7 @@ def test_a_value_that_no_replay_repeats_is_no_difference(train, tmp_path):
 def test_code_that_does_not_repeat_is_named(train, tmp_path):
     result = bisect([train("Draws"), train("Draws")], tmp_path)
 
-    assert (result.after, result.step, result.kind) == (0, EVERY, "checkpoint")
+    assert (result.after, result.step, result.kind) == (0, 1, "loss")
     assert "Two replays of RUN_A differ as well" in result.cause
 
 
@@ -321,7 +321,7 @@ def test_a_class_that_was_changed_since_is_named(train, tmp_path, monkeypatch):
 
     result = bisect(runs, tmp_path / "scratch")
 
-    assert (result.after, result.step, result.kind) == (0, EVERY, "checkpoint")
+    assert (result.after, result.step, result.kind) == (0, 1, "loss")
     assert "The file of the class has changed since RUN_A trained" in result.cause
     assert "RUN_B" not in result.cause
     assert [change.name for change in result.facts] == ["source of the class"]

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from genlight.adapter.check.snapshot import flatten
 from genlight.adapter.prove.evidence import Evidence, first_difference
 from genlight.callbacks.witness.entry import Entry, Header, Recorded
 
@@ -19,7 +18,7 @@ def evidence(rows=(1, 2), losses=(1.0, 0.5), weight=1.0, random=(0,) * 6):
     ]
     return Evidence(
         witness={0: Recorded(Header("run", 0), {entry.key: entry for entry in entries})},
-        state=flatten({"weight": torch.tensor([weight]), "count": 3}, "state"),
+        state={"weight": torch.tensor([weight]), "count": 3},
         repeated=0,
     )
 
@@ -34,10 +33,10 @@ def evidence(rows=(1, 2), losses=(1.0, 0.5), weight=1.0, random=(0,) * 6):
     ],
 )
 def test_the_earliest_cause_is_named(changes, words, size):
-    difference = first_difference(evidence(), evidence(**changes))
+    text, found = first_difference(evidence(), evidence(**changes))
 
-    assert all(word in difference.text for word in words), difference.text
-    assert difference.size == size
+    assert all(word in text for word in words), text
+    assert found == size
 
 
 def test_equal_runs_have_no_difference_and_one_digest():

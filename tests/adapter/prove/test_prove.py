@@ -72,7 +72,7 @@ def prove(tmp_path, monkeypatch, capfd):
             "run_id": "proven",
             "trainer": f"trainer:{name}",
             "max_steps": 1000,
-            "mock_batches": [[[float(i), 1.0], [0.5, float(-i)]] for i in range(30)],
+            "mock_batches": [[[i / 30, 1.0], [0.5, -i / 30]] for i in range(30)],
             "lightning": {"accelerator": "cpu"},
         }
         (tmp_path / "job.json").write_text(json.dumps(job))

@@ -23,8 +23,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import UsageError
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.prove import repetition
-from genlight.adapter.prove.replay import replay
-from genlight.adapter.prove.step_view import RowSearch, StepView, find_rows
+from genlight.adapter.prove.replay import RowSearch, StepView, find_rows, replay
 from genlight.callbacks.witness.witness import facts_of_attempt
 from support import SUPPORT
 from support.jobs import run, write_job

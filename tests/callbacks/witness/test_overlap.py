@@ -64,7 +64,8 @@ def test_values_that_no_step_shows_are_named(tmp_path):
     expected = (
         "step 20, repeated after the restart, is not the same: step-00000020, which was saved after its first time"
     )
-    assert text == f"{expected}, has other values of genlight.state.count, state.seen"
+    names = (f'checkpoint["genlight"]["state"]["{name}"]' for name in ("seen", "count"))
+    assert text == f"{expected}, has other values of {', '.join(names)}"
 
 
 def test_a_difference_can_end_the_run_before_it_replaces_the_checkpoint(tmp_path):
