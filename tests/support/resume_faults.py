@@ -388,7 +388,8 @@ class Replay(Hosted):
 
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         self.buffer.append(batch)
-        return sum(super(Replay, self).loss(each, state) for each in [*self.buffer, *[batch] * (3 - len(self.buffer))])
+        batches = [*self.buffer, *[batch] * (3 - len(self.buffer))]
+        return sum(super(Replay, self).loss(each, state) for each in batches) / 3
 
 
 class Lookahead(Hosted):
