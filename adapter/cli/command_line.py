@@ -21,7 +21,7 @@ from typing import Any
 from ...callbacks.stop.signals import StopSignals
 from ..cluster.job_context import is_rank_zero, rank_errors
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError
-from ..plumbing.failures import EXIT_FAILED, unsupported_system
+from ..plumbing.failures import EXIT_FAILED, text_of_error, unsupported_system
 from ..plumbing.text import reference
 from . import INTERRUPTED
 from .parser import CommandParser
@@ -152,8 +152,7 @@ def _run(words: list[str]) -> int:
             return print_error(name, error)
         if error.filename is None:  # an error of the output; `exit_on_broken_pipe` handles it
             raise
-        path = os.fsdecode(error.filename)
-        return print_error(name, f"{path}: {error.strerror}; name a path that can be used")
+        return print_error(name, f"{text_of_error(error)}; name a path that can be used")
     return code
 
 

@@ -31,17 +31,18 @@ from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ..cluster.job_context import is_rank_zero, rank_errors
 from ..cluster.placement import placed_by_launcher, placement_fault
-from ..contract.exceptions import EventLogError, GenlightError, MonitorError, TrainingCanceled, UsageError
+from ..contract.exceptions import GenlightError, UsageError
 from ..job.parser_errors import UnusableValueError, root_cause
 from ..module.module import ContractModule
 from ..plumbing.durable import write_bytes_durably
+from ..plumbing.failures import is_input_error, stop_reason
 from ..plumbing.imports import collect_as_usual
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
 from ..plumbing.text import as_list
 from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault
-from ..run.report import is_input_error, show_results
+from ..run.report import show_results
 from ..run.session import Completion, FollowerSession, Session
 from .lightning_parser import GenlightParser
 from .lightning_start import (
@@ -52,13 +53,10 @@ from .lightning_start import (
     hold_folder,
     save_on_stop,
     say,
-    text_of_error,
 )
 from .terminal import print_error
 
 log = logging.getLogger(__name__)
-
-_WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 class SaveAttemptConfig(SaveConfigCallback):
@@ -140,7 +138,9 @@ class GenlightCLI(LightningCLI):
             signals = StopSignals.handling() or StopSignals()
             if trains and not signals.are_handled:
                 stack.enter_context(signals.installed())
-            self._session = (Session if is_rank_zero() else FollowerSession)(stop=StopSources(signals=signals))
+            self._session = (Session if is_rank_zero() else FollowerSession)(
+                stop=StopSources(signals=signals), refuse=UsageError
+            )
             stack.enter_context(self._session)
             stack.enter_context(redacted_logs(()))
             try:
@@ -154,8 +154,6 @@ class GenlightCLI(LightningCLI):
                 )
                 code = self._session.complete(self._completion)
                 self._show_results()
-            except (UsageError, MisconfigurationException) as error:
-                code = self._session.fail(UsageError(str(error)))  # its message is enough, without a traceback
             except Exception as error:  # noqa: BLE001 - the session reports every error
                 code = self._session.fail(error)
         if code:
@@ -225,19 +223,8 @@ class GenlightCLI(LightningCLI):
             session.place(checkpoints or session.folder, checkpoints)
             self._prepare_stop(checkpoints)
         with redacted_logs(session.secrets):
-            try:
-                self._choose_start(subcommand)
-                super()._run_subcommand(subcommand)
-            except MonitorError:
-                raise
-            except (ValueError, MisconfigurationException, *_WRONG_PATH) as error:
-                if not is_input_error(error):
-                    raise
-                raise UsageError(text_of_error(error)) from error
-            except EventLogError as error:
-                if self.trainer.global_step:
-                    raise
-                raise UsageError(f"{error}; choose another `path` for the event log") from error
+            self._choose_start(subcommand)
+            super()._run_subcommand(subcommand)
             if subcommand == "fit":
                 self._note_completion()
 
@@ -290,14 +277,13 @@ class GenlightCLI(LightningCLI):
             continue_runs(trainer, session.checkpoints_dir, resumes=resumes, versions=False)
         try:
             fit(session, trainer, model, **arguments)
-        except TrainingCanceled:
-            for saver in savers_of(trainer):
+        except BaseException as error:
+            for saver in savers_of(trainer) if stop_reason(error) else ():
                 if isinstance(saver, SaveOnStop) and (newest := newest_complete(saver.directory)) is not None:
                     session.checkpoints_dir = saver.directory
                     self._hint_at(*([] if self._resumes else ["--ckpt_path", str(newest.path)]))
-            raise
-        except SystemExit as error:  # raised by the user's code: the process ends with its code
-            session.fail(error)
+            if isinstance(error, SystemExit):  # of the user's code; the parser's are not reported
+                raise EndedError(session.fail(error)) from error
             raise
 
     def _note_completion(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ...callbacks.checkpoint.policy import Checkpoint, savers_of
 from ...callbacks.checkpoint.selection import find_checkpoint
 from ...callbacks.hook.events import callbacks_of
 from ..contract.exceptions import UsageError
+from ..plumbing.failures import text_of_error
 from ..run.folder import directory_fault, lock_directory
 from ..run.report import shown_path
 from ..run.session import Session
@@ -146,9 +146,7 @@ def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool
         elif resume == "auto" and (newest := _newest(trainer, directory or folder_of_others(trainer), is_fit=is_fit)):
             path, step = str(newest.path), newest.step
             say(trainer, "%s step %d, from %s", doing, step, shown_path(newest.path))
-    except FileNotFoundError as error:
-        raise UsageError(str(error)) from error
-    except OSError as error:
+    except PermissionError as error:
         raise UsageError(f"{text_of_error(error)}; let this user read it, or move it away") from error
     return path, step
 
@@ -177,10 +175,3 @@ def say(trainer: pl.Trainer, message: str, *values: object, level: int = logging
     """Log a message on rank zero."""
     if trainer.is_global_zero:
         log.log(level, message, *values)
-
-
-def text_of_error(error: Exception) -> str:
-    """Return the text of an error, without the error number if it is about a path."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error).strip()

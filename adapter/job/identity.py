@@ -70,11 +70,11 @@ def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
 
 
 def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `hyperparams` without secret names, so that a renewed credential does not make another job."""
+    """Return `hyperparams` without names that are secret or URLs, so that a new credential makes no other job."""
     return {
         name: _public(value) if isinstance(value, Mapping) else value
         for name, value in hyperparams.items()
-        if not is_secret_name(str(name))
+        if not is_secret_name(str(name)) and "://" not in name
     }
 
 

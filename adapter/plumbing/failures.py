@@ -1,24 +1,37 @@
-"""Describe an exception for the operator: category, safe text, whether a restart resumes, exit code.
+"""Turn the exception that ended an attempt into its report: the error to show, category, text, exit code.
 
-Only `describe_failure` decides, for the event log, the terminal payload, the command line and notes of ranks.
+All reports of an attempt come from here: the event log, the terminal payload, the command line, the notes of ranks.
+
+1. `explained` chooses the error to report: a stop behind a failure, or an error with a way out for one of torch or
+   Lightning.
+2. `describe_failure` classifies that error.
+
 `unsupported_system` refuses systems other than Linux.
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from ..contract.exceptions import (
     AuthError,
+    CheckpointError,
+    ContractError,
+    EventLogError,
     FailureCategory,
     GenlightError,
     HookOrderError,
     InputError,
+    MonitorError,
     NonfiniteError,
     StartupContractError,
     StopReason,
@@ -39,6 +52,27 @@ EXIT_STOPPED: Final = 75
 """Canceled, timed out or preempted: a restart continues from there (``EX_TEMPFAIL`` of sysexits.h)."""
 
 _LONGEST_TEXT = 2000
+_OURS: Final = tuple(Path(__file__).resolve().parents[2] / name for name in ("adapter", "callbacks", "reporters"))
+_INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
+
+_READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "functools"})
+"""Packages that read a configuration and contain no user code."""
+_MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
+_LISTENS = re.compile(r"server socket has failed to listen.*\bport: (?P<port>\d+)\b.*\bEADDRINUSE\b", re.DOTALL)
+_WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
+_NO_DEVICE = re.compile(
+    r"not compiled with (CUDA|XPU) enabled|no NVIDIA driver|No CUDA GPUs are available|from the 'MPS' backend|"
+    r"on a CUDA device but torch.cuda.is_available\(\)|[Cc]annot get CUDA generator|invalid device ordinal"
+)
+"""Matches torch's messages about a device that this process does not have."""
+_MISCONFIGURATION = "MisconfigurationException"
+"""Lightning's error, by name: importing it takes seconds."""
+_WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_LOST_WORKER = "DataLoader worker (pid"
+"""Only torch's message shows that its loader lost a worker."""
+_OTHER_WEIGHTS = "Error(s) in loading state_dict for"
+_LONGEST_LIST = 600
+"""Characters of the list of differing weights; a model of another architecture differs in every name."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +96,17 @@ def describe_failure(
     secrets: Iterable[str | None] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Failure:
-    """Classify a failure by its exception and stage. Never raises, whatever the exception's own methods do.
+    """Describe a failure by its exception and stage. Never raises, whatever the exception's own methods do.
 
     Args:
-        error: The exception that ended the run.
+        error: The exception that ended the run; its report is about the one that `explained` returns.
         has_checkpoint: Whether a restart finds a checkpoint.
         lost_steps: Whether steps may be in no checkpoint, so that even a stop cannot be resumed without one.
         stage: The activity that failed; it is the category of exceptions whose type does not decide.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
     """
+    error = explained(error)
     reason = stop_reason(error)
     if reason is not None:
         return Failure(reason, reason, resumable=has_checkpoint or not lost_steps, exit_code=EXIT_STOPPED)
@@ -81,6 +116,58 @@ def describe_failure(
         return Failure(category, text, resumable=False, exit_code=EXIT_STARTUP)
     exit_code = EXIT_NONFINITE if isinstance(error, NonfiniteError) else EXIT_FAILED
     return Failure(category, text, resumable=has_checkpoint, exit_code=exit_code)
+
+
+def explained(
+    error: BaseException,
+    *,
+    signalled: StopReason | None = None,
+    is_saved: bool = False,
+    explain_further: Callable[[Exception], GenlightError | None] = lambda _: None,
+    refuse: Callable[[str], GenlightError] | None = None,
+) -> BaseException:
+    """Return the error to report in place of `error`, with that as its cause; `error` itself if it says enough.
+
+    In this order: a stop, also as Lightning or Python raise it; the stop behind a failure, if its checkpoint was saved
+    or the stop signal ended a data worker; an error with a way out; the refusal of an input.
+
+    Args:
+        error: The exception that ended the attempt.
+        signalled: The stop that a signal asked for.
+        is_saved: Whether there is a checkpoint of the step in progress.
+        explain_further: Knows errors that `explain` does not.
+        refuse: Makes an error of the text of a configuration that genlight or Lightning refused; None if the
+            configuration is not in use yet, or the first step has begun.
+    """
+    causes = list(causes_of(error))
+    better: BaseException | None = None
+    stop = next(filter(stop_reason, causes), None)
+    if stop is not None and (stop is error or is_saved):
+        if isinstance(stop, TrainingCanceled):
+            return stop
+        better = TrainingCanceled(str(stop_reason(stop)))
+    elif stop is None and signalled and any(_LOST_WORKER in safe_str(each) for each in causes):
+        better = TrainingCanceled(signalled)
+    elif isinstance(error, Exception):
+        better = explain(error) or explain_further(error)
+        if better is None and refuse is not None and _is_about_input(error):
+            better = refuse(text_of_error(error))
+    if better is None:
+        return error
+    better.__cause__ = error
+    return better
+
+
+def _is_about_input(error: Exception) -> bool:
+    types = isinstance(error, (ValueError, EventLogError, *_WRONG_PATH))
+    return (types or type(error).__name__ == _MISCONFIGURATION) and is_input_error(error)
+
+
+def text_of_error(error: Exception) -> str:
+    """Return the text of an error, without the error number if it is about a path."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return safe_str(error).strip()
 
 
 def safe_text(
@@ -120,16 +207,18 @@ def stop_reason(error: BaseException) -> StopReason | None:
     lightning = sys.modules.get("lightning.pytorch.utilities.exceptions")
     if lightning is not None and isinstance(error, lightning.SIGTERMException):
         return "preempted"
+    if isinstance(error, SystemExit):
+        error = error.__context__ or error  # Lightning turns Ctrl-C into SystemExit
     return "canceled" if isinstance(error, KeyboardInterrupt) else None
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
     """Yield the error and the chain of its causes and contexts."""
-    seen: list[BaseException] = []
+    seen: set[int] = set()
     current: BaseException | None = error
-    while current is not None and current not in seen:
+    while current is not None and id(current) not in seen:
         yield current
-        seen.append(current)
+        seen.add(id(current))
         current = current.__cause__ or current.__context__
 
 
@@ -158,3 +247,70 @@ def require_linux(module: str) -> None:
     fault = unsupported_system(module)
     if fault is not None:
         raise ImportError(fault)
+
+
+def is_input_error(error: Exception) -> bool:
+    """Return whether genlight or Lightning refused an input before any other code ran, so the message is enough."""
+    modules = [name for name in modules_of(error) if name != "__main__"]
+    return (
+        bool(modules)
+        and modules[-1].startswith(("genlight.", "lightning."))
+        and {name.partition(".")[0] for name in modules} <= _READERS
+    )
+
+
+def explain(error: Exception) -> GenlightError | None:
+    """Return an error with the meaning of a fit's `error` and a way out; None if we have no better message.
+
+    Torch and Lightning often raise a bare RuntimeError, so only the message can distinguish these cases: the weights
+    of a checkpoint do not fit the model; the monitor of Lightning's ``EarlyStopping`` or ``ModelCheckpoint`` is wrong;
+    another process uses the port at which the ranks meet; a data worker died; the user's code asks for a device that
+    does not exist.
+    """
+    if isinstance(error, GenlightError):
+        return None
+    text = safe_str(error)
+    if "".join(modules_of(error)[-1:]) in _MONITORS:
+        return MonitorError(text)
+    if text.startswith(_OTHER_WEIGHTS):
+        differences = " ".join(text.partition("\n")[2].split()).rstrip(". ")
+        shown = differences if len(differences) <= _LONGEST_LIST else f"{differences[:_LONGEST_LIST]}…"
+        return CheckpointError(
+            f"The weights of the checkpoint do not fit the model that was built: {shown}. Build the model as it was, "
+            "or start at step 0 with `genlight run --fresh`, or `genlight fit --resume never`."
+        )
+    if listens := _LISTENS.search(text):
+        return StartupContractError(
+            "startup.invalid_job_spec",
+            f"The ranks cannot meet: port {listens['port']} of {platform.node()} is in use by another process. Set "
+            "`MASTER_PORT` to a free port, the same for all ranks (under torchrun `--rdzv-endpoint` or "
+            "`--master-port`), or end that process.",
+        )
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    if users and _NO_DEVICE.search(text):
+        return ContractError(
+            f"{users[-1].filename}:{users[-1].lineno} asks for a device that this process does not have: "
+            f'`{users[-1].line}`. Use `ctx.device` instead of a literal such as "cuda" (`.to(ctx.device)`, '
+            "`torch.load(path, map_location=ctx.device)`); `lightning.accelerator` of the job chooses that device. "
+            f"torch says: {text.partition(chr(10))[0]}"
+        )
+    if _WORKER_DIED.search(text):
+        return GenlightError(
+            f"{text.strip()} Often the memory was full: use fewer `workers`, or smaller batches. With `workers` 0, an "
+            "error in `collate` or in a dataset appears in the training process."
+        )
+    return None
+
+
+def place_in_users_code(error: Exception) -> str:
+    """Return " in FILE:LINE", the innermost line of the user's code in the traceback of `error`; empty without one."""
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return f" in {users[-1].filename}:{users[-1].lineno}" if users else ""
+
+
+def is_users(filename: str) -> bool:
+    """Return whether a file is neither genlight's, nor installed, nor part of Python."""
+    path = Path(filename)
+    if filename.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(path.resolve().is_relative_to(folder) for folder in (*_OURS, *_INSTALLED))

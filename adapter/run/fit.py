@@ -32,7 +32,6 @@ import msgspec
 import torch.distributed as dist
 import xxhash
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from typing_extensions import override
 
@@ -45,7 +44,7 @@ from ...callbacks.rank_channel import Channel
 from ...reporters.events.event_log import EventLog
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..cluster.job_context import host_name
-from ..contract.exceptions import StartupContractError, TrainingCanceled
+from ..contract.exceptions import StartupContractError
 from ..job.config import RunConfig
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.redaction import safe_str, without_secrets
@@ -64,7 +63,6 @@ from .ranks import (
     stopped_before_meeting,
     warn_of_absent_ranks,
 )
-from .report import explain
 from .session import Session
 from .start import RUNS_FILE, Start
 
@@ -86,6 +84,7 @@ def join(session: Session, trainer: pl.Trainer, module: pl.LightningModule) -> N
     for logger in trainer.loggers:
         logger.log_hyperparams = functools.partial(_log_hyperparams, logger)  # type: ignore[method-assign]
     session.stop.run_state = run_state_of(trainer)
+    session.explain_further = functools.partial(explain_memory, trainer=trainer, module=module, run=session.folder)
     session.count_steps = lambda: int(getattr(module, "failed_step", trainer.global_step))
     if not trains_in_copies(trainer):
         join_run(trainer, session)
@@ -99,7 +98,7 @@ def _log_hyperparams(logger: Logger, params: dict[str, Any] | Namespace, *args: 
 
 
 def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arguments: Any) -> None:
-    """Train `module`. Errors that we can explain better than torch or Lightning are re-raised with our message.
+    """Train `module`, and end the attempt if another rank fails.
 
     Args:
         session: The session, which the callbacks have joined.
@@ -109,6 +108,7 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
 
     Raises:
         TrainingCanceled: The training was stopped.
+        BaseException: It ended the training; `Session.fail` explains it.
     """
     if session.is_rank_zero:
         saves = "saves a checkpoint after the current step, and stops"
@@ -119,14 +119,6 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
     try:
         with _watched_ranks(session, trainer):
             trainer.fit(module, **arguments)
-    except (ValueError, RuntimeError, AssertionError, MisconfigurationException) as error:
-        if better := explain(error) or explain_memory(error, trainer, module, session.folder):
-            raise better from error
-        raise
-    except SystemExit as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into SystemExit
-            raise TrainingCanceled("canceled") from error.__context__
-        raise
     finally:
         session.stop.signals.what_next = ""
 

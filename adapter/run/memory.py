@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..contract.exceptions import GenlightError
 from ..job.config import JOB_NAME
+from ..plumbing.failures import place_in_users_code
 from ..plumbing.redaction import safe_str
 from ..plumbing.text import size_text
-from .report import place_in_users_code, shown_path
+from .report import shown_path
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _STATES = (
@@ -40,7 +41,8 @@ def explain_memory(
     trains the step once more and counts.
     """
     text = safe_str(error)
-    if not isinstance(error, torch.OutOfMemoryError) and not _OUT_OF_MEMORY.search(text):
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, GenlightError)
+    if not is_torchs or not (isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(text)):
         return None
     parameters = [*module.parameters(), *module.buffers()]
     parts = {

@@ -111,7 +111,8 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
             code = session.complete(completion)
             if session.event_log is not None:
                 _show_results(config, completion)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as caught:  # noqa: BLE001
+            error = session.explain(caught)
             session.only_prints = session.is_rank_zero and _only_prints(session, config, options, error)
             has_sender = session.uploader is not None or config.uploads.terminal_url is None
             is_open = session.folder is not None and has_sender

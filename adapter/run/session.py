@@ -26,17 +26,26 @@ from ...callbacks.stop.signals import exit_on_signal
 from ...callbacks.stop.sources import StopSources, cancel_file_is_set
 from ...reporters.events.event import Failed
 from ..cluster.job_context import this_rank
-from ..contract.exceptions import EventLogError, FailureCategory, RankFailedError, TrainingCanceled, UploadError
+from ..contract.exceptions import (
+    EventLogError,
+    FailureCategory,
+    GenlightError,
+    RankFailedError,
+    TrainingCanceled,
+    UploadError,
+)
 from ..plumbing.failures import (
     EXIT_COMPLETED,
     EXIT_FAILED,
     EXIT_NONFINITE,
     EXIT_STOPPED,
     Failure,
-    causes_of,
     describe_failure,
+    explained,
+    safe_text,
+    stop_reason,
 )
-from ..plumbing.redaction import safe_str, traceback_of
+from ..plumbing.redaction import traceback_of
 from .attempts import Attempt, last_attempts
 from .deaths import RepeatedDeathError
 from .folder import STOP_NAME, withdraw_stop
@@ -146,6 +155,10 @@ class Session:
     """Returns the step in progress if there is one, otherwise the number of completed steps."""
     has_other_checkpoint: Callable[[], bool] = lambda: False
     """Returns whether a restart finds a checkpoint outside of `checkpoints_dir`."""
+    explain_further: Callable[[Exception], GenlightError | None] = lambda _: None
+    """As for `explained`."""
+    refuse: Callable[[str], GenlightError] | None = None
+    """As for `explained`; does not count once the first step has begun."""
     processes: RankProcesses | None = None
     """Processes of other ranks that this rank started and that end with it; None without other ranks."""
     before_report: list[Callable[[], None]] = field(default_factory=list)
@@ -260,7 +273,7 @@ class Session:
         """Report the error that ended the attempt, and return the exit code. Raises nothing."""
         self._reporting.acquire()
         try:
-            error = self.cause = self._stop_that_caused(error) or error
+            error = self.cause = self.explain(error)
             own = self._without_false_hope(self._describe(error))
             first = own if isinstance(error, FailedElsewhere) else self._first_cause(own)
             if first != own:
@@ -292,25 +305,20 @@ class Session:
         finally:
             os._exit(code)
 
-    def _stop_that_caused(self, error: BaseException) -> TrainingCanceled | None:
-        """Return the stop to report instead of `error`; None if the report is the error.
-
-        That is the case if the stop caused the failure, or if its checkpoint was already saved.
-        """
-        causes, reason = list(causes_of(error)), self.stop.signals.reason
-        stop = next((cause for cause in causes if isinstance(cause, TrainingCanceled)), None)
-        if stop is not None and stop is not error and self._has_checkpoint_of(self.step):
-            log.error("after the run had stopped: %s", self._describe(error).text)
-            return stop
-        # Only torch's message shows that its loader lost a worker.
-        lost_worker = any("DataLoader worker (pid" in safe_str(cause) for cause in causes)
-        if stop is not None or reason is None or not lost_worker:
-            return None
-        log.warning("the stop signal ended a data worker too early, so no checkpoint of this step was saved")
-        return TrainingCanceled(reason)
-
-    def _has_checkpoint_of(self, step: int) -> bool:
-        return self.checkpoints_dir is not None and (self.checkpoints_dir / f"{step_name(step)}.json").exists()
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error to report in place of `error`; see `explained`."""
+        folder = self.checkpoints_dir
+        better = explained(
+            error,
+            signalled=self.stop.signals.reason,
+            is_saved=folder is not None and (folder / f"{step_name(self.step)}.json").exists(),
+            explain_further=self.explain_further,
+            refuse=self.refuse if self.step == 0 else None,
+        )
+        if stop_reason(better) and not stop_reason(error):
+            text = safe_text(error, secrets=self.secrets, environ=self.environ)
+            log.error("the report is the stop, which this failure followed: %s", text)
+        return better
 
     def _first_cause(self, own: Failure) -> Failure:
         """Return the failure to report: `own`, or an earlier failure of another rank that caused it."""
@@ -459,6 +467,7 @@ class FollowerSession(Session):
     @override
     def fail(self, error: BaseException) -> int:
         self.watch.close()
+        error = self.explain(error)
         if not isinstance(error, TrainingCanceled):
             self.cause = error
         elif self.stop.is_agreed:

@@ -34,7 +34,7 @@ from ..plumbing.redaction import safe_str
 from .deaths import begin_attempt, forget_deaths
 from .proof import changes_since_proof
 from .ranks import TIMES
-from .report import is_input_error, shown_path, working_directory
+from .report import shown_path, working_directory
 from .session import Completion, Session
 from .start import Start, decide_start
 
@@ -128,7 +128,6 @@ def _fit(
     inputs: MaterializedInputs,
     start: Start,
 ) -> Completion:
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from ..module.module import ContractModule
     from ..module.trainer_files import trainer_directory
@@ -162,16 +161,16 @@ def _fit(
         is_same = record is not None and record.spec_digest in (None, config.spec_digest)
         resumes = config.resume_from_latest if record is None else is_same
         continue_runs(trainer, config.events_path.parent, resumes=resumes, versions=True)
-    try:
-        fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
-    except (ValueError, MisconfigurationException) as error:
-        if session.stage == "train-step" or not is_input_error(error, by=("lightning.",)):
-            raise
-        text = f"The `lightning` block of the job cannot be used: {safe_str(error).strip()}"
-        raise StartupContractError("startup.invalid_job_spec", text) from error
+    session.refuse = _unusable_lightning_block
+    fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
     if session.is_rank_zero:
         forget_deaths(config.artifacts_dir)
     return _completion(config, module.completed_steps, module.stopped)
+
+
+def _unusable_lightning_block(text: str) -> StartupContractError:
+    text = f"The `lightning` block of the job cannot be used: {text}"
+    return StartupContractError("startup.invalid_job_spec", text)
 
 
 def _add_callbacks(

@@ -181,7 +181,7 @@ class LineFile:
             why = (
                 f"its file system has no locks, {error.strerror}" if isinstance(error, NoLocksError) else error.strerror
             )
-            raise EventLogError(f"cannot open {path}: {why}") from error
+            raise EventLogError(f"cannot open {path}: {why}; correct that, or write to another file") from error
         try:
             if has_long_holes(self._descriptor):
                 raise ValueError(f"more than {LONGEST_LINE >> 20} MiB of it were never written")
@@ -195,7 +195,8 @@ class LineFile:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise EventLogError(f"cannot open {path}: {error.strerror}") from error
+                why = f"{error.strerror}; correct that, or write to another file"
+                raise EventLogError(f"cannot open {path}: {why}") from error
             if isinstance(error, (ValueError, RecursionError)):
                 raise EventLogError(f"{path} has other content: {error}; write to another file") from error
             raise

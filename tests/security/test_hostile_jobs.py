@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.job.config import UNKNOWN_RUN_ID, read_run_config, resolve_run_config
@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
 
 
 @given(fields=FIELDS, more=st.dictionaries(TEXT, VALUE, max_size=1))
+@example(fields={"hyperparams": {f"http://u:{CANARY}@h/": 1}}, more={})
 @settings(max_examples=200)
 def test_a_job_of_any_content_is_resolved_or_refused_and_the_refusal_can_be_written(folder, fields, more):
     path, log = folder / "job.json", folder / "events.jsonl"

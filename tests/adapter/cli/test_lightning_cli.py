@@ -159,10 +159,7 @@ def _made(name, **arguments):
         ({"callback": {"dirpath": "fit.yaml/c"}}, "`dirpath` 'fit.yaml/c' cannot be written: Not a directory"),
         ({"callback": {"dirpath": "fit.yaml"}}, "'fit.yaml' cannot be written: it is not a directory. Choose another."),
         ({"default_root_dir": "fit.yaml/x", "callbacks": []}, "`trainer.default_root_dir` 'fit.yaml/x' cannot"),
-        (
-            {"logger": _made("reporters.EventLogger", path="fit.yaml/e", run_id="r")},
-            "choose another `path`",
-        ),
+        ({"logger": _made("reporters.EventLogger", path="fit.yaml/e", run_id="r")}, "or write to another file"),
         ({"val_check_interval": 9}, "`val_check_interval` (9) must be less than or equal to the number of"),
         ({"devices": -7}, "`devices` selected with `CPUAccelerator` should be an int > 0."),
     ],

@@ -4,13 +4,14 @@ import pytest
 
 from genlight.adapter.contract.exceptions import (
     AuthError,
+    EventLogError,
     InputError,
     StartupContractError,
     TrainingCanceled,
     UploadError,
     UsageError,
 )
-from genlight.adapter.plumbing.failures import failure_category, safe_text, stop_reason
+from genlight.adapter.plumbing.failures import describe_failure, explained, safe_text, stop_reason
 
 
 @pytest.mark.parametrize(
@@ -45,31 +46,72 @@ def test_a_value_of_several_lines_is_hidden_completely():
     assert safe_text(ValueError(f"bad key {key}"), environ={"PEM": key}) == "ValueError: bad key $PEM"
 
 
-@pytest.mark.parametrize(
-    ("error", "category"),
-    [
-        (StartupContractError("startup.invalid_trainer", "x"), "startup"),
-        (UsageError("x"), "startup"),
-        (InputError("x"), "input"),
-        (AuthError("x"), "auth"),
-        (UploadError("x", auth=True), "auth"),
-        (UploadError("x"), "upload"),
-        (OSError("upload token"), None),
-    ],
-)
-def test_the_category_depends_on_the_type_and_not_on_the_text(error, category):
-    assert failure_category(error) == category
+TABLE = {
+    "invalid class": (StartupContractError("startup.invalid_trainer", "x"), "startup", 2),
+    "usage": (UsageError("x"), "startup", 2),
+    "input": (InputError("x"), "input", 1),
+    "credentials": (AuthError("x"), "auth", 1),
+    "refused upload": (UploadError("x", auth=True), "auth", 1),
+    "upload": (UploadError("x"), "upload", 1),
+    "text of an upload": (OSError("upload token"), "setup", 1),
+    "exit": (SystemExit(0), "setup", 1),
+    "time limit": (TrainingCanceled("timeout"), "timeout", 75),
+    "preemption": (TrainingCanceled("preempted"), "preempted", 75),
+    "the user's own words": (TrainingCanceled("enough"), "canceled", 75),
+    "ctrl-c": (KeyboardInterrupt(), "canceled", 75),
+    "text of a stop": (ValueError("canceled"), "setup", 1),
+}
+
+
+@pytest.mark.parametrize(("error", "category", "code"), TABLE.values(), ids=TABLE)
+def test_category_and_exit_code_depend_on_the_type_and_not_on_the_text(error, category, code):
+    failure = describe_failure(error, has_checkpoint=True, stage="setup")
+    assert (failure.category, failure.exit_code, failure.resumable) == (category, code, code != 2)
+
+
+def chained(error, cause, *, is_cause=True):
+    error.__cause__, error.__context__ = (cause, None) if is_cause else (None, cause)
+    return error
+
+
+LOST = "DataLoader worker (pid 7) is killed by signal: Terminated"
+STOPS = {
+    "ctrl-c in lightning": (chained(SystemExit(1), KeyboardInterrupt(), is_cause=False), {}, "canceled"),
+    "a failure after the save": (chained(ValueError(), TrainingCanceled("timeout")), {"is_saved": True}, "timeout"),
+    "a failure before the save": (chained(ValueError(), TrainingCanceled("timeout")), {}, None),
+    "a worker that got the signal": (RuntimeError(LOST), {"signalled": "preempted"}, "preempted"),
+    "a worker without a signal": (RuntimeError(LOST), {}, None),
+    "a failure after the signal": (RuntimeError("own"), {"signalled": "preempted"}, None),
+}
+
+
+@pytest.mark.parametrize(("error", "facts", "reason"), STOPS.values(), ids=STOPS)
+def test_a_failure_that_a_stop_caused_or_followed_is_reported_as_the_stop(error, facts, reason):
+    assert stop_reason(explained(error, **facts)) == reason
+
+
+def raised_by(module, error):
+    """The error as code of `module` raises it."""
+    try:
+        exec("def fails(): raise error", namespace := {"__name__": module, "error": error})
+        eval(compile("fails()", "<reader>", "eval"), {**namespace, "__name__": "genlight.reader"})
+    except Exception as raised:
+        raised.__traceback__ = raised.__traceback__.tb_next
+        return raised
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("module", "error", "is_refused"),
     [
-        (TrainingCanceled("timeout"), "timeout"),
-        (TrainingCanceled("preempted"), "preempted"),
-        (TrainingCanceled("the user's own words"), "canceled"),
-        (KeyboardInterrupt(), "canceled"),
-        (ValueError("canceled"), None),
+        ("lightning.pytorch.x", ValueError("x"), True),
+        ("genlight.x", FileNotFoundError(2, "none", "x"), True),
+        ("genlight.x", EventLogError("x"), True),
+        ("genlight.x", OSError(28, "full", "x"), False),
+        ("genlight.x", RuntimeError("x"), False),
+        ("users_module", ValueError("x"), False),
     ],
 )
-def test_a_stop_has_a_reason_and_a_failure_has_none(error, reason):
-    assert stop_reason(error) == reason
+def test_only_a_wrong_input_that_genlight_or_lightning_refuses_is_a_usage_error(module, error, is_refused):
+    error = raised_by(module, error)
+    assert isinstance(explained(error, refuse=UsageError), UsageError) is is_refused
+    assert explained(error) is error

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from genlight.adapter.contract.exceptions import ContractError
-from genlight.adapter.plumbing.failures import describe_failure
-from genlight.adapter.run.report import explain, log_failure
+from genlight.adapter.plumbing.failures import describe_failure, explain
+from genlight.adapter.run.report import log_failure
 
 
 class Dies(torch.utils.data.Dataset):
