@@ -31,7 +31,7 @@ from ..contract.exceptions import ContractError
 from ..contract.types import StepContext, StepResult, TrainerPlugin, TrainingJobSpec
 from ..discovery.discover import check_devices, discover
 from ..discovery.rank_local import rank_local_of
-from ..gradients.fsdp.state import whole_metrics
+from ..gradients.fsdp.shard import whole_metrics
 from ..gradients.fsdp.strategy import shard_for
 from ..gradients.precision import contract_dtype
 from ..gradients.step import StepRouter, step_router

@@ -41,7 +41,7 @@ from ..contract.types import StepContext, TrainerPlugin
 from ..discovery.discover import Discovered, Found, check_unchanged, discover
 from ..discovery.rank_local import rank_local_of
 from ..discovery.wrapped_optimizers import kept_by_wrappers
-from ..gradients.fsdp.state import whole_payload
+from ..gradients.fsdp.shard import whole_payload
 from ..gradients.fsdp.tensors import whole_numbers
 from ..plumbing.generators import set_state, state_of
 from .as_built import SET_BY_SCHEDULERS, BuiltSettings, Replaced, without_functions

@@ -4,6 +4,12 @@ The trainer needs no change: its modules stay the same objects, and its optimize
 parameters. Each module with a ``forward`` becomes a unit, also inside a container that has none; so do parts whose
 class `units` lists. Parameters that no call of a unit gathers stay unsharded, and their gradients are averaged as
 under DDP: scalars, parameters of the container itself, modules that share parameters, and names in `Sharding.ignored`.
+
+State dicts of sharded modules and optimizers: within a training step they have the weights themselves, as in torch, so
+that a write changes the weights and another sharded module can load them. Outside of a step they have full tensors, for
+files and for code without support for sharding, and full tensors can be loaded into shards; all ranks must call it
+together then. For a checkpoint, tensors stay sharded and nothing is gathered; when one is loaded, each rank reads only
+the values of its shards.
 """
 
 from __future__ import annotations
@@ -11,8 +17,8 @@ from __future__ import annotations
 import fnmatch
 import functools
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,11 +35,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map
 
-from ....callbacks.optimizer_state import map_values
+from ....callbacks.checkpoint.sharded.optimizer_placements import place_state, with_placements
+from ....callbacks.checkpoint.sharded.slices import WholeTensor, sharded_like, whole as gathered
+from ....callbacks.optimizer_state import map_values, parameters_of
 from ...contract.exceptions import ContractError
 from ...discovery.children import Reference
 from ...discovery.discover import Discovered, Found
@@ -41,7 +50,7 @@ from ...discovery.wrapped_optimizers import walk_optimizer, with_inner_optimizer
 from ..ddp.buffers import broadcast_from_zero
 from ..refused import REFUSED, WITH_DDP
 from ..torch_internals import post_accumulate_hooks, require_fsdp
-from .state import like, whole_optimizer_states, whole_state_dicts
+from .tensors import is_in_step
 
 log = logging.getLogger(__name__)
 
@@ -316,3 +325,73 @@ def _is_uneven(tensor: DTensor) -> bool:
         for dimension, placement in enumerate(tensor.placements)
         if placement.is_shard()
     )
+
+
+def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `metrics` with full tensors in place of sharded ones, such as a norm from clipping. Collective.
+
+    If only one rank read such a value, for a log, it would wait forever.
+    """
+    if not any(isinstance(value, DTensor) for value in metrics.values()):
+        return metrics
+    return {name: gathered(value) for name, value in metrics.items()}
+
+
+def whole_payload(payload: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a trainer's ``state_dict`` with full tensors in place of sharded ones."""
+    complete: dict[str, Any] = tree_map(gathered, payload)
+    return complete
+
+
+def like(value: Any, parameter: Tensor) -> Any:
+    """Return `value` sharded like `parameter` if it is a tensor of the same shape, such as a moment."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    if isinstance(value, WholeTensor):
+        return sharded_like(value, parameter)
+    value = value.detach().to(device=parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+def whole_state_dicts(module: nn.Module) -> None:
+    """Make state dicts of `module` and its parts return full tensors outside of a step."""
+    for part in module.modules():
+        part.register_state_dict_post_hook(_whole_module_state)  # type: ignore[no-untyped-call]
+        part.register_load_state_dict_pre_hook(_sharded_module_state)  # type: ignore[no-untyped-call]
+
+
+def whole_optimizer_states(optimizer: Optimizer) -> None:
+    """Make state dicts of `optimizer` return full tensors outside of a step."""
+    # A wrapper around another optimizer may keep its hooks in plain dicts, or have none.
+    for name in ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"):
+        hooks = getattr(optimizer, name, None)
+        if not isinstance(hooks, OrderedDict):
+            setattr(optimizer, name, OrderedDict(hooks or {}))
+    optimizer.register_state_dict_post_hook(_whole_optimizer_state)
+    optimizer.register_load_state_dict_pre_hook(_sharded_optimizer_state)
+
+
+def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in module._parameters if not is_in_step() else ():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = gathered(state_dict[prefix + name])
+
+
+def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        if prefix + name in state_dict and parameter is not None:
+            state_dict[prefix + name] = like(state_dict[prefix + name], parameter)
+
+
+def _whole_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if is_in_step():
+        return state_dict
+    # The inner dicts belong to the optimizer and must not be changed.
+    state = {i: tree_map(gathered, entry) for i, entry in state_dict["state"].items()}
+    return {**with_placements(list(parameters_of(optimizer)), state_dict), "state": state}
+
+
+def _sharded_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return place_state(list(parameters_of(optimizer)), state_dict)

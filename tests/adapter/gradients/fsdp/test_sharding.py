@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from genlight.adapter.contract.exceptions import ContractError, StartupContractError
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.gradients.fsdp import tensors
-from genlight.adapter.gradients.fsdp.shard import Sharding, shard
-from genlight.adapter.gradients.fsdp.state import whole_metrics
+from genlight.adapter.gradients.fsdp.shard import Sharding, shard, whole_metrics
 from genlight.adapter.gradients.fsdp.step import ShardedStep
 from genlight.adapter.gradients.fsdp.strategy import FSDP2Strategy
 from genlight.adapter.gradients.step_part import BackwardCall
