@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -63,16 +64,24 @@ class StepView:
 
     Args:
         discovered: The objects of the class.
+        counts_memory: Whether to count the bytes that each module keeps for its backward. A class that uses
+            ``torch.func`` does not train then, because torch refuses both together.
     """
 
-    def __init__(self, discovered: Discovered) -> None:
+    def __init__(self, discovered: Discovered, *, counts_memory: bool = False) -> None:
         self.values: list[Value] = []
+        self.kept_bytes: dict[str, int] = {}
+        """Bytes by module; those that are kept outside of every module have the name ``""``."""
+        self._counts_memory = counts_memory
         self._modules = {
             f"{found.path}.{name}" if name else found.path: part
             for found in discovered.modules
             for name, part in found.value.named_modules()
         }
         self._weights = {name: tensor for name, tensor in live_weights(discovered).items() if not is_lazy(tensor)}
+        self._running = [""]
+        weights = self._weights.values() if counts_memory else ()
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
         self._names = {id(tensor): name for name, tensor in self._weights.items()}
 
     @contextlib.contextmanager
@@ -83,9 +92,17 @@ class StepView:
             part.register_forward_hook(functools.partial(self._note_output, name))
             for name, part in self._modules.items()
         ]
+        handles += [
+            part.register_forward_pre_hook(functools.partial(self._enter, name)) for name, part in self._modules.items()
+        ]
         handles.append(register_optimizer_step_pre_hook(self._note_gradients))
         try:
-            yield
+            with (
+                saved_tensors_hooks(self._keep, lambda tensor: tensor)
+                if self._counts_memory
+                else contextlib.nullcontext()
+            ):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -105,7 +122,7 @@ class StepView:
         return any(value.kind in kinds and not value.is_finite for value in self.values)
 
     def by_module(self) -> dict[str, dict[str, float]]:
-        """Return the norms of ``output`` and ``gradient`` of each module, in the order of execution.
+        """Return for each module the norms ``output`` and ``gradient``, in the order of execution, and ``kept_bytes``.
 
         The output is the one of all calls, and the gradient the one of the module's own weights.
         """
@@ -115,13 +132,27 @@ class StepView:
                 owner = value.name if value.kind == "output" else value.name.rpartition(".")[0]
                 of_module = norms.setdefault(owner if owner in self._modules else value.name, {})
                 of_module[value.kind] = math.hypot(of_module.get(value.kind, 0.0), value.norm)
+        for name, size in self.kept_bytes.items():
+            norms.setdefault(name, {})["kept_bytes"] = size
         return norms
 
     def _note_weights(self, kind: Kind) -> None:
         for name, weight in self._weights.items():
             self._note(kind, name, weight)
 
+    def _enter(self, name: str, *_: Any) -> None:
+        self._running.append(name)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:  # a storage counts once, and so does memory that is used again
+            self._seen.add(storage.data_ptr())
+            self.kept_bytes[self._running[-1]] = self.kept_bytes.get(self._running[-1], 0) + storage.nbytes()
+        return tensor.detach()
+
     def _note_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        while len(self._running) > 1 and self._running.pop() != name:  # a module within it has raised
+            pass
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._note("output", name, tensor)
