@@ -89,8 +89,6 @@ def train(
         log.info("continuing after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
     session.preparing = "model-load"
     target = import_seeded(config, here)
-    if config.seed is not None:
-        seed_everything(config.seed)  # the same state, whether the trainer was imported just now or before
     with on_sys_path(here):
         return _fit(config, session, target, inputs, start)
 
@@ -135,6 +133,9 @@ def _fit(
 
     collect_as_usual()
     record = start.record
+    if config.seed is not None:
+        # The same state, whether the trainer and Lightning were imported just now or before; rich draws a number then.
+        seed_everything(config.seed)
     plugin = make_trainer(target)
     if session.is_rank_zero:
         for misspelled in misspelled_hooks(plugin):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import random
 import subprocess
 import sys
 
@@ -31,7 +32,7 @@ NEVER_BEFORE_THE_FIRST_STEP = {
 }
 
 TRAINER = """
-import gc, json, os, sys
+import gc, json, os, random, sys
 import torch
 
 class Looks:
@@ -42,13 +43,16 @@ class Looks:
     def prepare_batch(self, raw, state, ctx): return raw
     def train_step(self, batch, state, ctx):
         with open("loaded.json", "w") as file:
-            json.dump({"modules": sorted(sys.modules), "thresholds": gc.get_threshold()}, file)
+            drawn = random.random()
+            json.dump({"modules": sorted(sys.modules), "thresholds": gc.get_threshold(), "drawn": drawn}, file)
         from genlight.adapter import StepResult
         return StepResult(metrics={"loss": 1.0})
     def state_dict(self, state): return {}
     def load_state_dict(self, state, payload, ctx): ...
 """
 
+
+SEED = 3
 
 WITHOUT_TORCH = """
 import atexit, sys
@@ -72,6 +76,7 @@ def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "looks.py").write_text(TRAINER)
     job = {"run_id": "r", "trainer": "looks:Looks", "max_steps": 1, "mock_batches": [1], "resume_from_latest": True}
+    job["seed"] = SEED
     (folder / "job.json").write_text(json.dumps({**job, "lightning": {"accelerator": "cpu"}}))
     (folder / "plain.py").write_text(TRAINER.replace("import torch", ""))
     (folder / "bad.json").write_text(json.dumps({**job, "trainer": "plain:Looks", "metric_every": -1}))
@@ -91,6 +96,13 @@ def test_garbage_is_collected_as_usual_when_the_trainer_is_made(run_folder):
     code = "import gc, json; print(json.dumps(gc.get_threshold()))"
     usual = json.loads(python(code, run_folder).stdout)
     assert json.loads((run_folder / "loaded.json").read_text())["thresholds"] == usual
+
+
+@pytest.mark.promise(name="resume")
+def test_modules_that_draw_while_they_are_imported_change_no_seeded_number(run_folder):
+    """rich, which Lightning imports, draws from Python's generator; a replay in a warm process would not."""
+    drawn = json.loads((run_folder / "loaded.json").read_text())["drawn"]
+    assert drawn == random.Random(SEED).random()
 
 
 @pytest.mark.parametrize("chosen", [(0, 10, 10), (5000, 20, 20)])
