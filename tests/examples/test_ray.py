@@ -193,13 +193,22 @@ for _ in range(2):
 ray.init(address=cluster.address)
 
 
-def take_back():
-    mark = Path("demo/node")
-    while not mark.exists() or not mark.read_text():
+def take_back():  # in five minutes; at once as soon as the run has saved
+    mark, log = Path("demo/node"), Path("demo/runs/first/metrics/events.jsonl")
+    wait_for(lambda: mark.exists() and mark.read_text())
+    drain(mark.read_text(), time.time() + 300)
+    wait_for(lambda: '"event":"failed"' in log.read_text())
+    drain(mark.read_text(), time.time())
+
+
+def wait_for(holds):
+    while not holds():
         time.sleep(0.05)
-    gcs = ray._private.worker.global_worker.gcs_client
-    kind, ends_ms = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION, int((time.time() + 6) * 1000)
-    assert gcs.drain_node(mark.read_text(), kind, "taken back", ends_ms)[0]
+
+
+def drain(node, ends_at_s):
+    gcs, kind = ray._private.worker.global_worker.gcs_client, autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION
+    assert gcs.drain_node(node, kind, "taken back", int(ends_at_s * 1000))[0]
 
 
 threading.Thread(target=take_back, daemon=True).start()

@@ -45,7 +45,7 @@ function list() {
   const grouping = checkbox(() => show(), { checked: true });
   const compare = button("", () => { location.href = query("run", chosen().map((each) => ["run", each])); }, { id: "compare" });
   const count = make("span", { role: "status" }), costs = make("span"), table = make("table", { class: "runs" });
-  const sort_buttons = COLUMNS.map(({ name }) => make("th", { scope: "col" }, button(name, () => sort_by(name))));
+  const sort_buttons = COLUMNS.map(({ name }) => make("th", { scope: "col", class: "of-" + name }, button(name, () => sort_by(name))));
   const head = make("thead", {}, make("tr", {}, make("th", { scope: "col" }, make("span", { class: "unseen" }, "chosen")), sort_buttons));
   const controls = make("div", { class: "controls sticky" },
     field("find", filter), field("state", states), field(grouping, "groups"), compare);
@@ -108,8 +108,8 @@ function list() {
     show_chosen();
   }
   return { element, update(data) {
-    runs = data.list;
-    now_ms = data.made_at_ms;
+    ({ list: runs, made_at_ms: now_ms } = data);
+    table.className = "runs " + COLUMNS.filter(({ value }) => runs.every((run) => (value(run) ?? "") === "")).map(({ name }) => "no-" + name).join(" ");
     runs.forEach(row_of);
     show();
   } };

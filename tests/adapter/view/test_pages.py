@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import tarfile
 
 import pytest
 
 from genlight.adapter.cli import main
+from genlight.reporters import EventLog
 from support.browser import chromium, needs_chromium, opened, violations, wait_until
 from support.seen_runs import served, start, wait_for_step
 
@@ -209,6 +211,59 @@ def test_a_live_runs_curve_grows_and_stop_stops_it(browser, tmp_path):
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         process.communicate()
+
+
+NAMES = [
+    "train/loss",
+    "eval/accuracy",
+    *(f"{'a_group_of_numbers/' + 'with_a_long_name_' * 4:.76}_{i:03}" for i in range(18)),
+]
+LAST = 2_000_000
+OVERFLOW = """() => {
+    const width = document.documentElement.clientWidth;
+    const clips = (each) => getComputedStyle(each).overflowX != "visible";
+    const is_clipped = ({ parentElement: outer }) => outer && (clips(outer) || is_clipped(outer));
+    const all = [...document.querySelectorAll("main *")];
+    const beyond = all.filter((each) => each.getBoundingClientRect().right > width + 1 && !is_clipped(each));
+    return [document.documentElement.scrollWidth - width, ...beyond.map((each) => each.outerHTML)];
+}"""
+
+
+def write_run(folder, name, points):
+    """A run of two million steps: a loss at `points` of them, and 19 more numbers at a few of these."""
+    (folder / name / "metrics").mkdir(parents=True)
+    (folder / name / ".lock").touch()
+    with EventLog(folder / name / "metrics/events.jsonl", run_id=name) as log:
+        log.started(metadata={"last_step": LAST, "ranks": 1, "job": {"max_steps": LAST, "hyperparams": {"name": name}}})
+        for point in range(1, points + 1):
+            names = NAMES if point % max(points // 20, 1) == 0 else NAMES[:1]
+            step = point * LAST // points
+            log.metrics({each: 4 * math.exp(-3 * step / LAST) for each in names}, step=step)
+        log.completed(step=LAST, final_checkpoint=None)
+
+
+@pytest.fixture(scope="module", params=[1, 12, 200])
+def crowd(request, tmp_path_factory):
+    """The addresses of the list and of a page of runs: one with 100,000 points, a comparison, the most of a list."""
+    folder, names = (
+        tmp_path_factory.mktemp("crowd"),
+        [f"{'a-sweep-over-rates-' * 5:.76}-{i:03}" for i in range(request.param)],
+    )
+    for name in names:
+        write_run(folder, name, {1: 100_000, 12: 200, 200: 20}[request.param])
+    with served(folder) as address:
+        yield address, address + "run?" + "&".join(f"run={name}" for name in names[:12])
+
+
+def test_pages_of_many_runs_steps_and_metrics_fit_any_window(browser, crowd):
+    for address in crowd:
+        with opened(browser, address) as page:
+            page.wait_for_selector("tbody tr, canvas")
+            for width in (1920, 1280, 390):
+                page.set_viewport_size({"width": width, "height": 900})
+                page.wait_for_timeout(300)  # the charts follow the window
+                assert page.evaluate(OVERFLOW) == [0], width
+            assert violations(page) == {}
 
 
 def test_a_run_that_starts_later_is_shown(browser, runs, tmp_path):
