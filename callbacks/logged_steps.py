@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import io
 import logging
 import os
 import stat
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +76,27 @@ def log_each_step_once(logger: Logger, path: Path, run: str, *, resumes: bool) -
             except ValueError as error:
                 log.warning("%s cannot be read, so its logger may repeat steps: %s", path, safe_str(error))
     earlier = dict(logged.last) if logged.run == run else {}
-    logged = _Logged(run, dict(earlier))
-    write = logger.log_metrics
+    log_new = functools.partial(_log_new, logger, path, earlier, _Logged(run, dict(earlier)))
+    logger.log_metrics = log_new  # type: ignore[method-assign]
 
-    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
-        if step is None:
-            write(metrics, step)
-            return
-        new = {name: value for name, value in metrics.items() if step > earlier.get(name, -1)}
-        if not new:
-            return
+
+def _log_new(
+    logger: Logger,
+    path: Path,
+    earlier: Mapping[str, int],
+    logged: _Logged,
+    metrics: Mapping[str, Any],
+    step: int | None = None,
+) -> None:
+    """Log those of `metrics` that no earlier attempt has logged at `step`; note that in the file."""
+    new = {name: value for name, value in metrics.items() if step is None or step > earlier.get(name, -1)}
+    if step is not None and new:
         logged.last.update(dict.fromkeys(new, step))
         with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as file:
             text = msgspec.json.encode(logged)
             file.write(text.ljust(os.fstat(file.fileno()).st_size))  # one call of the system: a kill tears nothing
-        write(new, step)
-
-    logger.log_metrics = log_metrics  # type: ignore[method-assign]
+    if new:
+        type(logger).log_metrics(logger, new, step)
 
 
 def _keep_file(logger: CSVLogger) -> bool:

@@ -199,7 +199,8 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool, versio
         versions: Whether loggers that write files also continue, in the folder of their earlier ``version``. Parts of
             a LightningCLI configuration may keep files there that must not exist yet.
     """
-    kinds = (WandbLogger, MLFlowLogger, *((CSVLogger, TensorBoardLogger) if versions else ()))
+    has_files = versions and not trains_in_copies(trainer)  # copies do not correct the files; see `fit`
+    kinds = (WandbLogger, MLFlowLogger, *((CSVLogger, TensorBoardLogger) if has_files else ()))
     tracked = [logger for logger in trainer.loggers if isinstance(logger, kinds)]
     if not tracked:
         return

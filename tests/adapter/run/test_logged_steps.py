@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import pickle
 
 import lightning.pytorch as pl
 import pytest
@@ -177,7 +178,7 @@ def log_again(path, run="a", resumes=True):
     """Begin an attempt; returns its logger."""
     logger = Rows()
     log_each_step_once(logger, path, run, resumes=resumes)
-    return logger
+    return pickle.loads(pickle.dumps(logger))  # as for the copies of a process in which Lightning trains
 
 
 def test_a_logger_that_appends_gets_each_metric_of_a_step_once(tmp_path):
