@@ -72,10 +72,10 @@ def train(host: str, rank: int, width: int) -> float:
     class Watched(Mlp):
         """Reads the resident size at the end of each forward."""
 
-        def configure(self, ctx: Any) -> dict[str, Any]:
-            state = super().configure(ctx)
-            state["model"].register_forward_hook(lambda *_: sizes.append(_of_status("VmRSS")))
-            return state
+        def train_step(self, batch: Any, state: Any, ctx: Any) -> Any:
+            if not sizes:  # in the first step: the model is sharded, and FSDP 2 frees memory in a hook before this one
+                state["model"].register_forward_hook(lambda *_: sizes.append(_of_status("VmRSS")))
+            return super().train_step(batch, state, ctx)
 
     sizes: list[float] = []
     batch = torch.randn(ROWS, width)

@@ -201,6 +201,9 @@ def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_position():
     assert digest_of_all([tensors[0], tensors[1], tensors[2].view(torch.float64), tensors[3]], device) != same
     assert digest_of_all([tensors[1], tensors[0], *tensors[2:]], device) != same
     assert digest_of_all([tensors[0].view(3, 2), *tensors[1:]], device) != same
+    alike = [torch.zeros(2, 3), torch.ones(2, 3)]
+    assert digest_of_all(alike, device) != digest_of_all(alike[::-1], device)
+    assert digest_of_all(alike, device) != digest_of_all([*alike, alike[1]], device)
     for i, tensor in enumerate(tensors):
         assert digest_of_all([*tensors[:i], tensor + 1, *tensors[i + 1 :]], device) != same
 
