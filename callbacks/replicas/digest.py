@@ -37,18 +37,19 @@ def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _pieces(alike: Iterable[list[Tensor]]) -> list[Tensor]:
-    """Return the large tensors, and one concatenation of the small ones for each device and type.
+    """Return the large tensors, and concatenations of the small ones.
 
     Args:
-        alike: Lists of tensors of the same device, type and shape. One call copies all small ones of a list.
+        alike: Lists of tensors of the same device, type and shape. One call copies all small ones of a list. If that
+            is still little, it is concatenated with others of the device and type.
     """
     large: list[Tensor] = []
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for some in alike:
-        if some[0].nbytes > SMALL_BYTES:
-            large += some
-        else:
-            stack = torch.stack(some) if len(some) > 1 else some[0]
-            small.setdefault((stack.device, stack.dtype), []).append(stack)
+        for piece in [torch.stack(some)] if len(some) > 1 and some[0].nbytes <= SMALL_BYTES else some:
+            if piece.nbytes > SMALL_BYTES:
+                large.append(piece)
+            else:
+                small.setdefault((piece.device, piece.dtype), []).append(piece)
     flat: list[Tensor] = [_flatten_dense_tensors(some) for some in small.values()]  # type: ignore[no-untyped-call]
     return large + [piece.resolve_conj().resolve_neg() for piece in flat]

@@ -195,15 +195,16 @@ def test_the_digest_of_all_is_that_of_the_values_that_a_view_shows(count):
 def test_the_digest_of_all_changes_with_any_tensor_its_shape_and_its_position():
     device = torch.device("cpu")
     tensors = [torch.zeros(2, 3), torch.ones(3, 2), torch.ones(3, dtype=torch.int64), torch.rand(200, 200)]
+    tensors += [torch.ones(2, 3), torch.rand(200, 200), torch.rand(100, 100), torch.rand(100, 100)]
     same = digest_of_all([t.clone() for t in tensors], device)
 
     assert digest_of_all(tensors, device) == same
-    assert digest_of_all([tensors[0], tensors[1], tensors[2].view(torch.float64), tensors[3]], device) != same
+    assert digest_of_all([tensors[0], tensors[1], tensors[2].view(torch.float64), *tensors[3:]], device) != same
     assert digest_of_all([tensors[1], tensors[0], *tensors[2:]], device) != same
     assert digest_of_all([tensors[0].view(3, 2), *tensors[1:]], device) != same
-    alike = [torch.zeros(2, 3), torch.ones(2, 3)]
-    assert digest_of_all(alike, device) != digest_of_all(alike[::-1], device)
-    assert digest_of_all(alike, device) != digest_of_all([*alike, alike[1]], device)
+    assert digest_of_all([*tensors[:2], tensors[2].view(3, 1), *tensors[3:]], device) != same
+    assert digest_of_all([*tensors[:6], *tensors[:5:-1]], device) != same
+    assert digest_of_all([*tensors, tensors[0]], device) != same
     for i, tensor in enumerate(tensors):
         assert digest_of_all([*tensors[:i], tensor + 1, *tensors[i + 1 :]], device) != same
 
