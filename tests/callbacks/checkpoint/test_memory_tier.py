@@ -82,6 +82,26 @@ def test_a_killed_training_continues_from_memory_with_the_same_bits(killed, trai
     assert not (directory / POINTER).exists()
 
 
+def test_a_training_that_is_killed_before_it_saves_again_still_has_its_start(killed, train):
+    directory, folder = killed
+    with pytest.raises(RuntimeError, match="here"):
+        train(Fails(7), resume=True)
+    assert (steps(directory), steps(folder)) == ([4], [7])
+
+
+def test_what_is_newer_than_the_start_of_a_training_is_removed(killed, train, train_net):
+    directory, folder = killed
+    saver = Checkpoint(directory, every_n_steps=4, memory_every_n_steps=20)
+    with pytest.raises(RuntimeError, match="here"):
+        train_net(saver, Fails(5), ckpt_path=directory / "step-00000004.json")
+    assert steps(folder) == []
+
+
+def test_a_rare_cadence_in_memory_does_not_delay_saves_on_disk(train, tmp_path):
+    train(every_n_steps=2, memory_every_n_steps=5, keep_last=None, asynchronous=False)
+    assert steps(tmp_path / "c") == [2, 4, 6, 8, 10, 10]
+
+
 def test_a_training_that_completes_leaves_nothing_in_memory(train, shm, tmp_path):
     train()
     assert list(shm.iterdir()) == []

@@ -100,8 +100,11 @@ def test_the_bytes_that_were_proven_are_loaded(three_steps):
     record, _ = newest_valid(three_steps, prove=read_ahead)
     (three_steps / "step-00000003" / "model.safetensors").write_bytes(b"")
     assert float(load(three_steps / "step-00000003")["state_dict"]["w"][0]) == 3
-    newest_valid(three_steps, accept=lambda record: record.step == 2, prove=read_ahead)
+    for step in (1, 2):  # only the last is kept
+        chosen, _ = newest_valid(three_steps, accept=lambda record, step=step: record.step == step, prove=read_ahead)
+    assert {digest for digest, _ in loading._ahead} == {chosen.digest}
     assert float(load(three_steps / "step-00000001")["state_dict"]["w"][0]) == 1
+    assert not loading._ahead
     with pytest.raises(BrokenCheckpointError):
         load(record.path)
 
