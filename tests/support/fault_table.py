@@ -32,8 +32,7 @@ and continues from the checkpoint of step 10. `prove` has its default options; i
 are tried, and the first one that fails is named. `unbroken` means that two runs without a fault differ already.
 
 Without a fault, 595 restarts of the 119 classes of the zoo gave no false alarm (2026-11-29, `python -m zoo.restarts`).
-In
-two of the five restarts of `Scripted`, the last repeated step changed: TorchScript rounds differently in the first
+In two of the five restarts of `Scripted`, the last repeated step changed: TorchScript rounds differently in the first
 calls of a process. No later step could show it.
 
 | fault | its kind | first repeated step that changes | what the witness says | what `prove` says |

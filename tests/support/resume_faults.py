@@ -253,7 +253,7 @@ class FirstLoss(Hosted):
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         loss = super().loss(batch, state)
         self.first = self.first or loss.item()
-        return loss / self.first
+        return 0.02 * loss / self.first
 
 
 class Memoized(Scales):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,19 @@ import msgspec
 import pytest
 
 from genlight.callbacks.witness import entry as entries
-from genlight.callbacks.witness.entry import Entry, Header, WitnessFile, compare, file_of_rank, read_witness, unpack
+from genlight.callbacks.witness.entry import (
+    ON_DEVICE,
+    Entry,
+    Header,
+    StepDifference,
+    WitnessFile,
+    compare,
+    file_of_rank,
+    limit_between,
+    read_witness,
+    summarize,
+    unpack,
+)
 from support.witnessed import Hosted, attempt, rows
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -118,11 +131,16 @@ def test_another_number_of_ranks_is_compared_with_nothing(broken_off, caplog):
     assert "2 and 1 ranks" in line
 
 
-def test_losses_of_another_kind_of_device_are_not_compared(broken_off):
+def test_values_of_another_kind_of_device_are_not_compared(broken_off):
     folder, path = broken_off
     recorded = read_witness(path)
     assert recorded is not None
-    others = {key: msgspec.structs.replace(each, losses=1, loss=0.5) for key, each in recorded.entries.items()}
+
+    def elsewhere(each: Entry) -> Entry:
+        random = (*each.random[:ON_DEVICE], 1, *each.random[ON_DEVICE + 1 :])
+        return msgspec.structs.replace(each, losses=1, loss=0.5, rates=1, random=random)
+
+    others = {key: elsewhere(each) for key, each in recorded.entries.items()}
     facts = {1: {**recorded.header.attempts[1], "device": "cuda"}}
     WitnessFile(path, msgspec.structs.replace(recorded.header, attempts=facts), others).close()
 
@@ -154,6 +172,31 @@ def test_another_loss_names_what_has_changed_since_the_earlier_attempt():
     assert "Since then: threads is 1, was 2; host is b, was a" in found.text
 
 
+@pytest.mark.parametrize("loss", [0.25, math.nan])
+def test_another_loss_than_the_first_one_is_named_so(loss):
+    earlier = msgspec.structs.replace(ENTRY, loss=loss)
+    found = compare(earlier, msgspec.structs.replace(earlier, losses=9), rank=0, facts={})
+
+    assert found is not None
+    assert "the loss is the same, but another one differs" in found.text
+
+
+def test_settings_that_one_of_two_starts_changed_on_purpose_limit_the_comparison():
+    changed, unchanged = {"built": "a", "kept": ["lr"]}, {"built": "b", "kept": []}
+
+    assert limit_between(changed, unchanged) == limit_between(unchanged, changed)
+    assert "lr" in limit_between(changed, unchanged)[1]
+
+
+def test_of_several_ranks_the_earliest_difference_counts_and_steps_before_it_are_equal():
+    later, earlier = (StepDifference("rows", (step, 0, step), rank, "") for rank, step in enumerate((5, 3)))
+
+    proof = summarize([((1, 3, 4), later), ((1, 2), earlier)])
+
+    assert proof is not None
+    assert (proof.steps, proof.difference) == ((1, 2), earlier)
+
+
 def test_a_generator_of_the_model_is_only_a_reason_for_another_loss():
     random = (*ENTRY.random[:-1], 99)
     now = msgspec.structs.replace(ENTRY, random=random)
@@ -164,13 +207,13 @@ def test_a_generator_of_the_model_is_only_a_reason_for_another_loss():
     assert found.kind == "random numbers"
 
 
-def test_the_file_keeps_the_newest_of_several_attempts(tmp_path):
-    path = file_of_rank(tmp_path, 3)
-    file = WitnessFile(path, Header("r", 3, {1: {}, 2: {}}), {ENTRY.key: ENTRY})
+def test_the_file_keeps_the_newest_of_several_attempts_and_it_comes_last(tmp_path):
+    path, later = file_of_rank(tmp_path, 3), msgspec.structs.replace(ENTRY, step=6, batch=5)
+    file = WitnessFile(path, Header("r", 3, {1: {}, 2: {}}), {ENTRY.key: ENTRY, later.key: later})
     newer = msgspec.structs.replace(ENTRY, attempt=2)
     file.append(newer)
     file.close()
 
     recorded = read_witness(path)
     assert recorded is not None
-    assert recorded.entries == {ENTRY.key: newer}
+    assert list(recorded.entries.values()) == [later, newer]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.adapter.contract.exceptions import ResumeDifferenceError
 from genlight.callbacks import Checkpoint
+from genlight.callbacks.witness.state import differing_values, values_of_state
 from support.resumed_fit import seed
 from support.trainers import quiet_trainer
 from support.witnessed import Hosted, Plain, Proofs, attempt, rows
@@ -54,6 +57,23 @@ class Forgets(Hosted):
 
     def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
         pass
+
+
+@dataclass
+class Average:
+    value: torch.Tensor
+    names: set[str]
+
+
+def test_values_of_a_state_are_found_wherever_they_are():
+    def values(value: float, *names: str) -> dict[str, Any]:
+        return values_of_state(
+            {"genlight": {"state": {"a": [Average(torch.tensor(value), set(names))], "path": Path()}}}
+        )
+
+    assert differing_values(values(1.0, "x", "y"), values(1.0, "y", "x")) == []
+    assert differing_values(values(1.0), values(1.0 + 1e-7)) == ['checkpoint["genlight"]["state"]["a"][0]["value"]']
+    assert differing_values(values(1.0, "x"), values(1.0)) == ['checkpoint["genlight"]["state"]["a"][0]["names"]']
 
 
 def test_values_that_no_step_shows_are_named(tmp_path):

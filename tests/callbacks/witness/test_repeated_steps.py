@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from genlight.adapter import ContractModule, TrainingJobSpec
+from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import ResumeDifferenceError
 from genlight.callbacks import Hook, WriteSamples
 from genlight.callbacks.witness.entry import FOLDER, read_witness
@@ -63,6 +63,14 @@ def test_steps_between_those_of_the_cadence_count_as_a_range(tmp_path):
     assert "11 of them" in proof.text
 
 
+def test_entries_at_another_cadence_are_compared_and_the_result_comes_at_once(tmp_path):
+    attempt(tmp_path, Plain(), rows(), until=48, every_n_steps=30, trainer={"log_every_n_steps": 15})
+
+    (proof,) = attempt(tmp_path, Plain(), rows(), until=45, every_n_steps=30, trainer={"log_every_n_steps": 10})
+
+    assert proof.steps == (*range(31, 41), 45)
+
+
 def test_entries_become_rarer_the_farther_the_checkpoint_is_behind(tmp_path):
     attempt(tmp_path, Hosted(), rows(), steps=700, every_n_steps=400, trainer={"log_every_n_steps": 10})
 
@@ -98,6 +106,13 @@ class Counts(Hosted):
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         self.count += 1
         return super().loss(batch, state) * (1 + self.count / 100)
+
+
+class Energy(Counts):
+    """Reports no metric with the name of a loss."""
+
+    def train_step(self, batch: Any, state: Any, ctx: Any) -> Any:
+        return StepResult({"energy": super().train_step(batch, state, ctx).metrics["loss"], "seconds": 1.0})
 
 
 class OwnDropout(Plain):
@@ -160,6 +175,7 @@ class Stream(IterableDataset[Any]):
 
 
 FAULTS = {
+    "loss of another name": (Energy, rows, None, "loss", ""),
     "logged loss": (Manual, rows, None, "loss", ""),
     "rounding": (FewerThreads, rows, None, "loss", ""),
     "no position": (Plain, lambda: DataLoader(Stream()), None, "rows", ""),
