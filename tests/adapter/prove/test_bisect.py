@@ -212,6 +212,8 @@ def test_a_planted_difference_is_found_by_step_and_kind(train, usual, tmp_path, 
 
     names = [change.name for change in result.facts]
     assert names == (["mock_batches"] if plant == "rows" else ["hyperparams.plant", "hyperparams.at"])
+    if newest := (at - 1) // EVERY * EVERY:
+        assert f"the checkpoints of step {newest} are equal" in result.notes
 
 
 @pytest.mark.slow

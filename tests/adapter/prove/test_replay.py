@@ -348,14 +348,16 @@ def test_rows_that_cannot_be_told_apart_are_a_group():
     assert find_rows(8, lambda rows: False) == RowSearch(trials=1, problem="the repeated step does not fail")
 
 
-def test_a_view_reads_gradients_at_the_update_and_leaves_no_hook():
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_view_reads_gradients_at_the_update_and_leaves_no_hook(clears):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     view = StepView(discover({"model": model, "optimizer": optimizer}, object()))
     with view.watching():
         model(torch.tensor([[3.0, 4.0]])).sum().backward()
         optimizer.step()
-        optimizer.zero_grad()
+        if clears:
+            optimizer.zero_grad()
     count = len(view.values)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
