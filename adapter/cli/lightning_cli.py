@@ -35,7 +35,7 @@ from ..contract.exceptions import GenlightError, UsageError
 from ..job.parser_errors import UnusableValueError, root_cause
 from ..module.module import ContractModule
 from ..plumbing.durable import write_bytes_durably
-from ..plumbing.failures import is_input_error, stop_reason
+from ..plumbing.failures import is_input_error, stop_reason, text_of_error
 from ..plumbing.imports import collect_as_usual
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.redaction import secrets_in, without_secrets
@@ -139,7 +139,7 @@ class GenlightCLI(LightningCLI):
             if trains and not signals.are_handled:
                 stack.enter_context(signals.installed())
             self._session = (Session if is_rank_zero() else FollowerSession)(
-                stop=StopSources(signals=signals), refuse=UsageError
+                stop=StopSources(signals=signals), refuse=lambda error: UsageError(text_of_error(error))
             )
             stack.enter_context(self._session)
             stack.enter_context(redacted_logs(()))

@@ -124,7 +124,7 @@ def explained(
     signalled: StopReason | None = None,
     is_saved: bool = False,
     explain_further: Callable[[Exception], GenlightError | None] = lambda _: None,
-    refuse: Callable[[str], GenlightError] | None = None,
+    refuse: Callable[[Exception], GenlightError | None] | None = None,
 ) -> BaseException:
     """Return the error to report in place of `error`, with that as its cause; `error` itself if it says enough.
 
@@ -136,8 +136,8 @@ def explained(
         signalled: The stop that a signal asked for.
         is_saved: Whether there is a checkpoint of the step in progress.
         explain_further: Knows errors that `explain` does not.
-        refuse: Makes an error of the text of a configuration that genlight or Lightning refused; None if the
-            configuration is not in use yet, or the first step has begun.
+        refuse: Makes an error about a configuration from one with which genlight or Lightning refused an input; None
+            if the configuration is not in use yet, or the first step has begun.
     """
     causes = list(causes_of(error))
     better: BaseException | None = None
@@ -151,7 +151,7 @@ def explained(
     elif isinstance(error, Exception):
         better = explain(error) or explain_further(error)
         if better is None and refuse is not None and _is_about_input(error):
-            better = refuse(text_of_error(error))
+            better = refuse(error)
     if better is None:
         return error
     better.__cause__ = error

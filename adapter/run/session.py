@@ -157,7 +157,7 @@ class Session:
     """Returns whether a restart finds a checkpoint outside of `checkpoints_dir`."""
     explain_further: Callable[[Exception], GenlightError | None] = lambda _: None
     """As for `explained`."""
-    refuse: Callable[[str], GenlightError] | None = None
+    refuse: Callable[[Exception], GenlightError | None] | None = None
     """As for `explained`; does not count once the first step has begun."""
     processes: RankProcesses | None = None
     """Processes of other ranks that this rank started and that end with it; None without other ranks."""
@@ -306,15 +306,19 @@ class Session:
             os._exit(code)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to report in place of `error`; see `explained`."""
+        """Return the error to report in place of `error`; see `explained`. Raises nothing."""
         folder = self.checkpoints_dir
-        better = explained(
-            error,
-            signalled=self.stop.signals.reason,
-            is_saved=folder is not None and (folder / f"{step_name(self.step)}.json").exists(),
-            explain_further=self.explain_further,
-            refuse=self.refuse if self.step == 0 else None,
-        )
+        try:
+            better = explained(
+                error,
+                signalled=self.stop.signals.reason,
+                is_saved=folder is not None and (folder / f"{step_name(self.step)}.json").exists(),
+                explain_further=self.explain_further,
+                refuse=self.refuse if self.step == 0 else None,
+            )
+        except Exception:
+            log.exception("the error that ended the run could not be explained")
+            return error
         if stop_reason(better) and not stop_reason(error):
             text = safe_text(error, secrets=self.secrets, environ=self.environ)
             log.error("the report is the stop, which this failure followed: %s", text)

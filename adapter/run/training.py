@@ -29,6 +29,7 @@ from ..module.plugin_loading import (
     optional_hook,
     signature_faults,
 )
+from ..plumbing.failures import text_of_error
 from ..plumbing.imports import collect_as_usual
 from ..plumbing.redaction import safe_str
 from .deaths import begin_attempt, forget_deaths
@@ -169,8 +170,10 @@ def _fit(
     return _completion(config, module.completed_steps, module.stopped)
 
 
-def _unusable_lightning_block(text: str) -> StartupContractError:
-    text = f"The `lightning` block of the job cannot be used: {text}"
+def _unusable_lightning_block(error: Exception) -> StartupContractError | None:
+    if isinstance(error, OSError):  # about a file of the run
+        return None
+    text = f"The `lightning` block of the job cannot be used: {text_of_error(error)}"
     return StartupContractError("startup.invalid_job_spec", text)
 
 
