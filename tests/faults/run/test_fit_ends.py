@@ -70,15 +70,6 @@ def test_a_setting_that_lightning_refuses_during_the_fit_is_reported(job, report
     assert "Traceback" not in job.output()
 
 
-def test_a_stop_is_reported(job, reported):
-    process = reported.start()
-    job.wait_until(job.reached, process)
-    process.send_signal(signal.SIGTERM)
-    job.go()
-    code, last = reported.wait(process)
-    assert (code, last["error"], last["resumable"]) == (75, "preempted", True)
-
-
 def test_a_stop_while_a_completed_fit_waits_for_its_uploads_is_reported(job, reported):
     job.server.status["/CHECKPOINT"] = 503
     process = reported.start(at="nowhere", max_steps=3, deadline_s=IN_FIVE_MINUTES)

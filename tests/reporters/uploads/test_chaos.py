@@ -73,14 +73,6 @@ def _client(chaos, run, count):
     return subprocess.Popen([sys.executable, "-c", CLIENT, chaos.url, str(run), str(count)])
 
 
-def test_uploads_of_mixed_sizes_all_arrive_once_and_in_order_though_every_third_request_fails(chaos, tmp_path):
-    run, count = tmp_path / "run", 30
-    _write_files(run, count, random.Random(1))
-    chaos.control(rate=0.3, faults="all", seed=3)
-    assert _client(chaos, run, count).wait(200) == 0
-    _assert_all_there_once(chaos, run, count)
-
-
 @pytest.mark.slow
 def test_500_uploads_all_arrive_once_and_byte_identical_though_the_client_is_killed_ten_times(chaos, tmp_path):
     run, count = tmp_path / "run", 500

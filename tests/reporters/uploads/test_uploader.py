@@ -4,7 +4,6 @@ import errno
 import hashlib
 
 from genlight.reporters.uploads import uploader as uploader_module
-from genlight.reporters.uploads.queue import read_entries
 
 
 def test_metrics_arrive_in_order_with_token_and_idempotency_key(chaos, uploader_for):
@@ -157,14 +156,6 @@ def test_what_waits_without_links_is_named_until_it_has_arrived(chaos, uploader_
     assert "do not delete it until it is uploaded" in caplog.text
     assert uploader.settle() is None
     assert uploader.queue.unlinked_files() == set()
-
-
-def test_a_checkpoint_that_is_queued_twice_waits_once(chaos, uploader_for, write_checkpoint):
-    uploader = uploader_for(chaos, start=False)
-    record, files = write_checkpoint(1)
-    for _ in range(2):
-        uploader.enqueue("checkpoint", record, files, step=1)
-    assert [entry.kind for entry in read_entries(uploader.config.queue_dir)] == ["checkpoint"]
 
 
 def test_a_checkpoint_that_was_delivered_is_not_sent_again_by_a_resumed_run(chaos, uploader_for, write_checkpoint):
