@@ -19,6 +19,8 @@ STRATEGIES = {
     "fsdp": {"class_path": "genlight.adapter.FSDP2Strategy", "init_args": {}},
 }
 
+ROWS = [pytest.param(name, marks=[pytest.mark.slow] if "bucket" in name else []) for name in STRATEGIES]
+
 
 def run_with_lost_rank(folder, strategy, lost, sign):
     """Return the exit codes of both ranks, the events, and the ranks' output."""
@@ -58,7 +60,7 @@ def run_with_lost_rank(folder, strategy, lost, sign):
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ROWS)
 def test_a_rank_that_is_killed_or_stops_answering_is_named_in_a_valid_log(tmp_path, strategy, sign):
     codes, log, output = run_with_lost_rank(tmp_path, strategy, 1, sign)
 
@@ -72,7 +74,7 @@ def test_a_rank_that_is_killed_or_stops_answering_is_named_in_a_valid_log(tmp_pa
         assert last["step"] >= LAST_STEP - 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ROWS)
 def test_a_killed_rank_zero_ends_the_other(tmp_path, strategy):
     codes, _, output = run_with_lost_rank(tmp_path, strategy, 0, signal.SIGKILL)
 

@@ -6,47 +6,27 @@ from device import collectives, feeds, one_rank, ranks, rules, services
 from support.device import Waiting
 from support.device.checks import names_of, outcomes_of
 
-outcome = outcomes_of(rules)
-collective = outcomes_of(collectives, world_size=2)
-collective_of_streams = outcomes_of(collectives, world_size=2, waiting=Waiting.STREAM)
+device = outcomes_of(rules)
+process_group = outcomes_of(collectives, world_size=2)
+process_group_if_streams_wait = outcomes_of(collectives, world_size=2, waiting=Waiting.STREAM)
+one_device = outcomes_of(one_rank)
+services_of_a_training = outcomes_of(services)
+batches_of_a_feed = outcomes_of(feeds)
+two_devices = outcomes_of(ranks, world_size=2, waiting=Waiting.STREAM)
+
+MODULES = {
+    "device": rules,
+    "process_group": collectives,
+    "process_group_if_streams_wait": collectives,
+    "one_device": one_rank,
+    "services_of_a_training": services,
+    "batches_of_a_feed": feeds,
+    "two_devices": ranks,
+}
 
 
-@pytest.mark.parametrize("name", names_of(rules))
-def test_device(outcome, name):
-    outcome(name)
-
-
-@pytest.mark.parametrize("name", names_of(collectives))
-def test_process_group(collective, name):
-    collective(name)
-
-
-@pytest.mark.parametrize("name", names_of(collectives))
-def test_process_group_if_streams_wait(collective_of_streams, name):
-    collective_of_streams(name)
-
-
-single = outcomes_of(one_rank)
-service = outcomes_of(services)
-feed = outcomes_of(feeds)
-two_ranks = outcomes_of(ranks, world_size=2, waiting=Waiting.STREAM)
-
-
-@pytest.mark.parametrize("name", names_of(one_rank))
-def test_one_device(single, name):
-    single(name)
-
-
-@pytest.mark.parametrize("name", names_of(services))
-def test_services_of_a_training(service, name):
-    service(name)
-
-
-@pytest.mark.parametrize("name", names_of(feeds))
-def test_batches_of_a_feed(feed, name):
-    feed(name)
-
-
-@pytest.mark.parametrize("name", names_of(ranks))
-def test_two_devices(two_ranks, name):
-    two_ranks(name)
+@pytest.mark.parametrize(
+    ("where", "name"), [(where, name) for where, module in MODULES.items() for name in names_of(module)]
+)
+def test_each_rule_holds(request, where, name):
+    request.getfixturevalue(where)(name)

@@ -405,6 +405,7 @@ def test_a_run_in_a_folder_that_another_holds_is_refused_and_writes_no_event(wri
     assert run(job) == 0
 
 
+@pytest.mark.slow
 def test_a_run_completes_once_though_nobody_reads_its_progress(write_job):
     """This happens under ``| head``, or when the log collector of a container has died."""
     job = write_job(max_steps=20)
