@@ -31,7 +31,7 @@ ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.Mod
 _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
 _TORCH_WITHOUT_USERS_OBJECTS = ("torch._", "torch.utils.data")
-_HOSTS = ("lightning.pytorch.", "pytorch_lightning.")
+_HOSTS = ("lightning.pytorch.", "pytorch_lightning.", "genlight.adapter.module.")
 """Packages whose objects (including users' callbacks and data modules) hold references back to the run."""
 _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, dict, list)
 _CONTAINERS = (list, tuple, deque, set, frozenset)

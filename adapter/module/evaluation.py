@@ -109,7 +109,7 @@ def _report(hosted: HostedTrainer, *_: Any) -> None:
         hosted.restore()
         scores = scores_of(module)
     scores = trainer.strategy.broadcast(scores)
-    step = hosted.completed_steps
+    step = hosted.count_steps()
     within_training = trainer.state.fn == TrainerFn.FITTING
     if within_training:
         publish_scores(trainer, scores, step)

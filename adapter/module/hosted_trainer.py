@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -73,7 +72,7 @@ class HostedTrainer:
         self.module = module
         self.plugin: TrainerPlugin = load_trainer_plugin(plugin) if isinstance(plugin, str) else check_instance(plugin)
         self.job = job
-        self.ctx = dataclasses.replace(context, count_steps=_LiveFacts(self).count_steps)
+        self.ctx = dataclasses.replace(context, count_steps=self.count_steps)
         """The context that the trainer's hooks get."""
         self.step_result: Any = None
         """The result of the last ``train_step``."""
@@ -161,7 +160,7 @@ class HostedTrainer:
             dataset=self._callers_dataset,
             device=str(trainer.strategy.root_device),
             dtype=ctx.dtype if self._keeps_dtype else contract_dtype(trainer.precision_plugin),
-            is_canceled=_LiveFacts(self).is_canceled,
+            is_canceled=self.is_canceled,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             run_state=run_state_of(trainer),
@@ -257,9 +256,8 @@ class HostedTrainer:
             check() for check in self._cancel_checks
         )
 
-    @property
-    def completed_steps(self) -> int:
-        """The result of ``ctx.step``; without a fit, the completed steps of the checkpoint that was loaded last."""
+    def count_steps(self) -> int:
+        """Return ``ctx.step``; without a fit, the completed steps of the checkpoint that was loaded last."""
         trainer = attached_trainer(self.module)
         steps = 0 if trainer is None else trainer.global_step
         return steps if trainer is not None and trainer.state.fn == TrainerFn.FITTING else steps or self.restored_step
@@ -341,30 +339,6 @@ def _feed_of(trainer: pl.Trainer, module: pl.LightningModule, ctx: StepContext) 
     if hasattr(source, "use_context"):
         source.use_context(ctx)
     return None if source is module else getattr(source, "feed", source)
-
-
-class _LiveFacts:
-    """Facts of `hosted` for its context, without a strong reference: discovery would follow one from the context."""
-
-    def __init__(self, hosted: HostedTrainer) -> None:
-        self._hosted: weakref.ref[HostedTrainer] | None = weakref.ref(hosted)
-
-    def is_canceled(self) -> bool:
-        """Whether a stop was requested; False if the hosted trainer no longer exists."""
-        hosted = None if self._hosted is None else self._hosted()
-        return hosted is not None and hosted.is_canceled()
-
-    def count_steps(self) -> int:
-        """Return the completed steps; 0 if the hosted trainer no longer exists."""
-        hosted = None if self._hosted is None else self._hosted()
-        return 0 if hosted is None else hosted.completed_steps
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"hosted": None if self._hosted is None else self._hosted()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy refers to the trainer that was copied along with it.
-        self._hosted = None if state["hosted"] is None else weakref.ref(state["hosted"])
 
 
 class OwnHookAdapter(TrainerHookAdapter):
