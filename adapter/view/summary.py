@@ -170,53 +170,42 @@ def figures_of(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_MEANINGS = {
-    "step": "Completed steps.",
-    "max_steps": "Steps to train.",
-    "steps_per_second": "Speed of a run that is running.",
-    "loss": "The last loss.",
-    "checkpoint_age_seconds": "Time since a run that is running has saved its newest checkpoint.",
-    "uploads_waiting": "Uploads that are not delivered yet.",
-    "goodput_ratio": "Share of the newest attempt's time that was spent on training steps.",
-    "device_hours": "Hours of all attempts, times their number of processes.",
-    "cost": "Device hours times the price_per_device_hour of the job.",
+_AGE, _SPEED = "checkpoint_age_seconds", "steps_per_second"
+_SCRAPED = {
+    "step": ("step", "Completed steps."),
+    "max_steps": ("max_steps", "Steps to train."),
+    _SPEED: ("steps_per_s", "Speed of a run that is running."),
+    "loss": ("loss", "The last loss."),
+    _AGE: ("checkpoint_ms", "Time since a run that is running has saved its newest checkpoint."),
+    "uploads_waiting": ("waiting_uploads", "Uploads that are not delivered yet."),
+    "goodput_ratio": ("attempt_goodput", "Share of the newest attempt's time that was spent on training steps."),
+    "device_hours": ("device_hours", "Hours of all attempts, times their number of processes."),
+    "cost": ("cost", "Device hours times the price_per_device_hour of the job."),
 }
+"""Field of `RunSummary.as_json` and meaning of each figure for Prometheus."""
 
 
 def exposition(runs: Iterable[Mapping[str, Any]], now_ms: int) -> str:
-    """Return the figures of runs for a scrape; a figure that a run does not have is absent.
+    """Return the figures of runs for a scrape by Prometheus; a figure that a run does not have is absent.
 
     Args:
         runs: Runs as in `RunSummary.as_json`, each with its ``address``.
         now_ms: The time, in milliseconds since 1970.
     """
     # JSON escapes what Prometheus wants to have escaped in a label: quotes, backslashes and line breaks.
-    listed = [(json.dumps(run["address"], ensure_ascii=False), run, _scraped(run, now_ms)) for run in runs]
+    listed = [(json.dumps(run["address"], ensure_ascii=False), run) for run in runs]
     lines = ["# HELP genlight_run_state Whether the run is in this state.", "# TYPE genlight_run_state gauge"]
-    for label, run, _ in listed:
+    for label, run in listed:
         for state in get_args(State):
             lines += [f'genlight_run_state{{run={label},state="{state}"}} {int(run["state"] == state)}']
-    for name, meaning in _MEANINGS.items():
+    for name, (field_name, meaning) in _SCRAPED.items():
         lines += [f"# HELP genlight_run_{name} {meaning}", f"# TYPE genlight_run_{name} gauge"]
-        for label, _, figures in listed:
-            if figures[name] is not None:
-                lines.append(f"genlight_run_{name}{{run={label}}} {float(figures[name])!r}")
+        for label, run in listed:
+            value = run[field_name]
+            if value is not None and (run["state"] == "running" or name not in (_AGE, _SPEED)):
+                value = (now_ms - value) / 1000 if name == _AGE else value
+                lines.append(f"genlight_run_{name}{{run={label}}} {float(value)!r}")
     return "\n".join(lines) + "\n"
-
-
-def _scraped(run: Mapping[str, Any], now_ms: int) -> dict[str, Any]:
-    is_running, saved_ms = run["state"] == "running", run["checkpoint_ms"]
-    return {
-        "step": run["step"],
-        "max_steps": run["max_steps"],
-        "steps_per_second": run["steps_per_s"] if is_running else None,
-        "loss": run["loss"],
-        "checkpoint_age_seconds": (now_ms - saved_ms) / 1000 if is_running and saved_ms is not None else None,
-        "uploads_waiting": run["waiting_uploads"],
-        "goodput_ratio": run["attempt_goodput"],
-        "device_hours": run["device_hours"],
-        "cost": run["cost"],
-    }
 
 
 def is_run(folder: Path) -> bool:
