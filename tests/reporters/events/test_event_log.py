@@ -205,6 +205,17 @@ def test_a_call_that_would_break_the_log_is_refused_and_leaves_no_line(path, bef
     assert validate_events(path) == []
 
 
+def test_the_rules_hold_for_each_metric_of_a_step(path):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        with pytest.raises(EventLogError, match="its value is its step"):
+            log.metrics({"a": 1, "trainer/resumed_from_step": 7}, step=8)
+        log.metrics({"a": 1, "trainer/resumed_from_step": 7}, step=7)
+        with pytest.raises(EventLogError, match="once in an attempt"):
+            RESUMED(log)
+    assert len(lines(path)) == 3
+
+
 def test_a_run_without_identity_can_only_fail(path):
     with EventLog(path, run_id="") as log:
         with refusal(EventLogError):
