@@ -155,8 +155,7 @@ class _Sender:
             secret = None if token is None else read_regular(token, limit=LARGEST_TOKEN).decode("ascii").strip()
             verify = ssl.create_default_context(cafile=authority) if authority else True
             with build_client(secret, trusted_origins([self._url]), timeout_s=TIMEOUT_S, verify=verify) as client:
-                last = client.post(self._url, json={"trainerStatus": status})
-            answer = (last.history or [last])[0]  # a redirect would turn POST into GET
+                answer = client.post(self._url, json={"trainerStatus": status})
             if not answer.is_success:
                 fault = f"it answers with {answer.status_code}"
         except Exception as error:  # noqa: BLE001  # no failure of a report may reach the run

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import threading
 
+import lightning.pytorch as pl
 import pytest
 
 from genlight.adapter import ContractModule, TrainingCanceled
@@ -116,7 +117,7 @@ def test_a_fault_of_the_pod_fails_no_run(server, tmp_path, monkeypatch, caplog, 
     elif fault == "odd token":
         (tmp_path / "..data").write_text(f"{SECRET}\n{SECRET}\x01")
     elif fault == "a refusal":
-        server.status[PATH] = 302
+        server.status[PATH] = 403
     else:
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(tmp_path / "absent.crt"))
     assert fit(Counts(), 4, TrainJobStatus(every_s=0.001)).global_step == 4
@@ -137,6 +138,19 @@ def test_a_stopped_run_is_not_shown_as_ended(server):
         fit(Stops(), 100, stops, TrainJobStatus(every_s=0.001))
     assert [each[0] for each in statuses(server)][:2] == [2, 4]
     assert statuses(server)[-1][0] < 100
+
+
+class Breaks(pl.Callback):
+    """Fails once all steps are trained."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        raise RuntimeError("no report")
+
+
+def test_a_run_that_fails_after_its_last_step_is_not_shown_as_ended(server):
+    with pytest.raises(RuntimeError):
+        fit(Counts(), 4, TrainJobStatus(every_s=0.001), Breaks())
+    assert statuses(server)[-1][0] == 99
 
 
 def test_any_lightning_module_sends_its_status(server, fit_plain):
