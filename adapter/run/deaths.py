@@ -165,6 +165,11 @@ def begin_attempt(
         log.warning("a repeated death before the first step would not be noticed: %s", error)
 
 
+def forget_beginning(folder: Path) -> None:
+    """Remove the note of an attempt that ended by itself and left no event: it must not count as killed."""
+    (folder / FOLDER / _BEGINNING).unlink(missing_ok=True)
+
+
 def _launch() -> str:
     """Return the identity of this start of all ranks."""
     values = [os.environ.get(name, "") for name in (*LAUNCH, RESTART)]

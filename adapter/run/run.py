@@ -36,7 +36,7 @@ from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.settings import is_true
 from .attempts import has_trained
 from .control_plane import Lease
-from .deaths import forget_deaths
+from .deaths import forget_beginning, forget_deaths
 from .folder import lock_artifacts, prepare_artifact_dirs, untrusted_dirs
 from .ranks import agent_check
 from .report import show_results
@@ -114,6 +114,8 @@ def attempt_job(options: RunOptions) -> tuple[int, BaseException | None]:
         except BaseException as caught:  # noqa: BLE001
             error = session.explain(caught)
             session.only_prints = session.is_rank_zero and _only_prints(session, config, options, error)
+            if session.only_prints:
+                forget_beginning(config.artifacts_dir)
             has_sender = session.uploader is not None or config.uploads.terminal_url is None
             is_open = session.folder is not None and has_sender
             if session.is_rank_zero and not is_open and not session.only_prints:
