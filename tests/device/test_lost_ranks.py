@@ -74,7 +74,9 @@ def test_a_rank_that_is_killed_or_stops_answering_is_named_in_a_valid_log(tmp_pa
         assert last["step"] >= LAST_STEP - 1
 
 
-@pytest.mark.parametrize("strategy", ROWS)
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(STRATEGIES)[1:])]
+)
 def test_a_killed_rank_zero_ends_the_other(tmp_path, strategy):
     codes, _, output = run_with_lost_rank(tmp_path, strategy, 0, signal.SIGKILL)
 

@@ -105,11 +105,14 @@ def test_a_completed_fit_returns_with_links_variables_and_overridden_methods(pro
     assert Path("mine").is_dir()
 
 
-STANDARD: list[tuple[str, ...]] = [(), ("--trainer.callbacks=genlight.callbacks.Checkpoint",)]
+STANDARD: dict[str, Any] = {
+    "lightning's": pytest.param((), marks=pytest.mark.slow),
+    "genlight's": ("--trainer.callbacks=genlight.callbacks.Checkpoint",),
+}
 
 
 @pytest.mark.promise(name="stop")
-@pytest.mark.parametrize("callbacks", STANDARD, ids=["lightning's", "genlight's"])
+@pytest.mark.parametrize("callbacks", STANDARD.values(), ids=STANDARD)
 def test_a_stop_saves_by_either_callback_and_the_hint_continues_exactly(program, caplog, callbacks) -> None:
     expected = program(*callbacks, "--trainer.default_root_dir=whole")
     caplog.clear()
