@@ -56,6 +56,8 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, TOKENS, bias=False)
         self.head.weight = self.token.weight
+        for table in (self.token, self.place):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)

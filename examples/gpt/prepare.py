@@ -1,4 +1,4 @@
-"""Writes `train.bin` and `val.bin`: a token for each byte of a text, which is the manual that Python itself holds."""
+"""Writes `train.bin` and `val.bin`: a token for each byte of the manual that Python itself holds."""
 
 from pathlib import Path
 from pydoc_data.topics import topics
