@@ -6,6 +6,7 @@ Modules that load torch are imported only once there is something to train.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Sequence
@@ -103,6 +104,7 @@ def _read_ahead(record: CheckpointRecord) -> None:
 def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
     """Set the seed and import the job's trainer. Set the seed again before constructing the trainer."""
     if config.seed is not None:
+        importlib.import_module("lightning.pytorch")  # rich, which it imports, draws a random number then
         seed_everything(config.seed)
     with on_sys_path(here):
         return imported_trainer(config)
@@ -135,8 +137,7 @@ def _fit(
     collect_as_usual()
     record = start.record
     if config.seed is not None:
-        # The same state, whether the trainer and Lightning were imported just now or before; rich draws a number then.
-        seed_everything(config.seed)
+        seed_everything(config.seed)  # the same state, whether all modules were imported just now or before
     plugin = make_trainer(target)
     if session.is_rank_zero:
         for misspelled in misspelled_hooks(plugin):
