@@ -27,7 +27,7 @@ from ...reporters.events.run_metadata import source_digest
 from ..check.batches import list_first
 from ..check.compare import CAUSES
 from ..check.snapshot import EVERYTHING, KINDS, Snapshot, describe, differing_paths, distance, is_real, snapshot
-from ..contract.exceptions import BrokenCheckpointError, GenlightError, UsageError
+from ..contract.exceptions import CheckpointError, GenlightError, UsageError
 from ..view.differences import ChangedFact, differences, facts_of_run
 from ..view.summary import RunSummary, summary_of
 from .evidence import compare_witnesses
@@ -166,7 +166,7 @@ def _compare_records(first: Traces, second: Traces, result: Bisection) -> tuple[
     while at is None:
         try:
             at = binary_search.bisect_left(steps, True, key=differ)
-        except BrokenCheckpointError as error:
+        except CheckpointError as error:
             result.notes.append(f"the checkpoints of step {probed} are not compared: {error}")
             steps.remove(probed)
     if at:

@@ -118,5 +118,5 @@ def first_difference(expected: Evidence, actual: Evidence, hints: Mapping[str, s
 
 
 def _size(first: Any, second: Any) -> float:
-    is_real = isinstance(first, Tensor) and isinstance(second, Tensor) and first.is_floating_point()
-    return distance(first, second) if is_real else 0.0
+    are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor) and not (first.is_sparse or second.is_sparse)
+    return distance(first, second) if are_tensors and first.is_floating_point() else 0.0

@@ -161,6 +161,7 @@ class Rehearsal:
             f"max_steps={scene.steps}",
             f"checkpoint_every={scene.every_n_steps}",
             "checkpoints.keep_last=0",
+            "checkpoints.weights=all",  # so that they can be compared without the class
             f"lightning.callbacks={json.dumps([*scene.lightning_callbacks, breaks])}",
             *([f"lightning.devices={ranks}"] if ranks else []),
             *([f"seed={scene.seed}"] if scene.seed is not None else []),

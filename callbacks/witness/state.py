@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ...adapter.contract.exceptions import BrokenCheckpointError
+from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.text import key_text
 from ..checkpoint.capture import CONTRACT_KEY
 from ..checkpoint.codec.state_tree import is_wrapper, wrapped_tensors
@@ -88,9 +88,9 @@ def values_in(path: str, value: Any, *, others: bool = False) -> Iterator[tuple[
 
 
 def digest(value: Any) -> str:
-    """Return a text that is equal for equal types, shapes and bits, also for NaNs; tensors have to be on the host."""
+    """Return a text that is equal for equal types, shapes and bits, also for NaNs; brings a tensor to the host."""
     if isinstance(value, Tensor):
-        return content_digests([value])[0]
+        return content_digests([(value.to_dense() if value.is_sparse else value).cpu()])[0]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"array {value.dtype} {value.shape} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
     return f"{type(value).__name__} {xxhash.xxh3_128_hexdigest(repr(value).encode())}"
@@ -120,11 +120,7 @@ def _are_equal(first: Any, second: Any) -> bool:
         if not isinstance(second, Tensor) or second.shape != first.shape:
             return False
         first, second = first.to_local(), sharded_like(second, first).to_local()
-    return digest(_on_host(first)) == digest(_on_host(second))
-
-
-def _on_host(value: Any) -> Any:
-    return (value.to_dense() if value.is_sparse else value).cpu() if isinstance(value, Tensor) else value
+    return digest(first) == digest(second)
 
 
 def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, channel: Channel) -> Proof | None:
@@ -140,13 +136,14 @@ def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, 
     """
     of_rank, problem = list[str](), None
     try:
-        # All ranks read it, and of sharded tensors each reads the slices that it needs.
-        now, before = values_of_state(state), values_of_state(load_record(record, share=slice(0)))
+        now = values_of_state(state)
         if channel.rank:
             now = {path: value for path, value in now.items() if isinstance(value, DTensor)}
-            before = {path: before[path] for path in now if path in before}
-        of_rank = differing_values(now, before)
-    except (BrokenCheckpointError, OSError) as error:
+        if now:
+            # Of sharded tensors, each rank reads the slices that it needs.
+            before = values_of_state(load_record(record, base=state.get("state_dict"), share=slice(0)))
+            of_rank = [path for path in differing_values(now, before) if path in now or not channel.rank]
+    except (CheckpointError, OSError) as error:
         problem = str(error)
     results = channel.gather_everywhere((of_rank, problem))
     problems = [text for _, text in results if text is not None]

@@ -274,12 +274,13 @@ def test_other_weights_differ_before_the_first_step(train, usual, tmp_path):
     assert "configure" in result.cause
 
 
-def test_many_steps_are_narrowed_in_rounds(train, usual, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", [8, 9])
+def test_many_steps_are_narrowed_in_rounds(at, train, usual, tmp_path, monkeypatch):
     monkeypatch.setattr(bisect_module, "MOST_DIGESTS", 2)
 
-    result = bisect([usual, train(plant="momentum", at=8)], tmp_path)
+    result = bisect([usual, train(plant="momentum", at=at)], tmp_path)
 
-    assert (result.step, result.kind) == (8, "optimizer state")
+    assert (result.step, result.kind) == (at, "optimizer state")
     assert result.replays <= 2 * math.ceil(math.log2(EVERY)) + 2
 
 

@@ -30,6 +30,9 @@ class Sound(Trains):
     def model(self):
         return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
 
+    def configure(self, ctx):
+        return {**super().configure(ctx), "frozen": torch.nn.Linear(1, 1).requires_grad_(False)}
+
     def prepare_batch(self, raw, state, ctx):
         return torch.tensor(raw)
 
@@ -84,7 +87,7 @@ def prove(tmp_path, monkeypatch, capfd):
 
 
 def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, monkeypatch, caplog):
-    code, findings = prove("Sound")
+    code, findings = prove("Sound", "--set", "checkpoints.weights=trained")
 
     assert code == 0, findings
     assert {name: each["level"] for name, each in findings.items()} == dict.fromkeys(

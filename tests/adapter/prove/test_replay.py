@@ -345,6 +345,7 @@ def test_each_single_row_is_found_within_the_budget(count):
 def test_rows_that_cannot_be_told_apart_are_a_group():
     assert find_rows(8, lambda rows: {2, 6} <= set(rows)).groups == ((0, 7),)
     assert find_rows(8, lambda rows: not {1, 6}.isdisjoint(rows)).groups == ((1, 1), (6, 7))
+    assert not find_rows(8, lambda rows: 2 in rows or len(rows) == 7).is_confirmed
     assert find_rows(8, lambda rows: False) == RowSearch(trials=1, problem="the repeated step does not fail")
 
 

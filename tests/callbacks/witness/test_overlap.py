@@ -32,11 +32,19 @@ def repeat(folder: Any, module: Any, **options: Any) -> list[str]:
     return [proof.text for proof in proofs.found]
 
 
-@pytest.mark.parametrize("make", [Hosted, Plain])
-def test_the_newest_checkpoint_has_the_values_of_the_repeated_step(make, tmp_path):
-    attempt(tmp_path, make(), rows(), until=22)
+class Frozen(Plain):
+    """Trains only its last layer."""
 
-    assert repeat(tmp_path, make()) == [
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize(("make", "weights"), [(Hosted, "all"), (Plain, "all"), (Frozen, "trained")])
+def test_the_newest_checkpoint_has_the_values_of_the_repeated_step(make, weights, tmp_path):
+    attempt(tmp_path, make(), rows(), until=22, weights=weights)
+
+    assert repeat(tmp_path, make(), weights=weights) == [
         "step 20, repeated after the restart, has every value of step-00000020",
         "steps 11 to 22, repeated after the restart, have the same bits",
     ]
@@ -67,9 +75,8 @@ class Average:
 
 def test_values_of_a_state_are_found_wherever_they_are():
     def values(value: float, *names: str) -> dict[str, Any]:
-        return values_of_state(
-            {"genlight": {"state": {"a": [Average(torch.tensor(value), set(names))], "path": Path()}}}
-        )
+        state = {"a": [Average(torch.tensor(value), set(names))], "path": Path(), "sparse": torch.eye(2).to_sparse()}
+        return values_of_state({"genlight": {"state": state}})
 
     assert differing_values(values(1.0, "x", "y"), values(1.0, "y", "x")) == []
     assert differing_values(values(1.0), values(1.0 + 1e-7)) == ['checkpoint["genlight"]["state"]["a"][0]["value"]']

@@ -64,9 +64,10 @@ def test_steps_between_those_of_the_cadence_count_as_a_range(tmp_path):
 
 
 def test_entries_at_another_cadence_are_compared_and_the_result_comes_at_once(tmp_path):
-    attempt(tmp_path, Plain(), rows(), until=48, every_n_steps=30, trainer={"log_every_n_steps": 15})
+    options = {"steps": 60, "every_n_steps": 30}
+    attempt(tmp_path, Plain(), rows(), until=48, trainer={"log_every_n_steps": 15}, **options)
 
-    (proof,) = attempt(tmp_path, Plain(), rows(), until=45, every_n_steps=30, trainer={"log_every_n_steps": 10})
+    (proof,) = attempt(tmp_path, Plain(), rows(), until=45, trainer={"log_every_n_steps": 10}, **options)
 
     assert proof.steps == (*range(31, 41), 45)
 
