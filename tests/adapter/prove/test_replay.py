@@ -23,7 +23,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import UsageError
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.prove import repetition
-from genlight.adapter.prove.replay import RowSearch, StepView, find_rows, replay
+from genlight.adapter.prove.replay import RowSearch, SavedState, StepView, find_rows, replay
 from genlight.callbacks.witness.witness import facts_of_attempt
 from support import SUPPORT
 from support.jobs import run, write_job
@@ -365,6 +365,15 @@ def test_a_view_reads_gradients_at_the_update_and_leaves_no_hook(clears):
 
     assert view.by_module()['state["model"]']["gradient"] == pytest.approx(math.sqrt(26))
     assert len(view.values) == count
+
+
+def test_each_trial_begins_with_the_same_random_states():
+    saved = SavedState(discover({}, object()))
+    expected = torch.rand(2), random.random()
+
+    saved.restore()
+
+    assert (torch.rand(2).tolist(), random.random()) == (expected[0].tolist(), expected[1])
 
 
 def test_a_view_tells_backward_from_forward_and_overflow_from_infinity():
