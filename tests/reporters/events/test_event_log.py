@@ -205,6 +205,17 @@ def test_a_call_that_would_break_the_log_is_refused_and_leaves_no_line(path, bef
     assert validate_events(path) == []
 
 
+def test_lines_are_completed_after_a_short_write_with_a_clock_before_1970(path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data)[:100]))
+    monkeypatch.setattr("genlight.reporters.events.event_log.time_ns", lambda: -(10**15))
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        log.metrics({"loss": 0.5, "rate": 0.25}, step=1)
+    assert [line["timestamp_ms"] for line in lines(path)] == [0, 0, 0]
+    assert validate_events(path) == []
+
+
 def test_the_rules_hold_for_each_metric_of_a_step(path):
     with EventLog(path, run_id="r") as log:
         log.started()
