@@ -5,6 +5,8 @@ import itertools
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from genlight.reporters.uploads.queue import read_entries
+
 FAULTS = [
     *("ok", "500", "503", "408", "425", "429", "reset-before", "reset-mid-body", "reset-after", "half-close"),
     *("truncated", "slow-read", "garbage", "duplicate", "stall", "wrong-digest"),
@@ -62,6 +64,7 @@ class Run(RuleBasedStateMachine):
     def settle(self):
         self.chaos.control(outage=False, script=[])
         assert self.uploader.settle() is None
+        assert self.uploader.queue.entries() == read_entries(self.folder / "uploads") == []
         for kind, steps in self.queued.items():
             assert [message["step"] for message in self.chaos.messages(f"/{kind}")] == steps
         paths = {path.name: path.read_bytes() for path in self.folder.glob("*.bin")}
