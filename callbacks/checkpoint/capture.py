@@ -5,25 +5,37 @@ Runs in the training thread and does not touch the disk. `CheckpointStore` write
 A copy goes into host memory that is reused from one save to the next. Copying into memory that was touched before takes
 a third of the time of copying into fresh memory, whose pages the kernel has to find and clear. For tensors of an
 accelerator the memory is pinned, so that the copies run at the speed of the bus and need one synchronization for all.
+
+Large tensors in host memory are copied while training continues (`Overlap`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from ...adapter.contract.exceptions import UnstorableStateError
+from ...adapter.contract.exceptions import ThreadLimitError, UnstorableStateError
 from ...adapter.plumbing.text import size_text
+from ...adapter.plumbing.threads import carry_out, started
 from ..finite import are_finite
 from .codec.state_tree import encode
 from .codec.tensors import WEIGHTS, Entry, Layout, TensorFile, TensorTable, tensor_files
@@ -64,12 +76,15 @@ class Captured:
     """The file of an earlier checkpoint that this one shares."""
     left_out: list[LeftOut] = field(default_factory=list)
     files: Sequence[TensorFile] | None = None
-    """The files of a snapshot of the tensors."""
+    """The files of a snapshot of the tensors, complete once `overlap` has ended."""
+    overlap: Overlap | None = None
     frozen: Frozen | None = None
     """The training's frozen weights, if they were separated; they remember the file once it is durable."""
 
     def content(self) -> Sequence[TensorFile]:
-        """Return the files of its tensors: of the snapshot, if there is one."""
+        """Return the files of its tensors: of the snapshot, if there is one, when it is complete."""
+        if self.overlap is not None:
+            self.overlap.result()
         return tensor_files(self.entries, self.sources) if self.files is None else self.files
 
     @property
@@ -82,13 +97,16 @@ class Captured:
         kept = [each for each in zip(self.entries, self.sources, strict=True) if condition(each[0])]
         return replace(self, entries=[entry for entry, _ in kept], sources=[source for _, source in kept])
 
-    def snapshot(self, buffer: HostBuffer) -> Captured:
+    def snapshot(self, buffer: HostBuffer, overlap: Overlap) -> Captured:
         """Return a copy with the current values, in `buffer`; frozen tensors, written once, get separate memory."""
-        entries, sources, files = self.entries, self.sources, list[TensorFile]()
-        if any(entry.file == FROZEN_FILE for entry in entries):
+        parts = [(buffer, self)]
+        if any(entry.file == FROZEN_FILE for entry in self.entries):
             once, again = self.select(lambda e: e.file == FROZEN_FILE), self.select(lambda e: e.file != FROZEN_FILE)
-            files, entries, sources = HostBuffer().copy(once.entries, once.sources), again.entries, again.sources
-        return replace(self, sources=[], files=[*files, *buffer.copy(entries, sources)])
+            parts = [(HostBuffer(), once), (buffer, again)]
+        with _uncollected():
+            files = [file for memory, part in parts for file in memory.copy(part.entries, part.sources, overlap)]
+        overlap.start()
+        return replace(self, sources=[], files=files, overlap=overlap)
 
     def has_finite_weights(self) -> bool | None:
         """Whether all parameters that this rank holds are finite; None if it cannot tell them from buffers.
@@ -180,10 +198,123 @@ def _storable_result(result: Mapping[str, Any] | None, staging: Staging) -> Mapp
     return result
 
 
+class Overlap:
+    """A copy of large tensors in host memory, made by a thread while training continues.
+
+    From the moment it is taken, each tensor shares its memory with a lazy clone, and the thread copies the clone. If
+    anything writes to the tensor meanwhile, through torch and by whatever name (an update, a load, an average,
+    ``.data``, another view), torch gives the tensor other memory first. So the clone keeps the values of that moment,
+    and the copy cannot be torn. That takes longer than a copy. So the next update of an optimizer, or the end of the
+    step, waits for the thread, and a tensor that something else wrote to before that is copied at once by later saves.
+
+    A write past torch, to an address taken earlier, would not be noticed. Tensors with a NumPy array of their memory
+    are therefore not taken, nor those whose memory belongs to a file, to several processes or to another library.
+
+    Giving a tensor other memory is not safe against other threads that use it or release its clone. So the clones are
+    released in the training thread, and nothing is taken while other threads run code of the program.
+
+    Args:
+        written: Files and keys of tensors that are not taken, because something wrote to them during an earlier copy.
+    """
+
+    def __init__(self, written: Collection[tuple[str, str]] = ()) -> None:
+        self.written = set(written)
+        self._is_alone = not _runs_other_threads()
+        self.waited_s = 0.0
+        """Seconds for which training waited."""
+        self._entries: list[Entry] = []
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        self._clones: list[torch.Tensor] = []
+        self._copied: Future[None] = Future()
+        self._copied.set_result(None)
+        self._thread: threading.Thread | None = None
+        self._hook: RemovableHandle | None = None
+
+    def take(self, entry: Entry, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Copy the current values of `source` to `target` later, if that is safe; return whether it is."""
+        if not self._is_alone or (entry.file, entry.key) in self.written:
+            return False
+        if not source.untyped_storage().resizable():  # NumPy has its address
+            return False
+        try:
+            clone = torch._lazy_clone(source)
+        except RuntimeError:  # torch did not allocate its memory
+            return False
+        self._entries.append(entry)
+        self._targets.append(target)
+        self._sources.append(source)
+        self._clones.append(clone)
+        return True
+
+    def start(self) -> None:
+        """Start the copy. If the system has no room for a thread, the caller makes it."""
+        if not self._clones:
+            return
+        self._copied = Future()
+        # One call for all tensors, because the thread waits for the interpreter after each call.
+        job = functools.partial(carry_out, self._copied, lambda: torch._foreach_copy_(self._targets, self._clones))
+        try:
+            self._thread = started(threading.Thread(target=job, name="genlight-snapshot"))
+        except ThreadLimitError:
+            job()
+        self._hook = register_optimizer_step_pre_hook(self._before_update)
+
+    def result(self) -> None:
+        """Return when the copy is complete.
+
+        Raises:
+            Exception: It failed.
+        """
+        self._copied.result()
+
+    def _before_update(self, *_: Any) -> None:
+        if self._clones and not torch.compiler.is_compiling():
+            self._release()
+
+    def _release(self) -> None:
+        began_s = time.monotonic()
+        if self._thread is not None:
+            self._thread.join()  # in a process that was forked meanwhile, it has ended
+        self.waited_s += time.monotonic() - began_s
+        shared = map(torch._C._is_cow_tensor, self._sources)  # type: ignore[attr-defined]
+        self.written |= {(e.file, e.key) for e, is_shared in zip(self._entries, shared, strict=True) if not is_shared}
+        self._clones.clear()
+        for source in self._sources:
+            source.data_ptr()  # ends the sharing: from now on this is plain memory for any thread
+        for others in (self._entries, self._targets, self._sources):
+            others.clear()
+
+    def end(self) -> None:
+        """Return when the copy has ended, and let updates pass. Called in the training thread."""
+        if self._hook is not None:
+            self._release()
+            self._hook.remove()
+            self._hook = None
+
+
+_PACKAGES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_LIBRARIES = (*_PACKAGES, str(Path(__file__).parents[2]), "<")
+"""Beginnings of the file names of Python's code, of installed packages and of genlight."""
+
+
+def _runs_other_threads() -> bool:
+    """Whether another thread is running code of the program itself; it may use the tensors of the training."""
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = None if thread == threading.get_ident() else innermost
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith(_LIBRARIES):
+                return True
+            frame = frame.f_back
+    return False
+
+
 _ALIGNMENT = 64
 """Every file of a snapshot starts at a multiple of this many bytes."""
 _SPARE = 1 << 20
 """Spare bytes, so that a later save with a little more than these tensors need not allocate the memory again."""
+_LEAST_OVERLAPPED = 1 << 14
+"""Bytes of a tensor whose copy takes longer than to start one in the background."""
 LARGEST_PINNED = 0.5
 """Largest share of the machine's memory to pin: the system cannot reclaim pinned pages."""
 
@@ -201,14 +332,24 @@ class HostBuffer:
         self._files: list[TensorFile] = []
         self._targets: list[torch.Tensor] = []
         """Places in the memory, in the order of the tensors."""
+        self._large: list[int] = []
+        """Numbers of the tensors that can be copied later."""
 
     @torch.no_grad()
-    def copy(self, entries: Sequence[Entry], sources: list[torch.Tensor]) -> list[TensorFile]:
-        """Return files with the current values of `sources`, in this buffer; valid until the next call."""
+    def copy(self, entries: Sequence[Entry], sources: list[torch.Tensor], overlap: Overlap) -> list[TensorFile]:
+        """Return files with the current values of `sources`, in this buffer; valid until the next call.
+
+        They are complete once `overlap` has ended; it copies those that it can take.
+        """
         if entries != self._entries:
             self._lay_out(entries, sources)
-        if entries:
-            torch._foreach_copy_(self._targets, sources, non_blocking=True)
+        targets = self._targets
+        later = {n for n in self._large if overlap.take(entries[n], targets[n], sources[n])}
+        if later:
+            at_once = [number for number in range(len(entries)) if number not in later]
+            targets, sources = [targets[number] for number in at_once], [sources[number] for number in at_once]
+        if sources:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         for device in self._devices:
             torch.get_device_module(device).synchronize(device)
         return self._files
@@ -224,6 +365,8 @@ class HostBuffer:
         self._files = [file.within(part) for file, part in zip(files, parts, strict=True)]
         places = {id(e): view for file in self._files for e, view in zip(file.entries, file.sources, strict=True)}
         self._targets = [places[id(entry)] for entry in entries]
+        large = (n for n, entry in enumerate(entries) if entry.nbytes >= _LEAST_OVERLAPPED)
+        self._large = [number for number in large if entries[number].device.type == "cpu"]
         self._entries = entries
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
@@ -249,4 +392,4 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
         else:
             log.info("%s of host memory are pinned for snapshots of checkpoints", size_text(taken))
             return memory
-    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -135,8 +135,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             for example from an `EvaluateCommand`, counts for the checkpoint of its own step.
         mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
         save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
-        asynchronous: Copy the tensors, then write the checkpoint in the background while training continues. The next
-            save waits until it is written.
+        asynchronous: Copy the tensors and write the checkpoint in the background while training continues. The next
+            update of an optimizer waits until they are copied, and the next save until it is written.
         on_error: Whether a failed save ends the run (``stop``) or is logged (``continue``).
         replace_existing: Allow training to begin at step 0 when `dirpath` holds checkpoints of another run, and replace
             them. By default this is refused.
@@ -597,6 +597,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool, wait: bool) -> Path:
         began_s, step = time.monotonic(), trainer.global_step
+        waited_s = self._store.overlap.waited_s  # for the copy of the last save
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
             return path
@@ -615,7 +616,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             future.add_done_callback(lambda ended: self._note_end(ended, began_s))
         trainer.strategy.barrier("Checkpoint.save")
         if self._budget is not None and not wait:
-            self._budget.note_stall(time.monotonic() - began_s)
+            self._budget.note_stall(time.monotonic() - began_s + waited_s)
         if wait:
             self.wait(trainer)
         return path

@@ -28,7 +28,7 @@ from typing_extensions import override
 from ...adapter.contract.exceptions import CheckpointError, GenlightError, ThreadLimitError
 from ...adapter.plumbing.threads import carry_out, started
 from ..rank_channel import ALONE, Channel, RankGroups
-from .capture import Captured, HostBuffer, capture
+from .capture import Captured, HostBuffer, Overlap, capture
 from .codec.tensors import Layout
 from .format.record import CheckpointRecord, RecordMeta, is_torch_file, name_of, read_record, record_path
 from .frozen import Frozen
@@ -114,6 +114,8 @@ class CheckpointStore:
     def __init__(self) -> None:
         self.background = Background()
         self.buffer = HostBuffer()
+        self.overlap = Overlap()
+        """The copy of the last save."""
         self.base: Callable[[], Base] | None = None
         """Returns the model's tensors, from which a load takes those that its checkpoint omits."""
         self.loaded: CheckpointRecord | None = None
@@ -226,7 +228,9 @@ class CheckpointStore:
             future.result()
 
         if asynchronous:
-            taken = captured.snapshot(self.buffer)
+            self.overlap.end()
+            self.overlap = Overlap(self.overlap.written)
+            taken = captured.snapshot(self.buffer, self.overlap)
             self._submit(lambda: job(taken), owner, is_joint=channel is not ALONE)
         else:
             self.background.finish()
@@ -300,11 +304,14 @@ class CheckpointStore:
         return all(pending.is_joint and pending.future.done() for pending in self._pending)
 
     def poll(self, owner: object = None) -> None:
-        """Raise a failure of the background, if it belongs to `owner` or to nobody and concerns only this process.
+        """Wait for the copy of the last save, and raise a failure of the background.
+
+        It is raised only if it belongs to `owner` or to nobody, and concerns only this process.
 
         Raises:
             Exception: The first such failure; raised once.
         """
+        self.overlap.end()
         self._settle([each for each in self._pending if each.future.done() and not each.is_joint], owner)
 
     def wait(self, owner: object = None) -> None:
@@ -334,7 +341,8 @@ class CheckpointStore:
             Exception: The failure of the last save; raised once.
         """
         self.background.finish()
-        self.buffer, self._layout = HostBuffer(), None
+        self.overlap.end()
+        self.buffer, self.overlap, self._layout = HostBuffer(), Overlap(), None
         self._pending = [replace(pending, owner=None) for pending in self._pending]
         self.wait()
 

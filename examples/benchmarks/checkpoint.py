@@ -3,6 +3,7 @@
     python examples/benchmarks/checkpoint.py --mb 100 --rounds 5
     python examples/benchmarks/checkpoint.py --mb 1000 --rounds 3 --json
     python examples/benchmarks/checkpoint.py --tensors 400 4000 40000 --rounds 7
+    python examples/benchmarks/checkpoint.py --beside-training --mb 1000 --rounds 7
 
 The state is a model and its two AdamW moments, a third of the bytes each. Every round runs every variant once, in an
 order that rotates, and each figure is the median over the rounds. *Stall* is how long the training thread waits,
@@ -13,6 +14,10 @@ costs at least unless the disk works while they are written.
 
 With `--tensors`, only copies and asynchronous saves of that many small tensors are measured, each copy right before its
 save. The state is a new one in each round, as a Trainer's is: new tensors for the weights, with the same memory.
+
+With `--beside-training`, asynchronous saves of a training with AdamW are measured: how long a save takes, how long the
+next update waits for its copy, and whether steps with a save take longer. A step's forward and backward pass are
+products of matrices that take twice as long as a copy.
 
 Before each variant the memory that its files will take is touched: on a virtual machine it may have gone back to the
 host, and who takes it first would pay for that.
@@ -295,6 +300,41 @@ def show_many(counts: list[int], directory: Path, rounds: int) -> None:
         print(f"{tensors:>10}{copy * 1e3:>10.1f}{stall * 1e3:>10.1f}{(stall - 2 * copy) / tensors * 1e6:>36.1f}")
 
 
+def measure_beside_training(megabytes: int, directory: Path, rounds: int) -> dict[str, float]:
+    """Return the median seconds of a copy, a save, the wait of the next update, and steps with and without a save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    parameters = [torch.nn.Parameter(torch.randn(megabytes * 1_000_000 // 4 // 3 // LAYERS)) for _ in range(LAYERS)]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    weights = {f"layers.{number}.weight": parameter for number, parameter in enumerate(parameters)}
+    variants = Variants({"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}, directory)
+    factor, store = torch.randn(512, 512), variants.ours.store
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "save", "wait", "step with a save", "step")}
+    for number in range(2 * rounds + 4):
+        copy, _ = variants.copy()
+        clear(directory, [])
+        begin = time.perf_counter()
+        if saves := number % 2 == 0:
+            weights = {name: parameter.detach() for name, parameter in zip(weights, parameters, strict=True)}
+            variants.state.update(state_dict=weights, optimizer_states=[optimizer.state_dict()])
+            variants.ours.save_checkpoint(variants.state, variants.path(".ckpt"))
+            seconds["save"].append(time.perf_counter() - begin)
+        middle = time.perf_counter()
+        while time.perf_counter() - middle < 2 * copy:
+            factor @ factor
+        optimizer.step()
+        seconds["step with a save" if saves else "step"].append(time.perf_counter() - begin)
+        seconds["copy"].append(copy)
+        if saves:
+            seconds["wait"].append(store.overlap.waited_s)
+        store.wait()
+    torch.set_num_threads(threads)
+    return {name: statistics.median(values[2:]) for name, values in seconds.items()}
+
+
 def show(results: dict, megabytes: int) -> None:
     print(f"{megabytes} MB of model and AdamW\n")
     print(f"{'':26}{'stall s':>10}{'durable s':>11}{'CPU s':>8}{'memory':>9}{'MB written':>12}")
@@ -331,6 +371,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=100, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tensors", type=int, nargs="+", help="measure only copies and saves of so many small tensors")
+    parser.add_argument("--beside-training", action="store_true", help="measure only the stall of a training")
     parser.add_argument("--directory", help="where to write; default: a temporary folder")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -340,6 +381,12 @@ def main() -> None:
     directory.mkdir()
     if arguments.tensors:
         show_many(arguments.tensors, directory, arguments.rounds)
+        shutil.rmtree(root)
+        return
+    if arguments.beside_training:
+        seconds = measure_beside_training(arguments.mb, directory, arguments.rounds)
+        print("\n".join(f"{name:20}{value * 1e3:9.1f} ms" for name, value in seconds.items()))
+        print(f"{'stall / copy':20}{(seconds['save'] + seconds['wait']) / seconds['copy']:9.3f}   aim <= 0.15")
         shutil.rmtree(root)
         return
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)

@@ -197,9 +197,9 @@ class Counters:
             self.read += values.nbytes
             return values
 
-        def counted_copy(buffer, entries, sources):
+        def counted_copy(buffer, entries, sources, overlap):
             self.copied += sum(entry.nbytes for entry in entries)
-            return copy(buffer, entries, sources)
+            return copy(buffer, entries, sources, overlap)
 
         DTensor.full_tensor = full_tensor
         StoredSlices._slice = part

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genlight.callbacks.checkpoint import CheckpointStore, RecordMeta, load, save
-from genlight.callbacks.checkpoint.capture import HostBuffer, capture
+from genlight.callbacks.checkpoint.capture import HostBuffer, Overlap, capture
 from genlight.callbacks.checkpoint.storage import Staging
 
 State = dict[str, Any]
@@ -142,11 +142,11 @@ def test_a_layout_is_reused_for_other_values_and_holds_no_tensor() -> None:
 def test_a_buffer_keeps_its_memory_for_the_same_layout_and_gives_back_what_it_held() -> None:
     buffer, state = HostBuffer(), make_state()
     first = taken_apart(state)
-    files = buffer.copy(first.entries, first.sources)
+    files = buffer.copy(first.entries, first.sources, Overlap())
     memory = [bytes(piece) for file in files for piece in file.pieces()]
     only_values(state)
 
-    again = buffer.copy(first.entries, first.sources)
+    again = buffer.copy(first.entries, first.sources, Overlap())
 
     assert again is files
     assert [bytes(piece) for file in again for piece in file.pieces()] != memory
