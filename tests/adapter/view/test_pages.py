@@ -160,6 +160,7 @@ def test_a_list_is_filtered_and_its_runs_are_compared(browser, site):
         names, states = (page.locator(each).all_text_contents() for each in ("tbody th", "tbody .state"))
         assert dict(zip(names, states, strict=True)) == {"done": "completed", "broken": "failed", "killed": "lost"}
         assert page.locator(".spark").count() == 3
+        assert page.locator("th.of-best").is_visible()
         page.get_by_role("button", name="progress").click()
         page.get_by_role("button", name="progress").click()
         assert page.locator("tbody th").first.inner_text() == "done"
@@ -259,6 +260,7 @@ def test_pages_of_many_runs_steps_and_metrics_fit_any_window(browser, crowd):
     for address in crowd:
         with opened(browser, address) as page:
             page.wait_for_selector("tbody tr, canvas")
+            assert page.locator(".of-best:visible").count() == 0, "no run has a score"
             for width in (1920, 1280, 390):
                 page.set_viewport_size({"width": width, "height": 900})
                 page.wait_for_timeout(300)  # the charts follow the window
