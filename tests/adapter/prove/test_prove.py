@@ -15,12 +15,14 @@ import pytest
 
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import UsageError
+from genlight.adapter.prove import rehearsal
 from genlight.adapter.prove.prove import prove as rehearse
 from genlight.adapter.prove.rehearsal import Scene
 from support import SUPPORT
+from support.fault_table import COPYING
 from support.messages import refusal
 
-pytestmark = [pytest.mark.slow, pytest.mark.promise(name="resume")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.promise(name="resume")]
 
 TRAINER = """
 import itertools, random, torch
@@ -87,6 +89,8 @@ def prove(tmp_path, monkeypatch, capfd):
 
 
 def test_a_sound_job_holds_and_gets_a_certificate(prove, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(rehearsal, "subprocess", COPYING)
+
     code, findings = prove("Sound", "--set", "checkpoints.weights=trained")
 
     assert code == 0, findings
