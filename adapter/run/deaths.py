@@ -216,9 +216,10 @@ def repeated_deaths(config: RunConfig) -> list[Death]:
 
 def note_deaths(folder: Path, deaths: Sequence[Death]) -> None:
     """Keep the deaths of earlier attempts, for the attempts after this one. Call it on rank zero, once all have met."""
-    if deaths or (folder / FOLDER).exists():
-        make_directory(folder / FOLDER)
-        write_bytes_durably(folder / FOLDER / "deaths.json", msgspec.json.encode(deaths), mode=PRIVATE_FILE)
+    path = folder / FOLDER / "deaths.json"
+    if deaths or path.exists():
+        make_directory(path.parent)
+        write_bytes_durably(path, msgspec.json.encode(deaths), mode=PRIVATE_FILE)
 
 
 def forget_deaths(folder: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...callbacks.checkpoint.format.record import FINAL_NAME, CheckpointRecord, RecordMeta, read_record
+from ...callbacks.checkpoint.memory_tier import discard_memory
 from ...callbacks.checkpoint.selection import enqueue, never_queued
 from ...callbacks.checkpoint.storage import sweep
 from ...reporters.events.run_metadata import run_metadata
@@ -113,6 +114,8 @@ def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
 def _report_finished(config: RunConfig, session: Session, record: CheckpointRecord, step: int) -> Completion:
     if session.event_log is not None:
         sweep(config.checkpoints_dir)  # A kill may have come after the last commit.
+        discard_memory(config.checkpoints_dir)
+        forget_deaths(config.artifacts_dir)
         session.event_log.started(metadata=_metadata(config))
         if session.uploader is not None:
             # A kill may have prevented these from being queued; the queue recognizes what it already holds by content.

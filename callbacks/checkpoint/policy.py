@@ -461,7 +461,6 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.save(trainer, pl_module, final=True, wait=True)
         self.wait(trainer)
         self._store.background.finish()
-        self._end_memory(trainer)
         self._close_witness()
 
     @override
@@ -517,6 +516,8 @@ class Checkpoint(Hook, LightningCheckpoint):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
+        if stage == "fit":  # also if nothing was left to train, because a kill came after the final checkpoint
+            self._end_memory(trainer)
         forget_positions(trainer)
         remove_plugin(trainer)
 

@@ -291,6 +291,19 @@ def test_a_listing_says_which_checkpoints_are_in_memory(killed):
     ]
 
 
+def test_what_a_kill_after_the_final_checkpoint_leaves_is_removed(train, shm, tmp_path):
+    train()
+    memory_tier.open_memory(tmp_path / "c", "r", 1, None)
+    train(resume=True)
+    assert list(shm.iterdir()) == []
+
+    job = write_job(tmp_path, checkpoint_every=2)
+    assert run(job) == 0
+    memory_tier.open_memory(tmp_path / "out" / "checkpoints", "r", 1, None)
+    assert run(job, "resume_from_latest=true") == 0
+    assert list(shm.iterdir()) == []
+
+
 def test_checkpoints_in_memory_are_not_reported(killed, tmp_path):
     job = write_job(tmp_path, checkpoint_every=2, checkpoints={"memory_every_n_steps": 1})
     assert run(job) == 0
