@@ -326,6 +326,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if folder is not None:
             groups = None if rank_groups_of(trainer.strategy) is None else RankGroups()
             self._memory = memory = MemoryTier(folder, groups)
+            memory.store.before_background_save.append(self._wake)
             if trainer.is_global_zero:
                 frozen, leaves_out = frozen_in(pl_module, trainer.optimizers), self.weights == "trained"
                 memory.store.begin(folder, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
@@ -669,6 +670,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             except (CheckpointError, OSError) as error:
                 problem = str(error)
             if problem := self._channel.share(problem):
+                memory.store.overlap.end()
                 self._memory = None
         if trainer.is_global_zero and problem:
             log.warning("From now on no checkpoint is saved in memory: %s", problem)
@@ -741,6 +743,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self._durable:
             self.report_durable(trainer)
         self._store.poll(self)
+        if self._memory is not None:
+            self._memory.store.overlap.end()
 
     def report_durable(self, trainer: pl.Trainer) -> None:
         """Report durable checkpoints to all callbacks; only then may older ones be removed.
