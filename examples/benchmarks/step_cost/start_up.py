@@ -115,8 +115,7 @@ def _job(root: Path, run_id: str) -> str:
 def _start(command: list[str], folder: Path) -> Start:
     before = _children_s()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    # Compiled modules are kept from the first round on, as in an installation.
-    environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "compiled")}
+    environment["PYTHONDONTWRITEBYTECODE"] = ""  # keep compiled modules from the first round on, as an installation has
     subprocess.run(command, check=True, capture_output=True, cwd=folder, env=environment)
     note = folder / "seconds"
     first_step_s = float(note.read_text()) if note.exists() else None
