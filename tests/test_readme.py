@@ -64,7 +64,7 @@ def test_the_costs_of_a_step_are_those_of_the_results() -> None:
     assert shown == {
         "genlight, all standard callbacks": f"{rows['genlight, standard set, events every 10 steps']} µs",
         "Fabric": f"{rows['Fabric']} µs",
-        "TorchTNT": f"{rows['TorchTNT, in a second process']} µs",
+        "TorchTNT": f"{rows['TorchTNT']} µs",
         "accelerate": f"{rows['accelerate']} µs",
         "Lightning, manual / automatic": f"{' / '.join(both)} µs",
         "Hugging Face Trainer": f"{rows['Hugging Face Trainer']} µs",
