@@ -635,6 +635,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         wait: bool,
     ) -> Future[CheckpointRecord | None] | None:
         """Have `store` save this moment; return its result, or None on a rank that saves nothing. Collective."""
+        self._end_copy_in_memory()
         step = trainer.global_step
         with contextlib.ExitStack() as undo:  # until the store has the folder, and removes it if the save fails
             staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final, undo)
@@ -670,7 +671,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             except (CheckpointError, OSError) as error:
                 problem = str(error)
             if problem := self._channel.share(problem):
-                memory.store.overlap.end()
+                self._end_copy_in_memory()
                 self._memory = None
         if trainer.is_global_zero and problem:
             log.warning("From now on no checkpoint is saved in memory: %s", problem)
@@ -742,7 +743,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Report checkpoints that became durable since the last call, and raise a failed background save."""
         if self._durable:
             self.report_durable(trainer)
+        self._end_copy_in_memory()
         self._store.poll(self)
+
+    def _end_copy_in_memory(self) -> None:
         if self._memory is not None:
             self._memory.store.overlap.end()
 
