@@ -142,6 +142,10 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     """The score or metric that decides which checkpoint is best."""
     mode: Literal["min", "max"] = "min"
     """Whether a low (`min`) or a high (`max`) value of `monitor` is better."""
+    copy_while_training: bool = False
+    """Whether a save copies large tensors in host memory while the next forward and backward pass run; the next update
+    of an optimizer waits for the copy. No code may then write to a tensor past torch, at an address that it took
+    earlier."""
     weights: Literal["all", "trained"] = "all"
     """The weights that a checkpoint holds. `all`: every weight; weights that training does not change are written once
     and shared. `trained`: only weights that training changes; a resume takes the others from the class and verifies

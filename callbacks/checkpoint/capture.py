@@ -6,7 +6,7 @@ A copy goes into host memory that is reused from one save to the next. Copying i
 a third of the time of copying into fresh memory, whose pages the kernel has to find and clear. For tensors of an
 accelerator the memory is pinned, so that the copies run at the speed of the bus and need one synchronization for all.
 
-Large tensors in host memory are copied while training continues (`Overlap`).
+If the user asks for it, large tensors in host memory are copied while training continues (`Overlap`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import gc
 import itertools
 import json
 import logging
+import multiprocessing.queues
 import os
-import sys
 import sysconfig
 import threading
 import time
@@ -26,7 +26,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -215,11 +214,12 @@ class Overlap:
 
     Args:
         written: Files and keys of tensors that are not taken, because something wrote to them during an earlier copy.
+        is_allowed: Whether to take tensors at all.
     """
 
-    def __init__(self, written: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(self, written: Collection[tuple[str, str]] = (), *, is_allowed: bool = True) -> None:
         self.written = set(written)
-        self._is_alone = not _runs_other_threads()
+        self._takes = is_allowed and not _runs_other_threads()
         self.waited_s = 0.0
         """Seconds for which training waited."""
         self._entries: list[Entry] = []
@@ -233,7 +233,7 @@ class Overlap:
 
     def take(self, entry: Entry, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Copy the current values of `source` to `target` later, if that is safe; return whether it is."""
-        if not self._is_alone or (entry.file, entry.key) in self.written:
+        if not self._takes or (entry.file, entry.key) in self.written:
             return False
         if not source.untyped_storage().resizable():  # NumPy has its address
             return False
@@ -293,20 +293,33 @@ class Overlap:
             self._hook = None
 
 
-_PACKAGES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-_LIBRARIES = (*_PACKAGES, str(Path(__file__).parents[2]), "<")
-"""Beginnings of the file names of Python's code, of installed packages and of genlight."""
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
+    str(Path(__file__).parents[2]),
+    multiprocessing.queues.__file__,  # sends batches to data workers
+)
+"""Beginnings of the names of files whose threads do only their own work: of installed packages and of genlight."""
 
 
 def _runs_other_threads() -> bool:
-    """Whether another thread is running code of the program itself; it may use the tensors of the training."""
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = None if thread == threading.get_ident() else innermost
-        while frame is not None:
-            if not frame.f_code.co_filename.startswith(_LIBRARIES):
-                return True
-            frame = frame.f_back
-    return False
+    """Whether another thread may run code of the program itself, which may use the tensors of the training.
+
+    Frames of threads would tell it exactly, but in Python 3.11 ``sys._current_frames`` can wait forever: it collects
+    garbage while no thread can end, and torch lets one run meanwhile.
+    """
+    return any(
+        not thread.name.startswith("genlight-") and not _file_of(thread).startswith(_LIBRARIES)
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread()
+    )
+
+
+def _file_of(thread: threading.Thread) -> str:
+    """Return the file of the function that a thread runs; of Python's, it may be one that runs others, as in a pool."""
+    function = type(thread).run
+    with contextlib.suppress(AttributeError):  # its function has returned
+        function = thread._target or function  # type: ignore[attr-defined]
+    return str(getattr(getattr(function, "__code__", None), "co_filename", ""))
 
 
 _ALIGNMENT = 64

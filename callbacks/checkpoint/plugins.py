@@ -47,8 +47,8 @@ class DurableCheckpointIO(CheckpointIO):
     only files of torch: ``genlight checkpoints export PATH --to FILE.ckpt`` makes one.
 
     Args:
-        asynchronous: Copy the tensors and write in the background. The next update of an optimizer waits for the copy,
-            and the next save for the one in flight; the next call raises the error of a failed save.
+        asynchronous: Copy the tensors and write in the background. The next save waits for the one in flight; the next
+            call raises the error of a failed save.
     """
 
     def __init__(self, *, asynchronous: bool = False) -> None:

@@ -135,8 +135,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             for example from an `EvaluateCommand`, counts for the checkpoint of its own step.
         mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
         save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
-        asynchronous: Copy the tensors and write the checkpoint in the background while training continues. The next
-            update of an optimizer waits until they are copied, and the next save until it is written.
+        asynchronous: Copy the tensors, then write the checkpoint in the background while training continues. The next
+            save waits until it is written.
+        copy_while_training: With `asynchronous`, also copy large tensors in host memory while training continues. The
+            next update of an optimizer waits until they are copied. No code may then write to a tensor past torch, at
+            an address that it took earlier.
         on_error: Whether a failed save ends the run (``stop``) or is logged (``continue``).
         replace_existing: Allow training to begin at step 0 when `dirpath` holds checkpoints of another run, and replace
             them. By default this is refused.
@@ -179,6 +182,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         mode: Literal["min", "max"] = "min",
         save_final: bool = True,
         asynchronous: bool = True,
+        copy_while_training: bool = False,
         on_error: Literal["stop", "continue"] = "stop",
         replace_existing: bool = False,
         weights: Literal["all", "trained"] = "all",
@@ -207,7 +211,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.retention = Retention(keep_last, keep_best, monitor, mode)
         self.save_final, self.asynchronous, self.critical = save_final, asynchronous, on_error == "stop"
         self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
-        self.on_difference, self.overlap = on_difference, overlap
+        self.on_difference, self.overlap, self.copy_while_training = on_difference, overlap, copy_while_training
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(every_minutes, 0)
@@ -246,6 +250,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._channel = Channel() if groups is None else groups.training
         if self._wake not in self._store.before_background_save:  # several callbacks share the store
             self._store.before_background_save.append(self._wake)
+        self._store.copies_later |= self.copy_while_training
         self._store.base = lambda: dict(pl_module.named_parameters(remove_duplicate=False))
         self.dirpath = (self.dirpath or local_path(trainer.default_root_dir) / "checkpoints").absolute()
         if stage == "fit":
@@ -327,6 +332,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             groups = None if rank_groups_of(trainer.strategy) is None else RankGroups()
             self._memory = memory = MemoryTier(folder, groups)
             memory.store.before_background_save.append(self._wake)
+            memory.store.copies_later = self.copy_while_training
             if trainer.is_global_zero:
                 frozen, leaves_out = frozen_in(pl_module, trainer.optimizers), self.weights == "trained"
                 memory.store.begin(folder, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))

@@ -114,7 +114,9 @@ class CheckpointStore:
     def __init__(self) -> None:
         self.background = Background()
         self.buffer = HostBuffer()
-        self.overlap = Overlap()
+        self.copies_later = False
+        """Whether an asynchronous save copies large tensors in host memory while training continues."""
+        self.overlap = Overlap(is_allowed=False)
         """The copy of the last save."""
         self.base: Callable[[], Base] | None = None
         """Returns the model's tensors, from which a load takes those that its checkpoint omits."""
@@ -229,7 +231,7 @@ class CheckpointStore:
 
         if asynchronous:
             self.overlap.end()
-            self.overlap = Overlap(self.overlap.written)
+            self.overlap = Overlap(self.overlap.written, is_allowed=self.copies_later)
             taken = captured.snapshot(self.buffer, self.overlap)
             self._submit(lambda: job(taken), owner, is_joint=channel is not ALONE)
         else:
@@ -342,7 +344,7 @@ class CheckpointStore:
         """
         self.background.finish()
         self.overlap.end()
-        self.buffer, self.overlap, self._layout = HostBuffer(), Overlap(), None
+        self.buffer, self.overlap, self._layout = HostBuffer(), Overlap(is_allowed=False), None
         self._pending = [replace(pending, owner=None) for pending in self._pending]
         self.wait()
 

@@ -10,12 +10,14 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader
 
 from genlight.callbacks.checkpoint import Checkpoint, CheckpointStore, list_checkpoints, load
 from genlight.callbacks.checkpoint.capture import Overlap
@@ -164,6 +166,7 @@ def store():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     made = CheckpointStore()
+    made.copies_later = True
     yield made
     torch.set_num_threads(threads)
     made.close()
@@ -285,8 +288,29 @@ def test_nothing_is_copied_later_while_another_thread_of_the_program_runs():
     assert (beside, alone) == ([False], [True])
 
 
+def test_nothing_is_copied_later_while_an_idle_pool_may_run_code_of_the_program():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        beside = start_copy(torch.zeros(LARGE))[2]
+    overlap, _, alone = start_copy(torch.zeros(LARGE))
+    overlap.end()
+
+    assert (beside, alone) == ([False], [True])
+
+
+def test_data_workers_and_their_threads_let_tensors_be_copied_later():
+    loader = DataLoader(torch.zeros(8, 1), num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    overlap, _, taken = start_copy(torch.zeros(LARGE))
+    overlap.end()
+
+    assert taken == [True]
+
+
 def test_the_hook_of_updates_and_the_clones_end_with_the_store(tmp_path):
     weight, store, before = torch.zeros(LARGE), CheckpointStore(), len(_global_optimizer_pre_hooks)
+    store.copies_later = True
 
     store.save(tmp_path / "save", {"state_dict": {"weight": weight}}, asynchronous=True)
     assert len(_global_optimizer_pre_hooks) == before + 1
@@ -336,9 +360,15 @@ class Adversarial(Wide):
 @pytest.mark.parametrize(("kind", "window"), [(Wide, 1), (Wide, 3), (Adversarial, 1)])
 def test_checkpoints_of_a_training_are_the_same_with_and_without_overlap(kind, window, tmp_path, train_net):
     contents = []
-    for asynchronous in (False, True):
+    for overlaps in (False, True):
         torch.manual_seed(0)
-        saves = Checkpoint(tmp_path / str(asynchronous), every_n_steps=1, keep_last=None, asynchronous=asynchronous)
+        saves = Checkpoint(
+            tmp_path / str(overlaps),
+            every_n_steps=1,
+            keep_last=None,
+            asynchronous=overlaps,
+            copy_while_training=overlaps,
+        )
         train_net(saves, net=kind(), accumulate_grad_batches=window)
         records = [listed.record for listed in list_checkpoints(saves.directory)]
         contents.append([{record.file_name(file): file.xxh3_128 for file in record.files} for record in records])
