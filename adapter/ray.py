@@ -17,7 +17,7 @@ from typing import Any
 
 from .contract.exceptions import TrainingCanceled
 from .job.config import resolve_run_config
-from .plumbing.failures import require_linux
+from .plumbing.imports import require_linux
 from .plumbing.redaction import safe_str
 from .plumbing.text import as_list
 from .plumbing.threads import started

@@ -21,7 +21,8 @@ from typing import Any
 from ...callbacks.stop.signals import StopSignals
 from ..cluster.job_context import is_rank_zero, rank_errors
 from ..contract.exceptions import BrokenCheckpointError, EventLogError, GenlightError
-from ..plumbing.failures import EXIT_FAILED, text_of_error, unsupported_system
+from ..plumbing.failures import EXIT_FAILED, text_of_error
+from ..plumbing.imports import unsupported_system
 from ..plumbing.text import reference
 from . import INTERRUPTED
 from .parser import CommandParser

@@ -5,12 +5,11 @@ All reports of an attempt come from here: the event log, the terminal payload, t
 1. `explained` chooses the error to report: a stop behind a failure, or an error with a way out for one of torch or
    Lightning.
 2. `describe_failure` classifies that error.
-
-`unsupported_system` refuses systems other than Linux.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -52,14 +51,13 @@ EXIT_STOPPED: Final = 75
 """Canceled, timed out or preempted: a restart continues from there (``EX_TEMPFAIL`` of sysexits.h)."""
 
 _LONGEST_TEXT = 2000
-_OURS: Final = tuple(Path(__file__).resolve().parents[2] / name for name in ("adapter", "callbacks", "reporters"))
-_INSTALLED: Final = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib"))
 
 _READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "functools"})
 """Packages that read a configuration and contain no user code."""
 _MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
 _LISTENS = re.compile(r"server socket has failed to listen.*\bport: (?P<port>\d+)\b.*\bEADDRINUSE\b", re.DOTALL)
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
+"""Only torch's message shows that its loader lost a worker."""
 _NO_DEVICE = re.compile(
     r"not compiled with (CUDA|XPU) enabled|no NVIDIA driver|No CUDA GPUs are available|from the 'MPS' backend|"
     r"on a CUDA device but torch.cuda.is_available\(\)|[Cc]annot get CUDA generator|invalid device ordinal"
@@ -68,8 +66,6 @@ _NO_DEVICE = re.compile(
 _MISCONFIGURATION = "MisconfigurationException"
 """Lightning's error, by name: importing it takes seconds."""
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-_LOST_WORKER = "DataLoader worker (pid"
-"""Only torch's message shows that its loader lost a worker."""
 _OTHER_WEIGHTS = "Error(s) in loading state_dict for"
 _LONGEST_LIST = 600
 """Characters of the list of differing weights; a model of another architecture differs in every name."""
@@ -146,7 +142,7 @@ def explained(
         if isinstance(stop, TrainingCanceled):
             return stop
         better = TrainingCanceled(str(stop_reason(stop)))
-    elif stop is None and signalled and any(_LOST_WORKER in safe_str(each) for each in causes):
+    elif stop is None and signalled and any(_WORKER_DIED.search(safe_str(each)) for each in causes):
         better = TrainingCanceled(signalled)
     elif isinstance(error, Exception):
         better = explain(error) or explain_further(error)
@@ -227,28 +223,6 @@ def modules_of(error: BaseException) -> list[str]:
     return [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def unsupported_system(what: str) -> str | None:
-    """Return why `what` cannot work on this operating system, or None."""
-    if platform.system() == "Linux":
-        return None
-    return (
-        f"{what} needs Linux and this system is {platform.system()}: it lacks /proc, by which processes are "
-        "distinguished, and the file locks and syncs that checkpoints and event logs rely on. Run it on Linux, for "
-        "example in a container or WSL 2."
-    )
-
-
-def require_linux(module: str) -> None:
-    """Refuse to import `module` on other systems than Linux.
-
-    Raises:
-        ImportError: This is another system.
-    """
-    fault = unsupported_system(module)
-    if fault is not None:
-        raise ImportError(fault)
-
-
 def is_input_error(error: Exception) -> bool:
     """Return whether genlight or Lightning refused an input before any other code ran, so the message is enough."""
     modules = [name for name in modules_of(error) if name != "__main__"]
@@ -286,11 +260,11 @@ def explain(error: Exception) -> GenlightError | None:
             "`MASTER_PORT` to a free port, the same for all ranks (under torchrun `--rdzv-endpoint` or "
             "`--master-port`), or end that process.",
         )
-    users = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    if users and _NO_DEVICE.search(text):
+    frame = _frame_of_user(error)
+    if frame is not None and _NO_DEVICE.search(text):
         return ContractError(
-            f"{users[-1].filename}:{users[-1].lineno} asks for a device that this process does not have: "
-            f'`{users[-1].line}`. Use `ctx.device` instead of a literal such as "cuda" (`.to(ctx.device)`, '
+            f"{frame.filename}:{frame.lineno} asks for a device that this process does not have: "
+            f'`{frame.line}`. Use `ctx.device` instead of a literal such as "cuda" (`.to(ctx.device)`, '
             "`torch.load(path, map_location=ctx.device)`); `lightning.accelerator` of the job chooses that device. "
             f"torch says: {text.partition(chr(10))[0]}"
         )
@@ -304,8 +278,13 @@ def explain(error: Exception) -> GenlightError | None:
 
 def place_in_users_code(error: Exception) -> str:
     """Return " in FILE:LINE", the innermost line of the user's code in the traceback of `error`; empty without one."""
-    users = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return f" in {users[-1].filename}:{users[-1].lineno}" if users else ""
+    frame = _frame_of_user(error)
+    return "" if frame is None else f" in {frame.filename}:{frame.lineno}"
+
+
+def _frame_of_user(error: Exception) -> traceback.FrameSummary | None:
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame for frame in frames if is_users(frame.filename)), None)
 
 
 def is_users(filename: str) -> bool:
@@ -313,4 +292,12 @@ def is_users(filename: str) -> bool:
     path = Path(filename)
     if filename.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
         return False
-    return not any(path.resolve().is_relative_to(folder) for folder in (*_OURS, *_INSTALLED))
+    return not any(path.resolve().is_relative_to(folder) for folder in _folders_of_others())
+
+
+@functools.cache
+def _folders_of_others() -> tuple[Path, ...]:
+    """Return the folders of genlight, of installed packages and of Python. No command needs them before a failure."""
+    ours = (Path(__file__).parents[2] / name for name in ("adapter", "callbacks", "reporters"))
+    installed = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+    return tuple(folder.resolve() for folder in (*ours, *installed))

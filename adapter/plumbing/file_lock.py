@@ -13,7 +13,7 @@ import time
 import weakref
 from pathlib import Path
 
-from .failures import require_linux
+from .imports import require_linux
 
 try:
     import fcntl

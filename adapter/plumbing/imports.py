@@ -12,12 +12,15 @@ sees a module's ``__getattr__`` accepts every misspelled name.
 
 Importing torch and Lightning makes a million objects that stay. With Python's usual thresholds the collector goes
 through all of them a few dozen times, which takes a quarter of the time from the start to the first step.
+
+Modules that work only on Linux refuse their import elsewhere.
 """
 
 from __future__ import annotations
 
 import dis
 import gc
+import platform
 import sys
 from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
@@ -85,3 +88,25 @@ def collect_as_usual() -> None:
     if gc.get_threshold() == _RARELY:
         gc.freeze()
         gc.set_threshold(*_usual)
+
+
+def unsupported_system(what: str) -> str | None:
+    """Return why `what` cannot work on this operating system, or None."""
+    if platform.system() == "Linux":
+        return None
+    return (
+        f"{what} needs Linux and this system is {platform.system()}: it lacks /proc, by which processes are "
+        "distinguished, and the file locks and syncs that checkpoints and event logs rely on. Run it on Linux, for "
+        "example in a container or WSL 2."
+    )
+
+
+def require_linux(module: str) -> None:
+    """Refuse to import `module` on other systems than Linux.
+
+    Raises:
+        ImportError: This is another system.
+    """
+    fault = unsupported_system(module)
+    if fault is not None:
+        raise ImportError(fault)

@@ -31,7 +31,8 @@ from ..contract.exceptions import (
 from ..contract.types import JobLifecycleClient
 from ..job.config import UNKNOWN_RUN_ID, RunConfig, read_run_config
 from ..job.sources import JOB_VARIABLE
-from ..plumbing.failures import failure_category, require_linux
+from ..plumbing.failures import failure_category
+from ..plumbing.imports import require_linux
 from ..plumbing.log_redaction import redacted_logs
 from ..plumbing.settings import is_true
 from .attempts import has_trained
