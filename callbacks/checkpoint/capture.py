@@ -203,8 +203,8 @@ class Overlap:
     From the moment it is taken, each tensor shares its memory with a lazy clone, and the thread copies the clone. If
     anything writes to the tensor meanwhile, through torch and by whatever name (an update, a load, an average,
     ``.data``, another view), torch gives the tensor other memory first. So the clone keeps the values of that moment,
-    and the copy cannot be torn. That takes longer than a copy. So the next update of an optimizer, or the end of the
-    step, waits for the thread, and a tensor that something else wrote to before that is copied at once by later saves.
+    and the copy cannot be torn. Other memory costs more time than a copy. Therefore the next update of an optimizer, or
+    the end of the step, waits for the thread. Later saves copy a tensor at once if something else wrote to it before.
 
     A write past torch, to an address taken earlier, would not be noticed. Tensors with a NumPy array of their memory
     are therefore not taken, nor those whose memory belongs to a file, to several processes or to another library.
@@ -214,12 +214,13 @@ class Overlap:
 
     Args:
         written: Files and keys of tensors that are not taken, because something wrote to them during an earlier copy.
-        is_allowed: Whether to take tensors at all.
+        is_allowed: Whether the user allows it to take tensors.
     """
 
     def __init__(self, written: Collection[tuple[str, str]] = (), *, is_allowed: bool = True) -> None:
         self.written = set(written)
-        self._takes = is_allowed and not _runs_other_threads()
+        self.takes = is_allowed and not _runs_other_threads()
+        """Whether it takes tensors at all."""
         self.waited_s = 0.0
         """Seconds for which training waited."""
         self._entries: list[Entry] = []
@@ -233,7 +234,7 @@ class Overlap:
 
     def take(self, entry: Entry, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Copy the current values of `source` to `target` later, if that is safe; return whether it is."""
-        if not self._takes or (entry.file, entry.key) in self.written:
+        if not self.takes or (entry.file, entry.key) in self.written:
             return False
         if not source.untyped_storage().resizable():  # NumPy has its address
             return False
@@ -357,7 +358,8 @@ class HostBuffer:
         if entries != self._entries:
             self._lay_out(entries, sources)
         targets = self._targets
-        later = {n for n in self._large if overlap.take(entries[n], targets[n], sources[n])}
+        candidates = self._large if overlap.takes else ()  # of up to 40,000 tensors, usually none is taken
+        later = {n for n in candidates if overlap.take(entries[n], targets[n], sources[n])}
         if later:
             at_once = [number for number in range(len(entries)) if number not in later]
             targets, sources = [targets[number] for number in at_once], [sources[number] for number in at_once]
