@@ -62,7 +62,7 @@ class Listed:
 
     path: Path
     _seen: dict[Path, object] = field(default_factory=dict, compare=False, repr=False)
-    """Identities of the files that were read, as they were just before."""
+    """Identity of each file that was read, from just before the read."""
 
     @functools.cached_property
     def _content(self) -> tuple[CheckpointRecord | None, str, OSError | None]:

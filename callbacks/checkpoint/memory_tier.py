@@ -1,10 +1,12 @@
 """Checkpoints in the memory of this node: they outlive a killed process, but not the node.
 
-They have the format of those on disk, in a folder of `ROOT` that only this user may enter. The folder of checkpoints on
-disk has a file with its name, which is random, and a note in it has the inode of the folder on disk. So another run
-never meets it, even one that was started in a copy of the folder on disk, or in a new folder at the same path.
+They have the format of those on disk, in a folder of `ROOT` that only this user may enter. The name of that folder is
+random; a file in the folder of checkpoints on disk has it. In return, a note in the folder in memory has the inode of
+the folder on disk. So no other run uses these checkpoints, not even one that was started in a copy of the folder on
+disk, or in a new folder at the same path.
 
-When training has ended, the folder is removed. If it held a newer checkpoint than the disk, that is copied first.
+When training has ended, the folder in memory is removed. If it held a newer checkpoint than the disk, that checkpoint
+is copied first.
 
 The module imports neither torch nor Lightning.
 """

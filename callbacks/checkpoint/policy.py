@@ -227,7 +227,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._in_use: list[Callable[[], Collection[Path]]] = []
         self._saves_after_module_hook = self._is_between_batches = self._only_in_memory = False
         self._keeps_memory = False
-        """Whether others decide what becomes of checkpoints in memory when training fails."""
+        """Whether the supervisor of restarts decides about checkpoints in memory when training fails."""
         self._last_saved_step: int | None = None
 
     @override

@@ -19,7 +19,7 @@ SMALL_BYTES = 64 * 1024
 def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return a 64-bit digest of the bits, types and shapes of `tensors`, on `device`, without synchronizing.
 
-    The order counts among tensors of the same type and shape, and between the first ones of each type and shape.
+    Tensors of the same type and shape are taken together, in their order; another order of them is another digest.
     NaNs count by their bits. Tensors on the host are hashed there, at about memory speed. Tensors on a device stay
     there; each of their words is mixed with its place.
     """
