@@ -223,14 +223,18 @@ def test_a_checkpoint_of_several_ranks_is_complete_or_absent(tmp_path: Path, run
     code, said = run(whole, **how)
     assert code == [0] * ranks, said
 
-    assert run(killed, signal.SIGKILL, 10, in_save=True, **how)[0] == [-signal.SIGKILL] * ranks
+    code, said = run(killed, signal.SIGKILL, 10, in_save=True, **how)
+    assert code[-1] == -signal.SIGKILL, said
+    assert 0 not in code
     assert (killed / "checkpoint-10").is_dir()
     assert not (killed / "checkpoint-10" / "genlight.json").exists()
     code, said = run(killed, **how)
     assert code == [0] * ranks, said
     assert "checkpoint-10 is skipped" in said
     assert (weights(killed) == weights(whole)).all()
-    assert ends(killed) == [("started", None), ("started", None), ("completed", 32)]
+    # A rank that loses the killed one may have reported that before the launcher killed it too.
+    attempts = [end for end in ends(killed) if ranks == 1 or end != ("failed", 10)]
+    assert attempts == [("started", None), ("started", None), ("completed", 32)]
 
     code, said = run(stopped, signal.SIGTERM, 8, **how)  # only the last rank gets it
     assert code == [75] * ranks, said
