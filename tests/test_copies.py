@@ -149,7 +149,8 @@ def test_a_plugin_with_a_save_in_flight_gives_a_copy_that_has_none(
 ) -> None:
     """The original finishes its save, and the copy saves separately."""
     plugin, goes_on = DurableCheckpointIO(asynchronous=True), threading.Event()
-    plugin.store._submit(goes_on.wait, None)
+    plugin.store.background.submit(goes_on.wait)
+    plugin.save_checkpoint({"state_dict": {}}, tmp_path / "own.ckpt")
     try:
         other = copied(plugin)
         assert other.asynchronous

@@ -33,7 +33,7 @@ from ...adapter.contract.types import RunState
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed
-from ..hook.hook import Hook, RunContext, ending_the_run, skippable
+from ..hook.hook import Hook, RunContext, ending_the_run, judge, skippable
 from ..lightning_internals import checkpoint_connector
 from ..rank_channel import ALONE, Channel, RankGroups
 from ..witness.entry import Proof
@@ -614,10 +614,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if self._witness is not None:
             self._witness.note_save(step, forgets=self.retention.keep_last is not None)
             self._wake()
-        if self.critical:
-            self._store.wait(self)
-        else:
-            wait_after_failure(lambda: self._store.wait(self))
+        self._store.wait()
         groups = rank_groups_of(trainer.strategy)
         future = self._begin_save(trainer, pl_module, path, self._store, groups, final=final, wait=wait)
         if future is not None:
@@ -657,7 +654,10 @@ class Checkpoint(Hook, LightningCheckpoint):
             return None
         meta = self._meta(trainer, trainer_checkpoint, state[CONTRACT_KEY]["elapsed_s"], final=final)
         asynchronous = self.asynchronous and not wait
-        return store.save(path, state, meta, staging=staging, asynchronous=asynchronous, groups=groups, owner=self)
+        failed = functools.partial(judge, self, "a save") if store is self._store else None
+        return store.save(
+            path, state, meta, staging=staging, asynchronous=asynchronous, groups=groups, on_failure=failed
+        )
 
     def _save_in_memory(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save this moment in the memory of the node; after a failure there, no further one. Collective.
@@ -732,7 +732,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             Exception: It could not be written.
         """
         if (memory := self._memory) is not None:
-            wait_after_failure(lambda: memory.store.wait(self))
+            wait_after_failure(lambda: memory.store.wait())
             memory.store.background.finish()  # it removes older ones
         self.wait_until_durable()
         self.report_durable(trainer)
@@ -743,14 +743,14 @@ class Checkpoint(Hook, LightningCheckpoint):
         Raises:
             Exception: It could not be written.
         """
-        self._store.wait(self)
+        self._store.wait()
 
     def poll(self, trainer: pl.Trainer) -> None:
         """Report checkpoints that became durable since the last call, and raise a failed background save."""
         if self._durable:
             self.report_durable(trainer)
         self._end_copy_in_memory()
-        self._store.poll(self)
+        self._store.poll()
 
     def _end_copy_in_memory(self) -> None:
         if self._memory is not None:

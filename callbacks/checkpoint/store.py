@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import CheckpointError, GenlightError, ThreadLimitError
 from ...adapter.plumbing.threads import carry_out, started
-from ..rank_channel import ALONE, Channel, RankGroups
+from ..rank_channel import ALONE, RankGroups
 from .capture import Captured, HostBuffer, Overlap, capture
 from .codec.tensors import Layout
 from .format.record import CheckpointRecord, RecordMeta, is_torch_file, name_of, read_record, record_path
@@ -56,13 +56,20 @@ def save(
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """A job in the background."""
+    """A save in the background."""
 
     future: Future[Any]
-    owner: object
-    """The only caller that learns of a failure; None for the first caller that asks."""
+    on_failure: Callable[[Exception], None] | None
+    """Called with its failure, in the training thread; None raises it."""
     is_joint: bool
     """Whether all ranks do it together: a rank that raised its failure separately would leave the others waiting."""
+
+
+def _ended(job: Callable[[], object]) -> Future[Any]:
+    """Carry out `job`, and return the future of its result."""
+    future = Future[Any]()
+    carry_out(future, job)
+    return future
 
 
 class Background:
@@ -73,8 +80,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._last: Future[Any] = Future()
-        self._last.set_result(None)
+        self._last = _ended(lambda: None)
 
     def submit(self, job: Callable[[], object]) -> Future[Any]:
         """Run `job` after those that were submitted before. Only one thread may call this."""
@@ -129,8 +135,8 @@ class CheckpointStore:
         self._frozen: dict[Path, Frozen] = {}
         self._listed: list[Listed] = []
         """Checkpoints of the directory that was pruned last."""
-        self._pending: list[Pending] = []
-        """Background work whose end `wait` or `poll` has not yet handled."""
+        self._pending: Pending | None = None
+        """The save whose end `wait` or `poll` has not yet handled."""
 
     @override
     def __reduce__(self) -> Any:
@@ -141,11 +147,6 @@ class CheckpointStore:
         """Share `frozen` among the checkpoints in `directory`. Called on the writing rank, before the first step."""
         self._frozen[directory] = frozen
 
-    def _submit(self, job: Callable[[], object], owner: object, *, is_joint: bool = False) -> None:
-        for inform in self.before_background_save:
-            inform()
-        self._pending.append(Pending(self.background.submit(job), owner, is_joint))
-
     def save(
         self,
         path: str | os.PathLike[str],
@@ -155,7 +156,7 @@ class CheckpointStore:
         staging: Staging | None = None,
         asynchronous: bool = False,
         groups: RankGroups | None = None,
-        owner: object = None,
+        on_failure: Callable[[Exception], None] | None = None,
     ) -> Future[CheckpointRecord | None]:
         """Save the current values of `state`, a dump of Lightning's or any dictionary.
 
@@ -168,7 +169,7 @@ class CheckpointStore:
                 together, only the next call does.
             groups: All ranks call this, and each writes the slices of sharded tensors that it holds; rank zero's
                 arguments count. With None, only this process writes.
-            owner: `wait` and `poll` raise a failure in the background only for this owner; with None, for any caller.
+            on_failure: `wait` and `poll` call it with a failure in the background; with None, they raise that.
 
         Returns:
             The record, once the checkpoint is durable; None on ranks other than zero.
@@ -185,7 +186,7 @@ class CheckpointStore:
         # Now, not in the background: a caller may put a link next to the checkpoint (``save_last="link"``).
         made = training.first(lambda: staging or stage(record), f"start {name}")
         try:
-            captured = training.agreed(lambda: self._capture(state, meta, made, groups, owner), f"prepare {name}")
+            captured = training.agreed(lambda: self._capture(state, meta, made, groups), f"prepare {name}")
             nbytes = sum(training.gather(captured.nbytes))
             training.agreed(lambda: require_space(record.parent, nbytes) if is_first else None, f"start {name}")
             is_sharded = training.share(bool(captured.sharded_tensors))
@@ -194,13 +195,24 @@ class CheckpointStore:
                 made.discard()
             raise
         if not is_first and not is_sharded:
-            nothing: Future[CheckpointRecord | None] = Future()
-            nothing.set_result(None)
-            return nothing
-        return self._write(captured, writing if is_sharded else ALONE, asynchronous, owner)
+            return _ended(lambda: None)
+        channel = writing if is_sharded else ALONE
+        if asynchronous:
+            self.overlap.end()
+            self.overlap = Overlap(self.overlap.written, is_allowed=self.copies_later)
+            captured = captured.snapshot(self.buffer, self.overlap)
+            for inform in self.before_background_save:
+                inform()
+            future = self.background.submit(partial(write_checkpoint, channel, captured))
+            self._pending = Pending(future, on_failure, is_joint=channel is not ALONE)
+        else:
+            self.background.finish()
+            future = _ended(partial(write_checkpoint, channel, captured))
+            future.result()
+        return future
 
     def _capture(
-        self, state: Mapping[str, Any], meta: RecordMeta, staging: Staging, groups: RankGroups | None, owner: object
+        self, state: Mapping[str, Any], meta: RecordMeta, staging: Staging, groups: RankGroups | None
     ) -> Captured:
         """Return the share of this rank in a checkpoint of `state`, after the previous save has ended."""
         meta = meta if groups is None else replace(meta, world_size=groups.training.size)
@@ -212,32 +224,13 @@ class CheckpointStore:
                 f"{name} is sharded over several ranks, which save it together: use the "
                 "Checkpoint callback under ModelParallelStrategy, or gather it first with full_tensor()"
             )
-        self.wait(owner)
+        self.wait()
         if groups is not None and groups.training.rank != 0:
             return replace(captured.select(lambda entry: entry.box is not None), rest=b"")
         if (frozen := self._frozen.get(staging.record.parent)) is None:
             return captured
         entries, sources, linked, left_out = frozen.divide(captured.entries, captured.sources, staging.path)
         return replace(captured, entries=entries, sources=sources, linked=linked, left_out=left_out, frozen=frozen)
-
-    def _write(
-        self, captured: Captured, channel: Channel, asynchronous: bool, owner: object
-    ) -> Future[CheckpointRecord | None]:
-        future: Future[CheckpointRecord | None] = Future()
-
-        def job(taken: Captured) -> None:
-            carry_out(future, lambda: write_checkpoint(channel, taken))
-            future.result()
-
-        if asynchronous:
-            self.overlap.end()
-            self.overlap = Overlap(self.overlap.written, is_allowed=self.copies_later)
-            taken = captured.snapshot(self.buffer, self.overlap)
-            self._submit(lambda: job(taken), owner, is_joint=channel is not ALONE)
-        else:
-            self.background.finish()
-            job(captured)
-        return future
 
     def load(self, path: str | os.PathLike[str], *, groups: RankGroups | None = None) -> dict[str, Any]:
         """Return the checkpoint at `path`, all of it proven before use; or a file of torch, read without its pickle.
@@ -277,12 +270,11 @@ class CheckpointStore:
 
         A file or folder there that is not a checkpoint stays, with a warning.
         """
-        before = [pending.future for pending in self._pending]
-        if not before:
+        if (before := self._pending) is None:
             _remove(Path(path))
         else:
             job = partial(_remove, Path(path))
-            self.background.run(lambda: None if any(each.exception() for each in before) else job(), f"remove {path}")
+            self.background.run(lambda: job() if before.future.exception() is None else None, f"remove {path}")
 
     def prune(self, directory: Path, choose: Callable[[list[Listed]], list[CheckpointRecord]]) -> None:
         """Remove checkpoints of `directory` in the background, after the save in flight.
@@ -302,39 +294,34 @@ class CheckpointStore:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no background work is running and no failure is waiting for `poll` to raise it."""
-        return all(pending.is_joint and pending.future.done() for pending in self._pending)
+        """Whether no save is running in the background, and no failure of one is waiting for `poll` to raise it."""
+        return self._pending is None or (self._pending.is_joint and self._pending.future.done())
 
-    def poll(self, owner: object = None) -> None:
-        """Wait for the copy of the last save, and raise a failure of the background.
-
-        It is raised only if it belongs to `owner` or to nobody, and concerns only this process.
+    def poll(self) -> None:
+        """Wait for the copy of the last save, and report a failure in the background that concerns only this process.
 
         Raises:
-            Exception: The first such failure; raised once.
+            Exception: That failure, unless the save has another way to report it; raised once.
         """
         self.overlap.end()
-        self._settle([each for each in self._pending if each.future.done() and not each.is_joint], owner)
+        if self._pending is not None and self._pending.future.done() and not self._pending.is_joint:
+            self.wait()
 
-    def wait(self, owner: object = None) -> None:
-        """Return when no background work is running.
+    def wait(self) -> None:
+        """Return when no save is running in the background.
 
         Raises:
-            Exception: The first failure that belongs to `owner` or to nobody; raised once.
+            Exception: Its failure, unless the save has another way to report it; raised once.
         """
-        concurrent.futures.wait([pending.future for pending in self._pending])
-        self._settle(self._pending, owner)
-
-    def _settle(self, ended: Sequence[Pending], owner: object) -> None:
-        """Forget the work that has `ended`, except other owners' failures; raise the first failure."""
-        failed = [pending for pending in ended if pending.future.exception() is not None]
-        own = [pending for pending in failed if pending.owner is None or pending.owner is owner]
-        forgotten = {id(pending) for pending in ended} - {id(pending) for pending in failed if pending not in own}
-        self._pending = [pending for pending in self._pending if id(pending) not in forgotten]
-        for further in own[1:]:
-            log.error("A further save failed: %s", further.future.exception())
-        for first in own[:1]:
-            first.future.result()
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.future.result()
+        except Exception as error:
+            if pending.on_failure is None:
+                raise
+            pending.on_failure(error)
 
     def close(self) -> None:
         """Wait for all background work, and free the memory of snapshots.
@@ -345,7 +332,6 @@ class CheckpointStore:
         self.background.finish()
         self.overlap.end()
         self.buffer, self.overlap, self._layout = HostBuffer(), Overlap(is_allowed=False), None
-        self._pending = [replace(pending, owner=None) for pending in self._pending]
         self.wait()
 
 

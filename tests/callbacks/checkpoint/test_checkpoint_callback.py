@@ -1,6 +1,5 @@
 """The Checkpoint callback in a plain Lightning trainer."""
 
-import concurrent.futures
 import os
 import random
 import shutil
@@ -329,7 +328,7 @@ def test_debris_of_a_killed_run_is_removed(tmp_path, train_net):
 
 def wait_for_save(checkpoint):
     """Wait until the background save has ended, without polling its result."""
-    concurrent.futures.wait([pending.future for pending in checkpoint._store._pending])
+    checkpoint._store.background.finish()
 
 
 class Unwritable(pl.Callback):

@@ -9,7 +9,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks import Checkpoint
-from genlight.callbacks.checkpoint.store import Background, CheckpointStore
+from genlight.callbacks.checkpoint.store import Background
 from genlight.callbacks.hook.hook import Hook
 from support.messages import refusal
 
@@ -158,16 +158,3 @@ def test_a_failed_save_is_reported_to_the_callback_that_requested_it(
     fit(trainer_class(), [SlowDisk(writer), BreaksAt20(), *callbacks, listener], steps=60, enable_checkpointing=True)
     assert [step for step, _ in listener.heard] == [40, 50, 60]
     assert "step-00000020.json is not a checkpoint" in caplog.text
-
-
-def test_a_failure_of_another_owner_is_kept_for_it(tmp_path):
-    store, owner = CheckpointStore(), object()
-    (tmp_path / "a.json").mkdir()
-    store.save(tmp_path / "a", {"global_step": 1}, asynchronous=True, owner=owner)
-    store.wait()
-    store.save(tmp_path / "b", {"global_step": 2})
-    assert not store.is_settled
-    with refusal(CheckpointError):
-        store.close()
-    store.close()
-    assert store.is_settled
