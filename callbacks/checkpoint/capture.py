@@ -99,7 +99,7 @@ class Captured:
     def snapshot(self, buffer: HostBuffer, overlap: Overlap) -> Captured:
         """Return a copy with the current values, in `buffer`; frozen tensors, written once, get separate memory."""
         parts = [(buffer, self)]
-        if any(entry.file == FROZEN_FILE for entry in self.entries):
+        if FROZEN_FILE in {entry.file for entry in self.entries}:
             once, again = self.select(lambda e: e.file == FROZEN_FILE), self.select(lambda e: e.file != FROZEN_FILE)
             parts = [(HostBuffer(), once), (buffer, again)]
         with _uncollected():

@@ -99,6 +99,8 @@ class Frozen:
         Returns:
             The tensors to write, their values, the linked file, and descriptions of the omitted tensors.
         """
+        if not self._digests:
+            return list(entries), list(sources), None, []
         tensors = list(zip(entries, sources, strict=True))
         present = {e.key: source for e, source in tensors if e.file == MODEL_FILE and e.key in self._digests}
         digests = content_digests(list(present.values()))

@@ -63,7 +63,11 @@ class TensorSink(Protocol):
     """Takes the tensors of a tree while it is encoded."""
 
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        """Add a tensor and return a reference to it."""
+        """Add a tensor and return the JSON that refers to it."""
+        ...
+
+    def repeat(self, items: dict[Any, Any], path: Path) -> Any:
+        """Add the tensors of a dictionary without other values, and return its JSON if it is known; otherwise None."""
         ...
 
 
@@ -415,7 +419,8 @@ _KINDS_BY_NAME = [
 _BY_TAG = {kind.tag: kind for kind in (*_KINDS_BY_TYPE.values(), _SPARSE, _INT, _FLOAT, *_KINDS_BY_NAME)}
 
 
-def _is_plain_key(key: object) -> bool:
+def is_plain_key(key: object) -> bool:
+    """Whether a key of a dictionary is stored as a key of an object."""
     return type(key) is str and key[:1] != "$"
 
 
@@ -441,11 +446,12 @@ class _Encoder:
         if kind is CountedDict:  # hyperparameters of a job; a class may keep them in its state
             value, kind = uncounted(value), dict
         if kind is dict:
-            return self._inside(value, path, self._dict)
+            known = self.table.repeat(value, path)
+            return self._inside(value, path, self._dict) if known is None else known
         if kind in self.tensors or (self.torch and isinstance(value, self.torch.Tensor) and not is_wrapper(value)):
             if value.layout is self.torch.sparse_coo:
                 return self._inside(value, path, functools.partial(self._by_kind, _SPARSE))
-            return {"$tensor": self.table.add_tensor(value, path)}
+            return self.table.add_tensor(value, path)
         if (stored_as := _kind_of(value)) is not None:
             return self._inside(value, path, functools.partial(self._by_kind, stored_as))
         if (omegaconf := sys.modules.get("omegaconf")) is not None:
@@ -471,7 +477,7 @@ class _Encoder:
         return [self.encode(item, (*path, index)) for index, item in enumerate(items)]
 
     def _dict(self, items: dict[Any, Any], path: Path) -> dict[str, Any]:
-        if all(map(_is_plain_key, items)):
+        if all(map(is_plain_key, items)):
             return {key: self.encode(item, (*path, key)) for key, item in items.items()}
         pairs = []
         for key, item in items.items():

@@ -21,17 +21,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
 
 from ....adapter.contract.exceptions import UnstorableStateError
 from ..format.headers import RAW, TORCH_TYPES, build_header
-from ..format.record import MODEL_FILE, TENSORS_FILE
+from ..format.record import MODEL_FILE, TENSORS_FILE, build_json
 from ..format.slice_index import Box, SlicedTensor
 from ..sharded.slices import is_saved_by_this_rank, is_sharded, slice_of, unsharded
 from .references import is_dense
-from .state_tree import Path, encode, format_path
+from .state_tree import Path, encode, format_path, is_plain_key
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -71,6 +72,18 @@ def entry_of(file: str, key: str, values: torch.Tensor, box: Box | None = None) 
 
 
 @dataclass(frozen=True, eq=False)
+class _Group:
+    """Tensors with the same parent in the tree."""
+
+    begin: int
+    """Number of tensors before them in the walk."""
+    paths: list[Path]
+    keys: list[Any]
+    json: msgspec.Raw
+    """A dictionary of them, encoded."""
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Everything about the tensors of a tree except their values."""
 
@@ -81,6 +94,8 @@ class Layout:
     entries: list[Entry]
     stored: list[int]
     """Numbers of the tensors in the walk whose values `entries` store."""
+    groups: dict[Path, _Group]
+    """By the path of the parent."""
 
 
 class TensorTable:
@@ -109,21 +124,34 @@ class TensorTable:
         """References by the memory of their tensors."""
 
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        """Return a reference to `tensor`; a tensor of the model keeps its own name, in the model's file."""
+        """Return the JSON of `tensor`, a reference; a tensor of the model keeps its own name, in the model's file."""
         number = len(self._tensors)
         self._tensors.append(tensor)
         self._paths.append(path)
         if self.layout is not None:
             return self.layout.references[number] if number < len(self.layout.references) else {}
-        reference = self._add(tensor, path)
+        reference = {"$tensor": self._add(tensor, path)}
         self._returned.append(reference)
         return reference
+
+    def repeat(self, items: dict[Any, Any], path: Path) -> msgspec.Raw | None:
+        """Return the JSON of a dictionary if the earlier tree had tensors of the same names here.
+
+        `settle` tells whether they still are tensors.
+        """
+        group = None if self.layout is None else self.layout.groups.get(path)
+        if group is None or group.begin != len(self._tensors) or group.keys != list(items):
+            return None
+        self._tensors += items.values()
+        self._paths += group.paths
+        return group.json
 
     def settle(self) -> bool:
         """End the walk; return whether all references that it got hold. If not, a table without `earlier` is needed."""
         facts, earlier = _facts_of(self._tensors, self._paths), self.layout
         if earlier is None:
-            self.layout = None if facts is None else Layout(facts, self._returned, self.entries, self._stored)
+            groups = _groups_of(self._paths, self._returned)
+            self.layout = None if facts is None else Layout(facts, self._returned, self.entries, self._stored, groups)
         elif facts == earlier.facts:
             self.entries = earlier.entries
             stored = map(self._tensors.__getitem__, earlier.stored)
@@ -180,6 +208,18 @@ class TensorTable:
         return candidate
 
 
+def _groups_of(paths: list[Path], references: list[dict[str, Any]]) -> dict[Path, _Group]:
+    """Return the tensors by parent, in the order of the walk; keys with a meaning of their own are not grouped."""
+    groups = {}
+    for path, members in itertools.groupby(range(len(paths)), lambda number: paths[number][:-1]):
+        numbers = list(members)
+        keys = [paths[number][-1] for number in numbers]
+        if all(map(is_plain_key, keys)):
+            json = build_json({key: references[number] for key, number in zip(keys, numbers, strict=True)})
+            groups[path] = _Group(numbers[0], [paths[number] for number in numbers], keys, msgspec.Raw(json))
+    return groups
+
+
 def _facts_of(tensors: list[torch.Tensor], paths: list[Path]) -> tuple[Any, ...] | None:
     """Return all facts about tensors on which their layout depends; None if some have a layout of another kind.
 
@@ -188,8 +228,8 @@ def _facts_of(tensors: list[torch.Tensor], paths: list[Path]) -> tuple[Any, ...]
     kinds = list(map(type, tensors))
     if not set(kinds) <= _KINDS or {tensor.layout for tensor in tensors} != {torch.strided}:
         return None
-    if any(map(torch.is_conj, tensors)) or any(map(torch.is_neg, tensors)):  # resolved, they have other memory
-        return None
+    if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+        return None  # resolved, they have other memory
     shapes = [tensor.shape for tensor in tensors]
     strides = [tensor.stride() for tensor in tensors]
     dtypes = [tensor.dtype for tensor in tensors]

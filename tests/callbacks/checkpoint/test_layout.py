@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def make_state() -> State:
             "state": {
                 "views": [base, base[2:], base.view(3, 4).t()],
                 "waves": [wave, wave, wave.imag, wave.imag],
+                "alike": {(1, 2): {"x": torch.zeros(1)}, "y": torch.ones(2), "(1, 2)": {"x": torch.ones(1)}},
                 "text": "\ud800",
                 "plain": 2**70,
             }
@@ -89,6 +91,10 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "one more": lambda state: payload(state).update(more=torch.randn(2)),
     "one less": lambda state: payload(state)["views"].pop(),
     "a key of another type": lambda state: payload(state).update({"views": {0: torch.zeros(1), "0": torch.ones(1)}}),
+    "a dictionary of another type": lambda state: state["optimizer_states"][0]["state"].update(
+        {0: OrderedDict(moment(state))}
+    ),
+    "a name that is a tag": lambda state: payload(state)["alike"]["(1, 2)"].update({"$x": torch.ones(1)}),
     "a number in place of a tensor": lambda state: moment(state).update(step=3.0),
     "a sparse tensor": lambda state: payload(state).update(more=torch.eye(3).to_sparse()),
 }
