@@ -203,18 +203,17 @@ class PositionedLoader(DataLoader[Any]):
 
     def _start(self, restored: Mapping[str, Any]) -> Any:
         """Return an iterator whose workers continue from `restored`. Its first pass is empty, later ones complete."""
-        before = [generator.get_state() for generator in generators_of([self])]
+        before = None if self.generator is None else self.generator.get_state()
         self._started = restored["started"]
         loader: DataLoader[Any] = object.__new__(DataLoader)
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
-        indices = _HeldBack(self._order)
-        vars(loader).update(vars(self) | {name: indices, "_iterator": None})
+        vars(loader).update(vars(self) | {name: (), "_iterator": None})
         with isolated_random_numbers(), self._workers.attached(loader, restored.get("states", ())):
             self._set_random_states(restored["started"])
-            iterator = iter(loader)
-        indices.are_held_back = False
-        for generator, state in zip(generators_of([self]), before, strict=True):
-            generator.set_state(state)
+            iterator: Any = iter(loader)
+        iterator._index_sampler = self._order
+        if before is not None:
+            self.generator.set_state(before)
         return iterator
 
     def leave_epoch(self) -> None:
@@ -237,12 +236,12 @@ class PositionedLoader(DataLoader[Any]):
         host = _random_states()
         if self._order.is_of_torch:
             del host["python"], host["numpy"]
-        return {"host": host, "generators": [each.get_state() for each in generators_of([self])]}
+        return {"host": host, "generator": None if self.generator is None else self.generator.get_state()}
 
     def _set_random_states(self, states: Mapping[str, Any]) -> None:
         _restore_random_states(states["host"])
-        for generator, state in zip(generators_of([self]), states["generators"], strict=True):
-            generator.set_state(state.cpu())
+        if self.generator is not None and states["generator"] is not None:
+            self.generator.set_state(states["generator"].cpu())
 
     def _own_generators(self) -> list[Any]:
         """Return the generators of the dataset and the collate function, if these run in this process."""
@@ -395,20 +394,6 @@ def _is_read_again(worker: Mapping[str, Any]) -> bool:
     """Whether torchdata has no state of a worker's iterable dataset, and reads all batches again."""
     fetcher = worker.get("fetcher_state")
     return fetcher is not None and fetcher["dataset_iter_state"] is None and worker["dataset_state"] is None
-
-
-class _HeldBack:
-    """A sampler that is empty at first, so that workers start without work."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.are_held_back = True
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(() if self.are_held_back else self._sampler)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
 
 
 def hand_out(iterator: Any, indices: Iterable[Any], *, first_worker: int) -> None:
