@@ -203,7 +203,9 @@ def assert_nothing_is_left(run, steps):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_digits_job_killed_again_and_again_ends_with_the_same_weights(ranks, new_run, tmp_path, is_long, report):
-    steps, kills = 40, kills_of(is_long, 1000, 8)
+    if ranks == 1 and not is_long:
+        pytest.skip("the short run kills one process under its supervisor")
+    steps, kills = 40, kills_of(is_long, 1000, 5)
     lightning = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
     job = write_digits_job(tmp_path, steps=steps, cadence=CADENCE, batch_size=120 // ranks, lightning=lightning)
     save_in_memory(job)
@@ -247,7 +249,7 @@ MEMORY_EVERY = (1, 0)
 def test_a_supervised_job_killed_again_and_again_ends_with_the_same_weights(
     ranks, new_run, tmp_path, is_long, report, monkeypatch
 ):
-    steps, cadence, kills = 100, 20, kills_of(is_long, 500, 6)
+    steps, cadence, kills = 100, 20, kills_of(is_long, 500, 4)
     lightning = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
     write_digits_job(tmp_path, steps=steps, cadence=cadence, batch_size=120 // ranks, lightning=lightning)
     whole = new_run()
@@ -299,7 +301,7 @@ def spread(values):
 
 
 def test_a_job_of_torchrun_killed_again_and_again_ends_with_the_same_weights(new_run, tmp_path, is_long, report):
-    kills = kills_of(is_long, 100, 3)
+    kills = kills_of(is_long, 100, 2)
     save_in_memory(write_digits_job(tmp_path, steps=120, cadence=CADENCE, batch_size=60, lightning={"strategy": "ddp"}))
     expected, full_size = wait_for_the_end(new_run(restarts=0))
 

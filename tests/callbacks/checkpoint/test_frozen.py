@@ -22,6 +22,7 @@ from genlight.callbacks.checkpoint import (
     newest_valid,
     read_record,
     storage,
+    store,
     sweep,
     verify,
 )
@@ -95,13 +96,13 @@ def test_a_checkpoint_is_complete_without_the_others_and_as_a_copy(train, tmp_pa
 
 def test_a_save_copies_only_trained_weights(train, tmp_path, monkeypatch):
     copied = []
-    real = CheckpointStore._write
+    real = store.write_checkpoint
 
-    def record(self, captured, *rest):
+    def record(channel, captured):
         copied.append(captured.nbytes)
-        return real(self, captured, *rest)
+        return real(channel, captured)
 
-    monkeypatch.setattr(CheckpointStore, "_write", record)
+    monkeypatch.setattr(store, "write_checkpoint", record)
     train(Adapted(), 8)
 
     weights = 4 * 64 * 65 * 4
@@ -128,7 +129,7 @@ class ByHand(Adapted):
         return super().training_step(self.norm(batch), batch_idx)
 
 
-def test_frozen_weights_that_a_trainer_changes_are_saved(train, tmp_path, linking):
+def test_frozen_weights_that_a_trainer_changes_are_saved(train, tmp_path):
     module = train(ByHand(), 8)
 
     for listed in list_checkpoints(tmp_path / "c"):
@@ -188,7 +189,7 @@ def test_a_modified_or_missing_shared_file_is_written_again(train, tmp_path, dam
     assert len(frozen_files_of(tmp_path / "c")) == 2 - (damage is Path.unlink)
 
 
-def test_an_upload_names_every_file_as_a_resume_requests_it(train, tmp_path, linking):
+def test_an_upload_names_every_file_as_a_resume_requests_it(train, tmp_path):
     train(Adapted(), 4, save_final=False)
     record = read_record(tmp_path / "c" / "step-00000004.json")
 
@@ -293,7 +294,7 @@ class Run:
             delete_checkpoint(path)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_kept_checkpoint_is_complete_and_exact_after_random_actions(tmp_path, seed, linking, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power cut is simulated here
     torch.manual_seed(seed)

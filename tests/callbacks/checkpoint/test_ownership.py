@@ -40,39 +40,6 @@ def tree(directory):
     return entries
 
 
-def test_a_save_over_a_link_replaces_the_link_and_leaves_its_target(tmp_path):
-    io = DurableCheckpointIO()
-    io.save_checkpoint(checkpoint_of(1), tmp_path / "best.ckpt")
-    before = tree(tmp_path)
-    os.symlink("best.ckpt", tmp_path / "last.ckpt")
-
-    io.save_checkpoint(checkpoint_of(2), tmp_path / "last.ckpt")
-
-    assert not (tmp_path / "last.ckpt").is_symlink()
-    assert verify(tmp_path / "last.ckpt").step == 2
-    assert verify(tmp_path / "best.ckpt").step == 1
-    assert before.items() <= tree(tmp_path).items()
-
-
-@pytest.mark.parametrize("content", [{}, {"config.json": "{}"}, {"training_state.json": "[1]"}])
-def test_a_users_folder_with_the_checkpoints_name_stays_and_the_data_gets_another(tmp_path, content):
-    (tmp_path / "model").mkdir()
-    for name, text in content.items():
-        (tmp_path / "model" / name).write_text(text)
-    before = tree(tmp_path)
-
-    io = DurableCheckpointIO()
-    io.save_checkpoint(checkpoint_of(1), tmp_path / "model.ckpt")
-    assert read_record(tmp_path / "model.ckpt").folder == "model~1"
-    io.save_checkpoint(checkpoint_of(2), tmp_path / "model.ckpt")
-    assert io.load_checkpoint(tmp_path / "model.ckpt")["global_step"] == 2
-    assert before.items() <= tree(tmp_path).items()
-
-    io.remove_checkpoint(tmp_path / "model.ckpt")
-    sweep(tmp_path)
-    assert tree(tmp_path) == before
-
-
 @pytest.mark.parametrize("name", ["final.json", "last.ckpt", "a"])
 def test_a_file_that_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_path, name, caplog):
     record = tmp_path / (name if "." in name else f"{name}.json")
@@ -88,21 +55,6 @@ def test_a_file_that_is_not_a_checkpoint_is_neither_replaced_nor_removed(tmp_pat
     assert tree(tmp_path) == before
 
 
-def test_a_users_file_within_a_data_folder_outlives_the_checkpoint(tmp_path):
-    save(tmp_path / "a", checkpoint_of(1))
-    (tmp_path / "a" / "exported").mkdir()
-    (tmp_path / "a" / "exported" / "model.gguf").write_text("mine")
-    os.symlink("exported/model.gguf", tmp_path / "a" / "model.gguf")
-    delete_checkpoint(tmp_path / "a")
-    sweep(tmp_path)
-    assert tree(tmp_path) == {
-        "a": None,
-        "a/exported": None,
-        "a/exported/model.gguf": b"mine",
-        "a/model.gguf": ("link", "exported/model.gguf"),
-    }
-
-
 def test_data_behind_a_link_outlives_the_checkpoint(tmp_path):
     save(tmp_path / "c" / "a", checkpoint_of(1))
     moved = (tmp_path / "c" / "a").rename(tmp_path / "moved")
@@ -111,18 +63,6 @@ def test_data_behind_a_link_outlives_the_checkpoint(tmp_path):
     delete_checkpoint(tmp_path / "c" / "a")
     assert tree(moved) == before
     assert tree(tmp_path / "c") == {"a": ("link", str(moved))}
-
-
-def test_a_sweep_leaves_copies_of_data_and_temporary_names_of_others(tmp_path):
-    save(tmp_path / "step-00000001", checkpoint_of(1))
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / "backup")
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000001-good")
-    (tmp_path / ".tmp-notes").write_text("mine")
-    (tmp_path / ".tmp-backup-2026-11-22").mkdir()
-    os.symlink("backup", tmp_path / ".tmp-final-1-00")
-    before = tree(tmp_path)
-    assert sweep(tmp_path) == []
-    assert tree(tmp_path) == before
 
 
 def test_debris_of_a_kill_is_removed_but_not_a_users_file_in_it(tmp_path):

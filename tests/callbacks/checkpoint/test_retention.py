@@ -31,12 +31,22 @@ def steps(records):
     return [item.step for item in records]
 
 
-def test_all_but_the_newest_two_are_deleted():
-    assert steps(to_delete([record(step) for step in (4, 1, 3, 2)], Retention())) == [1, 2]
+NAN = float("nan")
 
 
-def test_none_is_deleted_if_all_are_kept():
-    assert to_delete([record(step) for step in range(9)], Retention(keep_last=None)) == []
+@pytest.mark.parametrize(
+    ("scores", "retention", "deleted"),
+    [
+        ([None] * 4, Retention(), [0, 1]),
+        ([None] * 9, Retention(keep_last=None), []),
+        ([5.0, 1.0, 3.0, 9.0, 4.0], Retention(keep_last=1, keep_best=2, monitor="score", mode="min"), [0, 3]),
+        ([5.0, 1.0, 3.0, 9.0, 4.0], Retention(keep_last=1, keep_best=1, monitor="score", mode="max"), [0, 1, 2]),
+        ([NAN, 7.0, None, None], Retention(keep_last=1, monitor="score", mode="max"), [0, 2]),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(scores, retention, deleted):
+    records = [record(step, score=score) for step, score in enumerate(scores)]
+    assert steps(to_delete(records[::-1], retention)) == deleted
 
 
 def test_the_newest_with_finite_weights_is_kept_although_later_ones_follow():
@@ -45,17 +55,6 @@ def test_the_newest_with_finite_weights_is_kept_although_later_ones_follow():
     assert steps(to_delete(records, Retention(keep_last=1))) == [0, 2, 3]
     unknown = [dataclasses.replace(r, finite_weights=r.finite_weights and None) for r in records]
     assert steps(to_delete(unknown, Retention(keep_last=1))) == [0, 2, 3]
-
-
-def test_the_best_are_kept_in_either_mode():
-    records = [record(step, score=score) for step, score in enumerate([5.0, 1.0, 3.0, 9.0, 4.0])]
-    assert steps(to_delete(records, Retention(keep_last=1, keep_best=2, monitor="score", mode="min"))) == [0, 3]
-    assert steps(to_delete(records, Retention(keep_last=1, keep_best=1, monitor="score", mode="max"))) == [0, 1, 2]
-
-
-def test_a_score_that_is_no_number_is_never_the_best():
-    records = [record(1, score=float("nan")), record(2, score=7.0), record(3), record(4, score=None)]
-    assert steps(to_delete(records, Retention(keep_last=1, monitor="score", mode="max"))) == [1, 3]
 
 
 def test_final_and_checkpoints_of_the_older_runtime_are_kept():

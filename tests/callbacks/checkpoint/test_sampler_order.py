@@ -109,6 +109,7 @@ def fit(folder: Path, steps: int, loader: Any, **options: Any) -> list[list[floa
 
 
 WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+SLOW = [(WORKERS[1], 2), (WORKERS[2], 10)] * 5
 
 
 @pytest.mark.parametrize(
@@ -119,8 +120,7 @@ WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True
         ("row by row", WORKERS[2], 9),
         *(
             pytest.param(kind, workers, cut, marks=pytest.mark.slow)
-            for kind in KINDS
-            for workers, cut in ((WORKERS[1], 2), (WORKERS[2], 10))
+            for kind, (workers, cut) in zip(KINDS, SLOW, strict=True)
         ),
     ],
 )

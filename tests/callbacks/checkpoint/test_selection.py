@@ -35,18 +35,6 @@ def save_steps(directory, *steps, **meta):
         save(directory / f"step-{step:08d}", {"global_step": step}, meta=RecordMeta(run_id="r", **meta))
 
 
-def test_the_newest_has_the_highest_step_whatever_its_name(tmp_path):
-    save_steps(tmp_path, 9, 10)
-    save(tmp_path / "epoch=0-step=11.ckpt", {"global_step": 11})
-    assert newest_valid(tmp_path)[0].step == 11
-
-
-def test_final_is_the_newest_of_its_step(tmp_path):
-    save(tmp_path / "final", {"global_step": 5}, meta=RecordMeta(final=True))
-    save_steps(tmp_path, 5)
-    assert newest_valid(tmp_path)[0].name == "final"
-
-
 def bytes_read():
     return int(Path("/proc/self/io").read_text().split()[1])
 
@@ -124,14 +112,6 @@ def test_a_broken_checkpoint_is_skipped_with_a_warning_that_names_the_reason(tmp
     assert "step-00000003" in warnings[0]
     assert "not JSON" in warnings[0]
     assert "step-00000002/training_state.json has 5 bytes" in warnings[1]
-
-
-def test_an_unreadable_final_record_causes_a_warning(tmp_path):
-    save_steps(tmp_path, 3)
-    (tmp_path / "final.json").write_text("{")
-    record, warnings = newest_valid(tmp_path)
-    assert record.step == 3
-    assert "checkpoint final is broken" in warnings[0]
 
 
 def test_a_missing_directory_has_no_checkpoint(tmp_path):
@@ -223,11 +203,6 @@ def test_a_record_that_cannot_be_read_is_listed_and_never_skipped(tmp_path, monk
     for choose in (newest_valid, find_checkpoint):
         with pytest.raises(PermissionError):
             choose(tmp_path)
-
-
-def test_a_temporary_file_is_no_checkpoint(tmp_path):
-    (tmp_path / ".tmp-step-00000009.json-1-aa").write_text("{}")
-    assert list_checkpoints(tmp_path) == []
 
 
 def test_records_listings_and_verification_import_neither_torch_nor_lightning_nor_numpy(tmp_path):
