@@ -63,30 +63,6 @@ def test_last_may_be_a_link(tmp_path, plugin, train_net):
     assert sorted(os.listdir(tmp_path / "c")) == ["epoch=1-step=4", "epoch=1-step=4.ckpt"]
 
 
-@pytest.mark.parametrize("extension", [".pt", ".json"])
-def test_model_checkpoint_may_use_another_extension(
-    tmp_path, plugin, make_trainer, make_net, make_loader, monkeypatch, extension
-):
-    monkeypatch.setattr(ModelCheckpoint, "FILE_EXTENSION", extension)
-
-    def trainer(epochs):
-        keeper = ModelCheckpoint(tmp_path / "c", monitor="score", save_top_k=1, save_last=True)
-        return make_trainer(Scored(), keeper, plugins=[plugin], max_epochs=epochs)
-
-    first = trainer(3)
-    first.fit(make_net(), make_loader(2))
-    keeper = first.checkpoint_callback
-    assert len(os.listdir(tmp_path / "c")) == 4, (
-        "the best and the last, each a record and a folder; the others were removed"
-    )
-    for path in (keeper.best_model_path, keeper.last_model_path):
-        assert path.endswith(extension)
-    assert verify(keeper.best_model_path).step == 4
-    second = trainer(4)
-    second.fit(make_net(3), make_loader(2), ckpt_path=keeper.last_model_path)
-    assert second.global_step == 8
-
-
 @pytest.mark.parametrize("extension", [".ckpt", ".pth", ".json"])
 def test_each_start_finds_the_last_checkpoint_by_any_extension(
     tmp_path, plugin, make_trainer, make_net, make_loader, monkeypatch, extension

@@ -23,9 +23,9 @@ from genlight.callbacks.checkpoint import (
 )
 from genlight.callbacks.checkpoint.format.record import record_path
 
-pytestmark = pytest.mark.promise(name="checkpoint")
+pytestmark = [pytest.mark.promise(name="checkpoint"), pytest.mark.timeout(3600)]
 
-MANY = 200 if os.environ.get("GENLIGHT_LONG_FAULTS") else 80
+IS_LONG = bool(os.environ.get("GENLIGHT_LONG_FAULTS"))
 NAMES = ["a", "a~1", "last", "final", "step-00000001", "v1.2.final"]
 SUFFIXES = ["", ".json", ".ckpt"]
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -179,16 +179,9 @@ class Directory(RuleBasedStateMachine):
 
 
 Directory.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200 if IS_LONG else 40,
+    stateful_step_count=40 if IS_LONG else 25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestDirectory = Directory.TestCase
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_many_more_sequences():
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(
-        Directory, settings=settings(Directory.TestCase.settings, max_examples=MANY, stateful_step_count=40)
-    )
