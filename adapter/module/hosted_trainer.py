@@ -35,7 +35,6 @@ from ..gradients.fsdp.strategy import shard_for
 from ..gradients.precision import contract_dtype
 from ..gradients.step import StepRouter, step_router
 from ..plumbing.counted_dict import CountedDict
-from .first_updates import FirstUpdates
 from .plugin_loading import check_instance, load_trainer_plugin, optional_hook, own_hooks
 from .rollout import RolloutBatches
 from .state import PHASE, STATE, ConfiguredState, ToRestore, collect_from_ranks, rank_channel_of
@@ -87,7 +86,6 @@ class HostedTrainer:
         self.to_restore: ToRestore | None = None
         self.router: StepRouter | None = None
         self._state: ConfiguredState | None = None
-        self._first_updates: FirstUpdates | None = None
         self._keeps_dtype = keeps_dtype
         self._keep_on_resume = keep_on_resume
         self._callers_dataset = context.dataset
@@ -95,8 +93,7 @@ class HostedTrainer:
         self._cancel_checks: list[Callable[[], bool]] = [] if context.is_canceled is None else [context.is_canceled]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Both have hooks in torch while this process trains, so a copy starts without them.
-        return {**vars(self), "router": None, "_first_updates": None}
+        return {**vars(self), "router": None}  # it has hooks in torch while this process trains
 
     @property
     def is_configured(self) -> bool:
@@ -180,23 +177,16 @@ class HostedTrainer:
         self.router = step_router(trainer, self.module, discovered, rank_local_of(self.plugin), self.router)
         if self.router is not None:
             self.router.open()
-        # Not under FSDP 2, which refuses hooks on shards; not twice for a module that is fitted again.
-        if not self.state.is_sharded and self._first_updates is None:
-            self._first_updates = FirstUpdates(discovered, logs=trainer.is_global_zero)
         self.rank_channel = rank_channel_of(trainer)
         if self.rollouts is not None:
             self.rollouts.channel = self.rank_channel
 
     def close_router(self) -> None:
         """Restore torch to its state before the training, which has ended or failed."""
-        self._end_first_updates()
+        if self.step_result is not None:
+            self._warn_of_unread_hyperparams()
         if self.router is not None:
             self.router.close()
-
-    def _end_first_updates(self) -> None:
-        if self._first_updates is not None:
-            self._first_updates.close()
-            self._first_updates = None
 
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
         """Run one step of the trainer on a raw batch; return its metrics unchanged.
@@ -212,9 +202,6 @@ class HostedTrainer:
         else:
             with self.router:
                 result = self.plugin.train_step(batch, state, ctx)
-        if self._first_updates is not None and self._first_updates.is_over:
-            self._end_first_updates()
-            self._warn_of_unread_hyperparams()
         is_first = self.step_result is None  # find an invalid metric here, and not at a cadence much later
         if (
             is_first
@@ -231,8 +218,13 @@ class HostedTrainer:
         return metrics
 
     def metrics(self) -> dict[str, float]:
-        """Return the last step's metrics by their reported names, with the learning rate; waits for the device."""
+        """Return the last step's metrics by their reported names, with the learning rate; waits for the device.
+
+        The first call logs the hyperparameters that nothing has read.
+        """
         assert self._state is not None
+        if self._names_unread:
+            self._warn_of_unread_hyperparams()
         metrics = named_scalars(self.step_result, self._state.value, self.ctx, self._state.optimizers)
         overflow_steps = None if self.router is None else self.router.overflow_steps
         if overflow_steps is not None:

@@ -27,10 +27,11 @@ class Keeps:
 """
 
 
-def test_a_run_names_them_once_and_a_class_may_store_them(tmp_path, caplog):
+@pytest.mark.parametrize("cadence", [{"checkpoint_every": 1}, {"metric_every": 1, "checkpoint_every": 0}, {}], ids=str)
+def test_a_run_names_them_once_and_a_class_may_store_them(tmp_path, caplog, cadence):
     (tmp_path / "keeps.py").write_text(TRAINER)
     job = {"trainer": "keeps:Keeps", "max_steps": 2, "mock_batches": [1, 2, 3, 4], "run_id": "r"}
-    job |= {"hyperparams": {"lrr": 0.3, "layers": [2]}, "checkpoint_every": 1, "lightning": {"accelerator": "cpu"}}
+    job |= {"hyperparams": {"lrr": 0.3, "layers": [2]}, "lightning": {"accelerator": "cpu"}, **cadence}
     (tmp_path / "job.json").write_text(json.dumps(job))
 
     assert main(["run", str(tmp_path / "job.json")]) == 0
