@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import LBFGS
 
@@ -20,9 +20,8 @@ from .fp16 import TrueUnitScaler
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"32": "fp32", "bf16": "bf16", "16": "fp16", "64": "fp64"}
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""Types of weights that are not in fp32."""
+_DTYPES = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "bf16"}
+"""The value of ``ctx.dtype`` by the precision of a plugin."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class StepPrecision:
     """Actions of a precision around and inside a ``train_step``; all None or empty in fp32."""
 
     dtype: str
-    """The value of ``ctx.dtype``: ``fp32``, ``bf16``, ``fp16`` or ``fp64``."""
+    """The value of ``ctx.dtype``: ``fp32``, ``bf16`` or ``fp16``."""
     context: Callable[[], AbstractContextManager[None]] | None = None
     """Returns the context of a step: autocast, or a default dtype of torch."""
     autocast_device: str | None = None
@@ -44,14 +43,15 @@ def contract_dtype(plugin: Precision) -> str:
     """Return ``ctx.dtype`` for a precision plugin.
 
     Raises:
-        ContractError: The plugin replaces layers after the trainer's optimizer was built.
+        ContractError: The plugin has another precision than those of `_DTYPES`, or replaces layers.
     """
-    if type(plugin) not in (Precision, MixedPrecision, HalfPrecision, DoublePrecision):
+    precision = str(plugin.precision)
+    if type(plugin) not in (Precision, MixedPrecision, HalfPrecision) or precision not in _DTYPES:
         raise ContractError(
-            f"Precision {type(plugin).__name__} cannot host a trainer class: it replaces layers after `configure` has "
-            "given their parameters to an optimizer. Use 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true or 64-true."
+            f"{type(plugin).__name__} ({precision}) cannot host a trainer class: use Lightning's {', '.join(_DTYPES)}. "
+            "For other types of weights, build the modules in that type in `configure`, under 32-true."
         )
-    return _DTYPES[str(plugin.precision).partition("-")[0]]
+    return _DTYPES[precision]
 
 
 def step_precision(plugin: Precision, discovered: Discovered) -> StepPrecision:
@@ -71,8 +71,9 @@ def step_precision(plugin: Precision, discovered: Discovered) -> StepPrecision:
             autocast_device=plugin.device,
             scaler=_scaler(plugin, discovered),
         )
-    of_weights = _TYPES.get(dtype)
-    return StepPrecision(dtype, plugin.forward_context if of_weights is not None else None, cast_inputs_to=of_weights)
+    if isinstance(plugin, HalfPrecision):
+        return StepPrecision(dtype, plugin.forward_context, cast_inputs_to=torch.bfloat16)
+    return StepPrecision(dtype)
 
 
 def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | None:

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
@@ -257,9 +256,6 @@ class ContractModule(pl.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if isinstance(self.trainer.precision_plugin, DoublePrecision):
-            # Lightning converts after it has loaded the weights, and fp32 parameters would round them.
-            self.trainer.precision_plugin.convert_module(self)
         step = self.hosted_trainer.restored_step = checkpoint.get("global_step", 0)
         if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:  # the older runtime's: the trainer restores
             checkpoint["state_dict"] = self.state_dict()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.nn.functional import mse_loss
 from zoo import runs, small as zoo
@@ -309,19 +309,22 @@ def test_mixed_types_in_true_half_precision_are_an_error_with_the_way_out():
         (MixedPrecision("bf16-mixed", "cpu"), "bf16"),
         (MixedPrecision("16-mixed", "cpu"), "fp16"),
         (HalfPrecision("bf16-true"), "bf16"),
-        (HalfPrecision("16-true"), "fp16"),
     ],
 )
 def test_context_dtype_follows_the_precision_plugin(plugin, dtype):
     assert contract_dtype(plugin) == dtype
 
 
-def test_a_precision_plugin_that_replaces_layers_is_refused_by_name():
-    class Quantizing(Precision):
-        pass
+class Quantizing(Precision):
+    """Replaces layers."""
 
+
+@pytest.mark.parametrize(
+    "plugin", [Quantizing(), HalfPrecision("16-true"), DoublePrecision()], ids=lambda p: p.precision
+)
+def test_any_other_precision_is_refused_by_name(plugin):
     with refusal(ContractError):
-        contract_dtype(Quantizing())
+        contract_dtype(plugin)
 
 
 def test_an_overflow_of_one_optimizer_does_not_skip_the_other():

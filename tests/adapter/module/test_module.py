@@ -12,7 +12,7 @@ from genlight.adapter.module.hosted_trainer import BareParameters
 from genlight.adapter.module.state import ConfiguredState
 from genlight.callbacks import Checkpoint
 from support.messages import refusal
-from support.trainer_class import Stateless, Trains
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 
 
@@ -73,22 +73,6 @@ def test_whatever_the_trainer_keeps_is_saved_and_restored(tmp_path: Path) -> Non
     assert state["scaler"].state_dict() == whole["scaler"].state_dict()
     assert torch.equal(state["alpha"], whole["alpha"])
     assert bool(state["alpha"].detach() != 0)
-
-
-class InDouble(Trains):
-    """Builds its weights in fp32, as usual; Lightning makes them fp64."""
-
-    def loss(self, batch: Any, state: Any) -> torch.Tensor:
-        return state["model"](batch.double()).square().mean()  # type: ignore[no-any-return]
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-def test_weights_in_double_precision_keep_all_their_digits_over_a_resume(tmp_path: Path) -> None:
-    whole = fit(tmp_path, InDouble(), 3, precision="64-true").contract_state["model"]
-    saved = str(tmp_path / "c" / "step-00000003.json")
-    resumed = fit(tmp_path, InDouble(), 3, precision="64-true", ckpt_path=saved).contract_state["model"]
-    assert whole.weight.dtype == resumed.weight.dtype == torch.float64
-    assert torch.equal(whole.weight, resumed.weight)
 
 
 def test_modules_of_state_and_trainer_are_registered_under_their_paths(tmp_path: Path) -> None:
