@@ -188,11 +188,9 @@ class ConfiguredState:
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         with keep_sharded_for(trainer.strategy), whole_numbers():
             parts[STATE] = payload = self.payload()
-        if on_device := self._on_device(payload):
-            parts[_ON_DEVICE] = on_device
+        parts[_ON_DEVICE] = self._on_device(payload)
         parts[_BUILT] = self.built_settings.record()
-        if now.generators:
-            parts[_GENERATORS] = {found.path: state_of(found.value) for found in now.generators}
+        parts[_GENERATORS] = {found.path: state_of(found.value) for found in now.generators}
         resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
         if resized:
             parts[_RESIZED] = resized
@@ -445,7 +443,7 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
 
     Raises:
         UnstorableStateError: A value of this rank cannot be stored; names its path.
-        CheckpointError: A container that differs between ranks holds a sharded tensor.
+        CheckpointError: An entry that differs between ranks holds a sharded tensor.
     """
     if channel.size == 1:
         return

@@ -1,8 +1,8 @@
 """The state of each rank in a checkpoint: random states, gradients, and all values that differ from rank zero's.
 
-Rank zero writes the checkpoint. State that all ranks share, nearly all of it, is stored once. Differing values (a
-generator seeded by rank, a replay buffer, a hidden state) are found by comparing digests and sent to rank zero with
-their paths in the tree. If nothing differs, only digests are sent.
+Rank zero writes the checkpoint. State that all ranks share, nearly all of it, is stored once. Ranks compare digests of
+the entries of ``state_dict``, of the weights and of the optimizers. An entry that differs (a generator seeded by rank,
+a replay buffer, a hidden state) is sent to rank zero as a whole. If nothing differs, only digests are sent.
 """
 
 from __future__ import annotations
@@ -118,9 +118,12 @@ def _gather_gradients(
     After an update the gradients of replicas are equal, and bringing all of them to rank zero would multiply the memory
     by the number of ranks. None stands for a gradient that a rank does not have.
     """
-    by_rank: list[dict[str, torch.Tensor | None]] = [{}] * channel.size
-    for rank, differing in enumerate(differences_of_ranks(gradients, channel)):
-        by_rank[rank] = {name: gradient for one in differing for name, gradient in one.members()}
+    by_rank: list[dict[str, torch.Tensor | None]] = [{}]
+    for differing in differences_of_ranks({"gradients": gradients}, channel)[1:]:
+        tree: dict[str, Any] = {"gradients": {}}
+        apply_differences(tree, differing)
+        by_rank.append(tree["gradients"])
+    by_rank += [{} for _ in range(channel.size - len(by_rank))]
     return [_without_none(gradients), *by_rank[1:]] if channel.rank == 0 else []
 
 
@@ -295,13 +298,9 @@ class ResumeState:
         self._rng = []
 
 
-_LARGEST_LIST = 1_000
-"""Longest list that is compared by item; a digest for each item of a longer one would take longer than it saves."""
-_PLAIN = (bool, int, float, str, type(None))
-
 Sources = dict[tuple[str, str], torch.Tensor]
 Digests = dict[Path, str]
-"""Digests of every node of a tree, by path: of a container's keys, or of a leaf's content."""
+"""Digests of the entries of a tree, by path."""
 
 
 @dataclass(frozen=True)
@@ -309,28 +308,25 @@ class Differing:
     """A value on a rank that differs from rank zero's."""
 
     path: Path
-    """Keys and indices of its place."""
+    """The member, and the key or index of the entry; only the member if ranks have other entries in it."""
     value: Any
 
     def __str__(self) -> str:
         return format_path(self.path)
 
-    def members(self) -> list[tuple[Any, Any]]:
-        """Return key and value of a member of the tree, or of all members if the tree itself differs."""
-        return list(self.value.items()) if not self.path else [(self.path[0], self.value)]
-
 
 def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Differing]]:
     """Return the differences of each rank's `tree` from rank zero's, in the order of ranks, on rank zero. Collective.
 
-    Sharded tensors are ignored: each rank stores its own slices of them anyway.
+    The entries of the members of `tree` are compared, each as a whole. All ranks have the same members. Sharded tensors
+    are ignored: each rank stores its own slices of them anyway.
 
     Returns:
         An empty list if nothing differs, and on other ranks.
 
     Raises:
         UnstorableStateError: A value cannot be stored; names its path.
-        CheckpointError: A container that differs between ranks holds a sharded tensor.
+        CheckpointError: An entry that differs between ranks holds a sharded tensor.
     """
     if channel.size == 1:
         return []
@@ -339,7 +335,7 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Di
     if len(set(channel.gather_everywhere(own))) == 1:
         return []
     of_zero: Digests = channel.share(digests)
-    differences = [] if channel.rank == 0 else list(_iterate_differences(tree, (), digests, of_zero))
+    differences = [] if channel.rank == 0 else list(_iterate_differences(tree, digests, of_zero))
     packed = [_pack(path, value) for path, value in differences]
     return [[_unpack(*one) for one in sent] for sent in channel.gather(packed)]
 
@@ -351,66 +347,56 @@ def apply_differences(tree: dict[str, Any], differences: list[Differing]) -> Non
         BrokenCheckpointError: `tree` has no such place.
     """
     for differing in differences:
+        *member, key = differing.path
         try:
-            _set_value(tree, differing.path, differing.value)
+            (tree[member[0]] if member else tree)[key] = differing.value
         except (LookupError, TypeError) as error:
             raise BrokenCheckpointError("the checkpoint", f"rank 0's state has no {differing}: {error!r}") from error
 
 
-def _set_value(node: Any, path: Path, value: Any) -> Any:
-    """Return `node` with another value at `path`; changed in place if possible."""
-    if not path:
-        return value
-    key, *rest = path
-    if isinstance(node, tuple):
-        items = list(node)
-        items[key] = _set_value(node[key], tuple(rest), value)
-        return tuple(items)
-    node[key] = _set_value(node[key], tuple(rest), value)
-    return node
-
-
-def _members(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the members of a container, by key or index; None for a leaf."""
-    if type(value) in (dict, OrderedDict):
-        return list(value.items()) if all(type(key) in (str, int) for key in value) else None
-    if type(value) in (list, tuple) and len(value) <= _LARGEST_LIST:
-        return list(enumerate(value)) if any(not isinstance(member, _PLAIN) for member in value) else None
-    return None
-
-
-def digests_of(tree: Any) -> Digests:
-    """Return a digest of every node of `tree`, by its path; values of tensors are hashed on their devices."""
-    nodes: dict[Path, tuple[Any, list[Any]]] = {}
-    stack: list[tuple[Path, Any]] = [((), tree)]
-    while stack:
-        path, value = stack.pop()
-        members = _members(value)
-        if members is None:
-            stored, table = _take_apart(path, value)
-            whole = [source for entry, source in zip(table.entries, table.sources, strict=True) if entry.box is None]
-            nodes[path] = stored, whole
+def _entries_of(tree: Mapping[str, Any]) -> dict[Path, Any]:
+    """Return the entries of dicts and lists in `tree`, by member and key or index; other members by their names."""
+    entries: dict[Path, Any] = {}
+    for name, member in tree.items():
+        if type(member) in (dict, OrderedDict) and all(type(key) in (str, int) for key in member):
+            entries |= {(name, key): value for key, value in member.items()}
+        elif type(member) is list:
+            entries |= {(name, index): value for index, value in enumerate(member)}
         else:
-            nodes[path] = [type(value).__name__, [key for key, _ in members]], []
-            stack.extend(((*path, key), member) for key, member in reversed(members))
-    digests = iter(content_digests([source for _, sources in nodes.values() for source in sources]))
+            entries[name,] = member
+    return entries
+
+
+def digests_of(tree: Mapping[str, Any]) -> Digests:
+    """Return a digest of every entry of `tree`, by its path; values of tensors are hashed on their devices."""
+    apart: dict[Path, tuple[Any, list[Any]]] = {}
+    for path, value in _entries_of(tree).items():
+        stored, table = _take_apart(path, value)
+        apart[path] = (
+            stored,
+            [source for entry, source in zip(table.entries, table.sources, strict=True) if entry.box is None],
+        )
+    digests = iter(content_digests([source for _, sources in apart.values() for source in sources]))
     return {
-        path: digest_of(json.dumps([content, [next(digests) for _ in sources]]).encode())
-        for path, (content, sources) in nodes.items()
+        path: digest_of(json.dumps([stored, [next(digests) for _ in sources]]).encode())
+        for path, (stored, sources) in apart.items()
     }
 
 
 def _take_apart(path: Path, value: Any) -> tuple[Any, TensorTable]:
     table = TensorTable()
-    return encode(value, table, root=path or ("checkpoint",)), table
+    return encode(value, table, root=path), table
 
 
-def _iterate_differences(value: Any, path: Path, own: Digests, of_zero: Digests) -> Iterator[tuple[Path, Any]]:
-    if own[path] != of_zero.get(path):
-        yield path, value
-        return
-    for key, member in _members(value) or ():
-        yield from _iterate_differences(member, (*path, key), own, of_zero)
+def _iterate_differences(tree: Mapping[str, Any], own: Digests, of_zero: Digests) -> Iterator[tuple[Path, Any]]:
+    entries = _entries_of(tree)
+    other_members = {path[0] for path in own.keys() ^ of_zero.keys()}
+    for name in tree:
+        if name in other_members:
+            yield (name,), tree[name]
+    for path, value in entries.items():
+        if path[0] not in other_members and own[path] != of_zero[path]:
+            yield path, value
 
 
 def _pack(path: Path, value: Any) -> tuple[Path, Any, Sources]:
@@ -418,8 +404,8 @@ def _pack(path: Path, value: Any) -> tuple[Path, Any, Sources]:
     stored, table = _take_apart(path, value)
     for _, key in table.sharded_tensors:
         raise CheckpointError(
-            f"{key} is sharded, and its container differs between ranks: a state_dict must put the same sharded "
-            "tensors in the same places on all ranks"
+            f"{key} is sharded, and {format_path(path)} differs between ranks: put sharded tensors and values that "
+            "differ by rank into different entries of state_dict, or into different optimizers"
         )
     # Without the copy, a view would be sent with all of its memory.
     return (
