@@ -18,7 +18,7 @@ from genlight.adapter.module.module import ContractModule
 from genlight.adapter.module.state import ConfiguredState, take_own_part
 from genlight.callbacks.checkpoint import Checkpoint, load, newest_valid
 from genlight.callbacks.checkpoint.capture import CONTRACT_KEY
-from genlight.callbacks.checkpoint.rank_state import differences_of_ranks
+from genlight.callbacks.checkpoint.rank_state import apply_differences, differences_of_ranks, digests_of
 from support.messages import refusal
 from support.rank_processes import on_ranks
 
@@ -227,3 +227,19 @@ def test_an_unstorable_value_is_refused_with_its_path_also_on_several_ranks():
 
     with refusal(UnstorableStateError):
         differences_of_ranks({"state": {"rows": nested}}, SimpleNamespace(size=2))
+
+
+@pytest.mark.parametrize(
+    ("zero", "own"),
+    [({"a": 1, "b": 2}, {"a": 1, "c": 3}), ([1, 2], [1]), ([1, 2], [1, 3]), ((1,), (2,)), ({}, {"a": 1})],
+)
+def test_a_rank_with_other_entries_gets_its_own_back(zero, own):
+    of_zero, of_one = {"state": zero, "same": {"x": 0}}, {"state": own, "same": {"x": 0}}
+    messages = {"gather_everywhere": lambda digest: [digest, "another"], "share": lambda _: digests_of(of_zero)}
+    channel = SimpleNamespace(size=2, rank=1, gather=lambda packed: [[], packed], **messages)
+
+    _, differing = differences_of_ranks(of_one, channel)
+    apply_differences(of_zero, differing)
+
+    assert of_zero == of_one
+    assert [each.path[0] for each in differing] == ["state"]
