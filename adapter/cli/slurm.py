@@ -1,13 +1,14 @@
 """Run a job, or any function, on a Slurm cluster.
 
-`render` prints the sbatch script, `submit` hands it to sbatch and prints the id, and `wait` waits for the end of the
-job with that id. A job that is preempted, or reaches its time limit, saves a checkpoint and returns to the queue; the
-next start continues it. `genlight ls` shows the progress of the run. Each task of an array is a separate run.
+`render` prints the sbatch script, and `submit` hands it to sbatch and prints the id. With `--sbatch wait`, it also
+waits for the end of the job. A job that is preempted, or reaches its time limit, saves a checkpoint and returns to the
+queue; the next start continues it. `genlight ls` shows the progress of the run. Each task of an array is a separate
+run.
 
 For `module:function`, the script calls `python -m genlight.adapter.runner`. The runner writes the result into a new
 folder.
 
-Exit codes: 0 done, 1 Slurm refused or could not be reached, or `wait` found that the job failed, 2 usage.
+Exit codes: 0 done, 1 Slurm refused or could not be reached, or the job failed while submit waited for it, 2 usage.
 """
 
 from __future__ import annotations
@@ -32,11 +33,10 @@ from ..plumbing.safe_open import PRIVATE_FILE
 from ..runner.contexts import CompletedContext, emit
 from ..runner.transport import FunctionFailedError, read_pickle, read_result, travelling, write_pickle
 from .parser import add_overrides
-from .terminal import print_error, say, visible
+from .terminal import say, visible
 
 _GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
 """GPUs of a node, with their type if the cluster has several."""
-_OPTION = re.compile(r"[a-z][a-z-]*(=[!-~]+)?")
 _FUNCTION = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<function>[^\W\d][\w.]*)")
 SRUN_WAIT_S = 600
 """Seconds after the end of the first task until srun ends the others. After the loss of a rank the others end by
@@ -76,30 +76,17 @@ _CALL = """\
 
 {srun} "${{PY_EXEC:-{python}}}" {call} --output-file {result}"$task".{form}
 """
-WAIT_POLL_S = 2.0
-UNREACHABLE_S = 600.0
-"""Seconds for which `wait` tolerates that scontrol fails; a controller may restart."""
-_STATE = re.compile(
-    r"JobId=(?P<id>\d+)(?: ArrayJobId=(?P<array>\d+) ArrayTaskId=(?P<task>\S+))?"
-    r".*?\bJobState=(?P<state>[A-Z_]+).*?\bExitCode=(?P<code>\d+):(?P<signal>\d+)"
-)
-_UNKNOWN_JOB = "Invalid job id"
-_ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
-    *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
-)
-"""Final states of a job; see JOB STATE CODES in squeue(1)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("action", choices=("render", "submit", "wait"))
-    parser.add_argument(
-        "path", metavar="JOB.json|module:function|ID", help="the job or function; wait: the id that submit printed"
-    )
+    parser.add_argument("action", choices=("render", "submit"))
+    parser.add_argument("path", metavar="JOB.json|module:function", help="the job or function")
     add_overrides(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes")
-    parser.add_argument("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, with one task for each")
+    parser.add_argument(
+        "--gpus-per-node", type=_gpus, metavar="[TYPE:]N", help="GPUs of each node, with one task for each"
+    )
     parser.add_argument("--tasks-per-node", type=int, metavar="N", help="default: one for each GPU, otherwise 1")
     parser.add_argument("--cpus-per-task", type=int, metavar="N", help="CPU cores of each task")
     parser.add_argument(
@@ -125,7 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--callbacks-file",
         type=Path,
         metavar="FILE",
-        help="pickled callbacks: the runner of a function calls them; wait calls their `on_completed_ctx`",
+        help="pickled callbacks: the runner of a function calls them; a submit that waits calls their "
+        "`on_completed_ctx`",
     )
     parser.add_argument(
         "--args",
@@ -135,7 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="arguments of a function, as JSON or text; --set NAME=VALUE",
     )
     parser.add_argument("--result", choices=("json", "pickle"), default="pickle", help="form of a function's result")
-    parser.add_argument("--output-file", type=Path, metavar="FILE", help="wait: the function's result; shows a failure")
+
+
+def _gpus(text: str) -> str:
+    if not _GPUS.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"expected a number such as 8 or h100:8, but received {text!r}")
+    return text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,9 +139,6 @@ def run(args: argparse.Namespace) -> int:
         UsageError: An argument cannot be used.
     """
     try:
-        if args.action == "wait":
-            return _wait(args.path, args.callbacks_file, args.output_file)
-        _check(args)
         target = _FUNCTION.fullmatch(args.path)
         if target is not None and not Path(args.path).exists():
             return _function(args, target["module"], target["function"])
@@ -157,29 +147,9 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     if args.action == "submit":
-        return _submit(script, config.artifacts_dir)
+        return int(_submit(script, config.artifacts_dir)[1] != 0)
     sys.stdout.write(script)
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Refuse arguments that do not fit into a directive, or that need another argument. sbatch checks the numbers.
-
-    Raises:
-        UsageError: Lists every fault.
-    """
-    faults = [
-        f"Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received {text!r}."
-        for text in args.extra
-        if not _OPTION.fullmatch(text)
-    ]
-    if args.gpus_per_node is not None and not _GPUS.fullmatch(args.gpus_per_node):
-        received = repr(args.gpus_per_node)
-        faults.append(f"Invalid `--gpus-per-node`. Expected a number such as 8 or h100:8, but received {received}.")
-    if args.mounts and args.container is None:
-        faults.append("`--mount` has no effect without `--container`.")
-    if faults:
-        raise UsageError("\n".join(faults))
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
@@ -244,9 +214,8 @@ def _srun(args: argparse.Namespace) -> str:
     srun = ["srun", "--kill-on-bad-exit=0", f"--wait={SRUN_WAIT_S}"]
     if args.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={args.cpus_per_task}")  # srun does not take it from sbatch
-    if args.container is not None:
-        srun.append(f"--container-image={args.container}")
-        srun += [f"--container-mounts={','.join(args.mounts)}"] if args.mounts else []
+    srun += [f"--container-image={args.container}"] if args.container is not None else []
+    srun += [f"--container-mounts={','.join(args.mounts)}"] if args.mounts else []
     return shlex.join(srun)
 
 
@@ -288,8 +257,35 @@ def _function(args: argparse.Namespace, module: str, function: str) -> int:
     make_directory(folder)
     for name, value in files.items():
         write_pickle(paths[name], value)
-    sys.stderr.write(visible(f"result: {folder / 'result'}.{args.result}") + "\n")
-    return _submit(script, folder)
+    result = folder / f"result.{args.result}"
+    sys.stderr.write(visible(f"result: {result}") + "\n")
+    waits, began = "wait" in args.extra, time.time()
+    callbacks = travelling(read_pickle(paths["callbacks"])) if waits else []
+    job_id, code = _submit(script, folder)
+    if waits and job_id:
+        emit(callbacks, "on_completed_ctx", _completed(job_id, code, result, time.time() - began))
+    return int(code != 0)
+
+
+def _completed(job_id: str, code: int, result: Path, duration: float) -> CompletedContext:
+    """Return how a function's job ended, and show the failure that the runner wrote next to the result, if any."""
+    failure = None
+    try:
+        read_result(result)
+    except FunctionFailedError as error:
+        failure = error
+        sys.stderr.write(visible(error) + "\n")
+    except (OSError, ValueError):  # an array has a result for each task; a killed job has none
+        pass
+    return CompletedContext(
+        job_context=JobContext(job_id=job_id),
+        status="failure" if code else "success",
+        exit_code=code,
+        error_type=None if failure is None else failure.error_type,
+        error_message=None if failure is None else failure.error_message,
+        duration=duration,
+        emitted_by="client",
+    )
 
 
 def _value(text: str) -> Any:
@@ -325,96 +321,21 @@ def _directive(value: object) -> str:
     return f'"{text}"' if " " in text else text
 
 
-def _submit(script: str, artifacts: Path) -> int:
-    make_directory(artifacts)
-    path = artifacts / "slurm_job.sh"
+def _submit(script: str, folder: Path) -> tuple[str, int]:
+    """Write the script into `folder` and hand it to sbatch, whose errors go to standard error.
+
+    Returns:
+        The id of the job, which is printed as well, and the exit code of sbatch; with ``--sbatch wait``, of the job.
+    """
+    make_directory(folder)
+    path = folder / "slurm_job.sh"
     write_bytes_durably(path, script.encode(), mode=PRIVATE_FILE)
-    done = _slurm("sbatch", "--parsable", str(path))
-    if done.returncode:
-        return print_error("slurm", done.stderr.strip(), 1)
-    say(done.stdout.strip().partition(";")[0])  # in a federation, the cluster follows the id
-    return 0
-
-
-def _wait(job_id: str, callbacks_file: Path | None, output_file: Path | None) -> int:
-    """Wait until Slurm reports the end of the job, or of all its tasks, print how it ended, and call the callbacks.
-
-    Raises:
-        UsageError: slurmctld does not know the job.
-        ValueError: The file holds no callbacks.
-        OSError: The file cannot be read, or others could have written it.
-    """
-    callbacks = [] if callbacks_file is None else travelling(read_pickle(callbacks_file))
-    began, answered = time.time(), time.monotonic()
-    fault = ""
-    while True:
-        tasks = _tasks(job_id)
-        if isinstance(tasks, str):
-            if tasks != fault:
-                sys.stderr.write(visible(f"{tasks}; trying scontrol again") + "\n")
-                fault = tasks
-            if time.monotonic() - answered > UNREACHABLE_S:
-                return print_error("slurm", f"scontrol has failed for {UNREACHABLE_S:.0f} s: {tasks}", 1)
-        elif all(state in _ENDED for _, state, _ in tasks):
-            break
-        else:
-            answered = time.monotonic()
-        time.sleep(WAIT_POLL_S)
-    say(*(f"{task} {state}, exit code {code}" for task, state, code in tasks))
-    _, state, code = next((task for task in tasks if task[1] != "COMPLETED"), tasks[0])
-    succeeded = state == "COMPLETED"
-    reason = None if succeeded or output_file is None else _failure(output_file)
-    context = CompletedContext(
-        job_context=JobContext(job_id=job_id),
-        status="success" if succeeded else "failure",
-        exit_code=code,
-        error_type=None if succeeded else reason.error_type if reason else state,
-        error_message=reason.error_message if reason else None,
-        duration=time.time() - began,
-        emitted_by="client",
-    )
-    if reason is not None:
-        sys.stderr.write(visible(reason) + "\n")
-    emit(callbacks, "on_completed_ctx", context)
-    return 0 if succeeded else 1
-
-
-def _tasks(job_id: str) -> list[tuple[str, str, int]] | str:
-    """Return id, state (RUNNING, TIMEOUT, …) and exit code of a job or of each task of an array; or scontrol's error.
-
-    Raises:
-        UsageError: slurmctld does not know the job; it forgets one some minutes after its end (``MinJobAge``).
-    """
-    shown = _slurm("scontrol", "show", "job", "--oneliner", job_id)
-    matches = [match for line in shown.stdout.splitlines() if (match := _STATE.search(line))]
-    if not matches:
-        reason = shown.stderr.strip() or "scontrol shows no state"
-        if _UNKNOWN_JOB in reason:
-            raise UsageError(f"Slurm does not know job {job_id} (any more): {reason}. See `sacct --jobs {job_id}`")
-        return reason
-    return [
-        (
-            job_id if len(matches) == 1 else f"{each['array']}_{each['task']}" if each["array"] else each["id"],
-            each["state"],
-            128 + int(each["signal"]) if int(each["signal"]) else int(each["code"]),
-        )
-        for each in matches
-    ]
-
-
-def _failure(output_file: Path) -> FunctionFailedError | None:
-    """Return the failure that the runner wrote next to a result, if there is one."""
     try:
-        read_result(output_file)
-    except FunctionFailedError as error:
-        return error
-    except (OSError, ValueError):
-        return None
-    return None
-
-
-def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        with subprocess.Popen(["sbatch", "--parsable", str(path)], stdout=subprocess.PIPE, text=True) as sbatch:
+            assert sbatch.stdout is not None
+            job_id = sbatch.stdout.readline().strip().partition(";")[0]  # in a federation, the cluster follows the id
+            if job_id:
+                say(job_id)
     except FileNotFoundError:
-        raise UsageError(f"{command[0]} is not installed; run this on a login node of the cluster") from None
+        raise UsageError("sbatch is not installed; run this on a login node of the cluster") from None
+    return job_id, sbatch.returncode

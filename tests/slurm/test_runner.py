@@ -68,16 +68,23 @@ def test_a_function_gets_its_context_and_its_result_comes_back(slurm, submit, tm
     assert ends(tmp_path) == ["success None 0", "success None 0"]
 
 
-def test_the_client_that_waits_tells_the_callbacks_how_the_job_ended(slurm, submit, tmp_path):
-    write_pickle(tmp_path / "args", (10,))
-    for job, code in ((submit("place", "--args-file args"), 0), (submit("fail"), 1)):
-        command = [sys.executable, "-m", "genlight", "slurm", "wait", job, "--callbacks-file", "callbacks"]
-        environ = slurm.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+def test_a_submit_that_waits_reports_how_the_function_ended(slurm, submit, tmp_path):
+    environ = slurm.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    genlight = [sys.executable, "-m", "genlight", "slurm", "submit", "--sbatch=wait", "--callbacks-file=callbacks"]
+    for words, code in (
+        (["slurm_tasks:place", "--args", "10", "--sbatch=array=0-1", "--result=json"], 0),
+        (["slurm_tasks:fail"], 1),
+    ):
+        done = subprocess.run(
+            [*genlight, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+        )
         assert done.returncode == code, done.stderr
-        state, status = ("COMPLETED", "success") if code == 0 else ("FAILED", "failure")
-        assert done.stdout == f"{job} {state}, exit code {code}\n"
-        assert (tmp_path / f"completed-client-{job}").read_text() == f"{status} {code}"
+        completed = tmp_path / f"completed-client-{done.stdout.strip()}"
+        assert completed.read_text() == f"{'success' if code == 0 else 'failure'} {code}"
+    assert "ValueError: no such thing" in done.stderr
+    (folder,) = tmp_path.glob("place-*")
+    results = [read_result(folder / f"result-{task}.json") for task in range(2)]
+    assert [(factor, rank) for factor, _, rank in results] == [(10, 0)] * 2
 
 
 def test_sigterm_from_the_scheduler_is_reported_before_the_function_ends(slurm, submit, tmp_path):
@@ -87,23 +94,3 @@ def test_sigterm_from_the_scheduler_is_reported_before_the_function_ends(slurm, 
 
     assert slurm.wait(job) == ("FAILED", 143)
     assert ends(tmp_path) == ["failure Terminated 143", "failure Terminated 143"]
-
-
-def test_a_function_is_submitted_as_an_array_and_each_task_has_its_result(slurm, submit, tmp_path):
-    environ = slurm.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    genlight = [sys.executable, "-m", "genlight", "slurm"]
-    options = ["--sbatch=array=0-1", "--args", "10", "--result=json"]
-    job = slurm.call(*genlight, "submit", "slurm_tasks:place", *options, cwd=tmp_path, environ=environ).strip()
-    said = slurm.call(*genlight, "wait", job, cwd=tmp_path, environ=environ)
-
-    assert sorted(said.splitlines()) == [f"{job}_{task} COMPLETED, exit code 0" for task in range(2)]
-    (folder,) = tmp_path.glob("place-*")
-    results = [read_result(folder / f"result-{task}.json") for task in range(2)]
-    assert [(factor, rank) for factor, _, rank in results] == [(10, 0)] * 2
-
-
-def test_a_job_that_never_was_is_unknown(slurm, tmp_path):
-    for job in ("99999999", "abc"):
-        command = [sys.executable, "-m", "genlight", "slurm", "wait", job]
-        done = subprocess.run(command, env=slurm.environ, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (2, ""), done.stderr

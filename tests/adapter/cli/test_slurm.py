@@ -1,13 +1,15 @@
 """``genlight slurm``, as far as it goes without a cluster; ``tests/slurm`` has one."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from genlight.adapter.cli import main, slurm
+from genlight.adapter.cli import main
 from genlight.adapter.runner.transport import read_result, write_pickle
 
 
@@ -135,71 +137,6 @@ def test_a_requeue_that_the_controller_does_not_answer_is_tried_again(run):
     assert run(PREEMPTED, more=fails_once).stdout == "requeued 7\n"
 
 
-SCONTROL = """#!/bin/bash
-n=$(cat calls 2>/dev/null || echo 0); echo $((n+1)) > calls
-[ -e "answer-$n" ] || n=last
-[ -s "answer-$n" ] && cat "answer-$n" && exit 0
-echo "slurm_load_jobs error: ${REASON:-Unable to contact slurm controller (connect failure)}" >&2; exit 1
-"""
-
-
-@pytest.fixture
-def scontrol(tmp_path, monkeypatch):
-    """Has ``scontrol`` give these answers, one a call; None is a failure. The last one stays."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm, "WAIT_POLL_S", 0.0)
-    program = tmp_path / "bin" / "scontrol"
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(SCONTROL)
-    program.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-
-    def answers(*texts):
-        for number, text in enumerate(texts):
-            name = "last" if number == len(texts) - 1 else number
-            (tmp_path / f"answer-{name}").write_text("" if text is None else text + "\n")
-
-    return answers
-
-
-RUNNING, COMPLETED = (f"JobId=7 JobName=x JobState={state} ExitCode=0:0" for state in ("RUNNING", "COMPLETED"))
-TASKS = [
-    "JobId=7 ArrayJobId=7 ArrayTaskId=1 JobState=COMPLETED ExitCode=0:0",
-    "JobId=8 ArrayJobId=7 ArrayTaskId=0 JobState={} ExitCode={}",
-]
-
-
-@pytest.mark.parametrize(
-    ("answers", "code", "said"),
-    [
-        ((RUNNING, None, COMPLETED), 0, ["7 COMPLETED, exit code 0"]),
-        (("no state at all", COMPLETED), 0, ["7 COMPLETED, exit code 0"]),
-        (
-            ("\n".join(TASKS).format("RUNNING", "0:0"), "\n".join(TASKS).format("FAILED", "3:0")),
-            1,
-            ["7_1 COMPLETED, exit code 0", "7_0 FAILED, exit code 3"],
-        ),
-        (
-            ("\n".join(TASKS).format("OUT_OF_MEMORY", "0:9"),),
-            1,
-            ["7_1 COMPLETED, exit code 0", "7_0 OUT_OF_MEMORY, exit code 137"],
-        ),
-    ],
-)
-def test_wait_ends_with_the_job_and_not_with_an_answer_that_did_not_come(scontrol, capsys, answers, code, said):
-    scontrol(*answers)
-    assert main(["slurm", "wait", "7"]) == code
-    assert capsys.readouterr().out.splitlines() == said
-
-
-def test_wait_ends_with_1_if_the_controller_stays_away_and_with_2_for_an_unknown_job(scontrol, capsys, monkeypatch):
-    monkeypatch.setattr(slurm, "UNREACHABLE_S", 0.0)
-    assert main(["slurm", "wait", "7"]) == 1
-    assert "Unable to contact slurm controller" in capsys.readouterr().err
-    monkeypatch.setenv("REASON", "Invalid job id specified")
-    assert main(["slurm", "wait", "7"]) == 2
-
-
 def test_the_time_limit_of_a_job_is_kept(run):
     done = run(STOPPED.replace("REASON", "timeout"), "--set", "max_runtime_seconds=60")
     assert (done.stdout, done.returncode) == ("", 75)
@@ -219,9 +156,6 @@ def test_settings_end_time_and_grace_reach_the_tasks_as_they_are(run, job, tmp_p
 
 
 FAULTS = [
-    (["--gpus-per-node", "many"], "Expected a number such as 8 or h100:8, but received 'many'"),
-    (["--mount", "/a:/b"], "`--mount` has no effect without `--container`."),
-    (["--sbatch=wrap=x\nrm"], "Invalid option of sbatch. Expected NAME=VALUE or NAME without blanks, but received "),
     (["--set", "max_steps=no"], "startup.invalid_job_spec"),
     (["--set", "resume_checkpoint_path=x.json"], "every start of a requeued job would begin there again"),
     (["--sbatch=array=0-3", "--set", "checkpoints_dir=/x"], "the tasks of an array would share checkpoints_dir"),
@@ -238,19 +172,27 @@ def test_an_unusable_argument_is_named_and_nothing_is_printed(job, capsys, words
     assert "s3cret" not in errors
 
 
-def test_all_unusable_arguments_are_named_at_once(job, capsys):
-    code, _, errors = rendered(capsys, "--gpus-per-node", "-1", "--sbatch", "mem=a lot", "--mount", "/a:/b")
-    assert code == 2
-    assert len(errors.splitlines()) == 3
-    assert all(name in errors for name in ("`--gpus-per-node`", "`--mount`", "'mem=a lot'"))
+@pytest.mark.parametrize("gpus", ["many", "-1", "h100:", "8:h100"])
+def test_a_number_of_gpus_is_checked(job, capsys, gpus):
+    with pytest.raises(SystemExit, match="2"):
+        main(["slurm", "render", "job.json", f"--gpus-per-node={gpus}"])
+    assert f"expected a number such as 8 or h100:8, but received '{gpus}'" in capsys.readouterr().err
 
 
 TASK_MODULE = """
 import os
+from pathlib import Path
+class Note:
+    requires_runner_transport = True
+    def on_completed_ctx(self, context):
+        about = f"{context.status} {context.exit_code} {context.error_type}"
+        Path(f"completed-{context.emitted_by}").write_text(about)
 def describe(text, count=1, *, job):
     return [text, count, str(job.output_dir)]
-def fails():
+def fails(text):
     raise ValueError("no such thing")
+def dies(text):
+    os._exit(9)
 """
 
 
@@ -259,7 +201,7 @@ def sbatch(tmp_path, monkeypatch):
     """An ``sbatch`` that runs the script at once, as one task."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.py").write_text(TASK_MODULE)
-    for name, line in (("sbatch", 'shift; bash "$1" >&2; echo 7'), ("srun", 'shift 2; exec "$@"')):
+    for name, line in (("sbatch", 'echo 7; shift; bash "$1" >&2'), ("srun", 'shift 2; exec "$@"')):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/bash\n{line}\n")
@@ -290,17 +232,25 @@ def test_a_function_is_submitted_with_its_arguments_and_its_result_is_read(
     assert {each.stat().st_mode & 0o777 for each in folder.iterdir()} == {0o600}
 
 
-def test_a_client_reads_why_a_function_failed(sbatch, scontrol, tmp_path, capfd):
-    scontrol("JobId=7 JobState=FAILED ExitCode=1:0")
-    write_pickle("callbacks", [])
-    assert main(["slurm", "submit", "tasks:fails", "--callbacks-file", "callbacks"]) == 0
-    (folder,) = tmp_path.glob("fails-*")
-    capfd.readouterr()
-    assert main(["slurm", "wait", "7", "--output-file", str(folder / "result.pickle")]) == 1
-    said = capfd.readouterr()
-    assert said.out == "7 FAILED, exit code 1\n"
-    assert said.err.startswith("ValueError: no such thing\n")
-    assert "in fails" in said.err
+@pytest.mark.parametrize(
+    ("function", "code", "said"),
+    [("describe", 0, "success 0 None"), ("fails", 1, "failure 1 ValueError"), ("dies", 1, "failure 9 None")],
+)
+def test_a_submit_that_waits_shows_and_reports_how_the_function_ended(
+    sbatch, tmp_path, capfd, monkeypatch, function, code, said
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tasks", raising=False)
+    write_pickle("callbacks", [importlib.import_module("tasks").Note()])
+    words = ["--args", "x", "--callbacks-file", "callbacks"]
+    assert main(["slurm", "submit", f"tasks:{function}", *words, "--sbatch", "wait"]) == code
+    shown = capfd.readouterr()
+    assert shown.out == "7\n"
+    assert ("in fails" in shown.err) == (function == "fails")
+    assert Path("completed-client").read_text() == said
+    Path("completed-client").unlink()
+    assert main(["slurm", "submit", f"tasks:{function}", *words]) == code
+    assert not Path("completed-client").exists()
 
 
 def test_the_python_of_a_prepared_environment_calls_a_function(sbatch, tmp_path, capsys):
