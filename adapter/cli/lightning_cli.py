@@ -1,6 +1,7 @@
 """LightningCLI with genlight's defaults, for ``genlight fit`` and its like, and for programs of users.
 
-`lightning_parser` parses, and `lightning_start` chooses the checkpoint to start from.
+`lightning_start` chooses the checkpoint to start from. Importing this module changes jsonargparse for the process: it
+has no settings for a single parser.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import yaml
+from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks.timer import Interval
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -32,7 +35,7 @@ from ...callbacks.stop.stop_requests import StopRequests
 from ..cluster.job_context import is_rank_zero, rank_errors
 from ..cluster.placement import placed_by_launcher, placement_fault
 from ..contract.exceptions import GenlightError, UsageError
-from ..job.parser_errors import UnusableValueError, root_cause
+from ..job.parser_errors import UnusableValueError, root_cause, shortened
 from ..module.module import ContractModule
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.failures import is_input_error, stop_reason, text_of_error
@@ -44,7 +47,6 @@ from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault
 from ..run.report import show_results
 from ..run.session import Completion, FollowerSession, Session
-from .lightning_parser import GenlightParser
 from .lightning_start import (
     SaveOnStop,
     begin_fit,
@@ -54,9 +56,39 @@ from .lightning_start import (
     save_on_stop,
     say,
 )
+from .parser import refuse, suggest_name
 from .terminal import print_error
 
 log = logging.getLogger(__name__)
+
+# The fields of a feed's options have their docstrings below them.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+# The default of an argument of Lightning's `Timer`. Without this, LightningCLI cannot save the configuration.
+yaml.SafeDumper.add_representer(Interval, lambda dumper, interval: dumper.represent_str(interval.value))
+
+
+class GenlightParser(LightningArgumentParser):
+    """LightningCLI's parser with shorter errors, which suggest the nearest name for a misspelled one."""
+
+    @override
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().parse_path(cfg_path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            self.error(f"The configuration {str(cfg_path)!r} is not text: {error}")
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the error and end the process with 2, as argparse does."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser, message = getattr(ex, "subcommand_parser", None) or self, shortened(message)
+        suggestion = suggest_name(parser, message)
+        if message.startswith("unrecognized arguments: ") and message.endswith((".json", ".yaml", ".yml")):
+            suggestion = ". Name a configuration by --config"
+        elif message.startswith('Parser key "trainer":\nUnable to load config'):  # a job has the name of a class there
+            suggestion = "\nIf the configuration is a job, start it with `genlight run`"
+        refuse(parser, message, suggestion)
 
 
 class SaveAttemptConfig(SaveConfigCallback):

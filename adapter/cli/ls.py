@@ -14,16 +14,14 @@ import argparse
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 from ..plumbing.text import size_text
 from ..view.summary import RunSummary, figures_of, find_runs, summary_of
-from .parser import folder_of_runs
-from .terminal import aligned, print_error, say, say_json, styled
+from .parser import add_json, folder_of_runs
+from .terminal import aligned, print_error, say, say_json
 
 _HEADER = ("STATE", "RUN", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "HOURS", "COST", "UPLOADS", "RESTART")
 _STYLES = {"completed": "ok", "stopped": "warning", "failed": "fault", "lost": "fault"}
-_WATCH_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,15 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dir", metavar="DIR", nargs="?", default=".", type=folder_of_runs, help="folder with runs below it"
     )
-    display = parser.add_mutually_exclusive_group()
-    display.add_argument("--json", action="store_true", help="print JSON, one object a line")
-    display.add_argument("--watch", action="store_true", help="update the list every two seconds, until Ctrl-C")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code: 0."""
-    if args.watch:
-        _watch(args.dir)
     runs = _runs(args.dir)
     if args.json:
         say_json(each.as_json() for each in runs)
@@ -49,17 +43,6 @@ def run(args: argparse.Namespace) -> int:
         for line, style in _lines(runs, args.dir):
             say(line, style=style)
     return 0
-
-
-def _watch(folder: Path) -> NoReturn:
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False) as live:
-        while True:
-            lines = [styled(*each) for each in _lines(_runs(folder), folder)]
-            live.update(Text.from_ansi("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
-            time.sleep(_WATCH_EVERY_S)
 
 
 def _runs(folder: Path) -> list[RunSummary]:

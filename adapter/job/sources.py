@@ -43,9 +43,6 @@ _FOR_READERS = ("$schema", COMMENT)
 """Keys for an editor and for people; they are not settings."""
 _BASE_DIR = "base_dir"
 _YAML = (".yaml", ".yml")
-_DEEPEST = 100
-"""Levels of objects and lists in a setting; what reads settings calls itself for each."""
-
 
 CODES = (
     "startup.missing_job_spec_path",
@@ -243,14 +240,12 @@ def read_sources(
     """Read all sources and note their errors; their content never raises."""
     sources = Sources(errors, _path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
-    sources.readable = raw is not None
-    raw = _without_deep(raw or {}, errors)
+    sources.readable, raw = raw is not None, raw or {}
     for name, value in _respelled(_of_job(raw, errors), keys_of(Settings), errors).items():
         sources.put((name,), value, JOB_FILE)
     _read_environment(sources, environ, errors)
     for text in overrides:
         _override(text, sources, errors)
-    sources.merged = _without_deep(sources.merged, errors)
     tokens = (raw.get("capability_token"), environ.get("TRAINER_CAPABILITY_TOKEN", "").strip())
     secrets = [token for token in tokens if isinstance(token, str) and token]
     sources.secrets = (*secrets, *secrets_in(sources.merged), *secrets_in(raw))
@@ -261,22 +256,6 @@ def read_sources(
                 f"`--set {name}=...`, or remove it with `--set {name}=null`."
             )
     return sources
-
-
-def _without_deep(settings: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
-    """Return `settings` without those that are nested too deeply for the code that reads them, and note these."""
-    deep = {name for name, value in settings.items() if _depth(value) > _DEEPEST}
-    for name in sorted(deep):
-        errors.add(f"`{name}` is nested more than {_DEEPEST} levels deep.", name=name)
-    return {name: value for name, value in settings.items() if name not in deep}
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-        depth += 1
-    return depth
 
 
 def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:

@@ -222,13 +222,6 @@ def test_a_file_that_is_no_json_object_is_one_clear_fault(tmp_path, content, rea
     assert errors.found[0].code == "startup.invalid_job_spec"
 
 
-@pytest.mark.parametrize("begin", ["[", '{"a": '])
-def test_a_setting_that_is_nested_too_deeply_is_named(begin, parse):
-    end = {"[": "]"}.get(begin, "}")
-    value = json.loads(begin * 300 + "1" + end * 300)
-    assert parse(hyperparams={"a": value})[1] == ["`hyperparams` is nested more than 100 levels deep."]
-
-
 def test_a_missing_file_and_a_folder_are_told_apart(tmp_path):
     errors = ConfigErrors()
     assert read_job_file(tmp_path / "none.json", errors) is None

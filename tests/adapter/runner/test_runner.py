@@ -1,6 +1,7 @@
 """The runner as a job script starts it: a process that calls one function and reports the outcome."""
 
 import grp
+import importlib
 import json
 import os
 import pickle
@@ -132,13 +133,15 @@ class Submitter:
         *options,
         args=None,
         kwargs=None,
-        callbacks="[hooks.Record('records')]",
+        callbacks=(("Record", "records"),),
         runner="genlight.adapter.runner",
         **environ,
     ):
-        program = "import sys; sys.path.insert(0, '.'); import hooks; from genlight.adapter.runner.transport import *; "
-        program += f"write_pickle('callbacks', {callbacks})"  # their classes are unknown to this process
-        subprocess.run([sys.executable, "-c", program], cwd=self.folder, check=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(self.folder)
+            hooks = importlib.import_module("hooks")
+            write_pickle(self.folder / "callbacks", [getattr(hooks, name)(*args) for name, *args in callbacks])
+            del sys.modules["hooks"]
         command = [sys.executable, "-m", runner, "--module", module, "--function", function]
         command += ["--output-file", "result", "--callbacks-file", "callbacks", *options]
         for name, value in (("args", args), ("kwargs", kwargs)):
@@ -357,7 +360,7 @@ def test_a_missing_folder_for_the_result_is_made_before_and_after_the_call(submi
 
 
 def test_a_failing_callback_is_logged_and_hides_nothing(submitter):
-    callbacks = "[hooks.Fails(), hooks.Record('records'), hooks.StaysHere()]"
+    callbacks = (("Fails",), ("Record", "records"), ("StaysHere",))
     code, errors = submitter.run("tasks", "fail", args=(1,), callbacks=callbacks)
 
     assert code == 1

@@ -32,9 +32,13 @@ def run(job, module, number, *words):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    "module", ["genlight.adapter.cli.command_line", "genlight.adapter.run.run", "genlight.adapter.run.training"]
+    ("module", "number"),
+    [
+        ("genlight.adapter.cli.command_line", signal.SIGTERM),
+        ("genlight.adapter.run.run", signal.SIGINT),
+        ("genlight.adapter.run.training", signal.SIGTERM),
+    ],
 )
 def test_a_signal_during_imports_stops_a_run_before_it_trains(job, module, number):
     job.write(uploads={})
@@ -48,10 +52,9 @@ def test_a_signal_during_imports_stops_a_run_before_it_trains(job, module, numbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["genlight.adapter.cli.command_line", "lightning"])
-def test_a_signal_during_imports_stops_a_fit_before_it_trains(job, module):
+def test_a_signal_during_imports_stops_a_fit_before_it_trains(job):
     (job.folder / "fit.yaml").write_text("model: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}")
-    done = run(job, module, signal.SIGTERM, "fit", "--config", "fit.yaml", "--trainer.logger", "false")
+    done = run(job, "lightning", signal.SIGTERM, "fit", "--config", "fit.yaml", "--trainer.logger", "false")
 
     assert done.returncode == 75, done.stderr
     assert "SIGTERM: the fit stops before it trains" in done.stderr

@@ -61,10 +61,9 @@ def test_an_exception_of_the_users_code_is_reported(reported, raises):
     assert last["error"] == f"train-step:{raises}: injected"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_setting_that_lightning_refuses_during_the_fit_is_reported(job, reported, ranks):
+def test_a_setting_that_lightning_refuses_during_the_fit_is_reported(job, reported):
     late = {"val_check_interval": 900, "limit_val_batches": 1, "max_epochs": 1}
-    code, last = reported.wait(reported.start(at="nowhere", **late, **(TWO if ranks > 1 else {})))
+    code, last = reported.wait(reported.start(at="nowhere", **late, **TWO))
     assert (code, last["event"], last["category"], last["step"]) == (2, "failed", "startup", 0)
     assert "`val_check_interval` (900) must be less than or equal" in last["error"]
     assert "Traceback" not in job.output()
@@ -87,8 +86,7 @@ def test_an_undelivered_upload_fails_a_fit_if_it_is_critical(job, reported, crit
     assert last.get("category") == ("upload" if critical else None)
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_logger_and_uploads_work_in_copies_of_the_process(job, strategy):
+def test_logger_and_uploads_work_in_copies_of_the_process(job):
     """The session stays in the process that starts the copies; a spawned copy imports the program again."""
     config = {
         "trainer": {
@@ -96,7 +94,7 @@ def test_logger_and_uploads_work_in_copies_of_the_process(job, strategy):
             "accelerator": "cpu",
             "limit_val_batches": 0,
             "enable_model_summary": False,
-            "strategy": strategy,
+            "strategy": "ddp_spawn",
             "devices": 2,
             "logger": EVENTS,
             "callbacks": [CHECKPOINTS, uploads()],

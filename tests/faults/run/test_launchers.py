@@ -7,12 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-
-from support.forked import fork_server
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +38,7 @@ def tasks(job):
     return start
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "rank"), [("raises", 1), ("dies", 0), ("dies", 1)])
 def test_one_task_fails_and_both_end_with_the_cause(job, tasks, fault, rank):
     plan, words = FAULTS[fault]
     job.write_for_two_ranks({"at": "train_step:12", "rank": rank, **plan})
@@ -55,7 +51,7 @@ def test_one_task_fails_and_both_end_with_the_cause(job, tasks, fault, rank):
         failed = job.terminal_event()
         assert (failed["category"], failed["resumable"]) == ("train-step", True)
         assert words in failed["error"]
-        assert ("(rank 1)" in failed["error"]) == (fault == "raises" and rank == 1)
+        assert ("(rank 1)" in failed["error"]) == (fault == "raises")
 
 
 def test_a_task_that_cannot_load_its_trainer_is_reported(job, tasks):
@@ -83,22 +79,18 @@ def test_tasks_that_are_cancelled_before_they_start_do_not_wait_for_each_other(j
     assert (failed["error"], failed["step"], failed["resumable"]) == ("canceled", 0, True)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_ends_a_task_that_waits_for_one_that_never_comes(job, is_long, rank):
-    if rank == 1 and not is_long:
-        pytest.skip("it waits 15 s for an answer; runs with GENLIGHT_LONG_FAULTS=1")
+def test_a_signal_ends_a_task_that_waits_for_one_that_never_comes(job):
     job.write_for_two_ranks(trainer="holds_on_import:Faulty")
     job.go()
-    process = job.fork_run(**environ_of(rank, random.randrange(10**6, 10**7)))
-    job.wait_until(lambda: job.reached(rank), process)
+    process = job.fork_run(**environ_of(0, random.randrange(10**6, 10**7)))
+    job.wait_until(job.reached, process)
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(120) == 75, job.output()
-    if rank == 0:
-        failed = job.terminal_event()
-        assert (failed["error"], failed["step"], failed["resumable"]) == ("preempted", 0, True)
-        assert job.server.posted("/terminal")[-1]["error"] == "preempted"
+    failed = job.terminal_event()
+    assert (failed["error"], failed["step"], failed["resumable"]) == ("preempted", 0, True)
+    assert job.server.posted("/terminal")[-1]["error"] == "preempted"
 
 
 NOTES_ITS_CODE = """
@@ -127,30 +119,18 @@ def test_a_port_that_is_in_use_is_named(job, torchrun_environs):
     assert f"port {port} of {socket.gethostname()} is in use" in failed["error"]
 
 
-STAND_IN = Path(__file__).parents[1] / "forked_job.py"
-
-
 @pytest.fixture
 def torchrun(job):
-    """Start two ranks with torchrun: as copies of a process that has loaded all modules, or `as_users` start them.
+    """Start two ranks with torchrun."""
 
-    torchrun waits `waits_s` for ranks to end after a stop signal, by default 30 s.
-    """
-
-    def start(*, as_users=False, waits_s=30):
-        options = ["--standalone", "--nproc-per-node", "2"]
-        log = job.folder / "stderr"
-        if as_users:
-            (job.folder / "main.py").write_text(NOTES_ITS_CODE)
-            command = ["main.py", "run", str(job.spec)]
-        else:
-            (job.folder / "processes").mkdir()
-            command = ["--no-python", sys.executable, STAND_IN, fork_server(), log, job.spec, job.folder / "processes"]
-        with log.open("ab") as output:
+    def start():
+        (job.folder / "main.py").write_text(NOTES_ITS_CODE)
+        command = ["--standalone", "--nproc-per-node", "2", "main.py", "run", str(job.spec)]
+        with (job.folder / "stderr").open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *options, *map(str, command)],
+                [sys.executable, "-m", "torch.distributed.run", *command],
                 cwd=job.folder,
-                env=job.process_environ(TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(waits_s)),
+                env=job.process_environ(),
                 stderr=output,
                 stdout=output,
             )
@@ -162,7 +142,7 @@ def torchrun(job):
 
 def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
     job.write_for_two_ranks({"at": "train_step:6", "rank": 1, "holds": 60.0})
-    process = torchrun(as_users=True)
+    process = torchrun()
     job.wait_until(lambda: job.reached(1), process)
     ranks = psutil.Process(process.pid).children()
     try:
@@ -181,7 +161,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(job, torchrun):
 def test_a_signal_to_torchrun_and_its_ranks_stops_all_ranks_at_one_step(job, torchrun):
     """Schedulers signal every process of a job, and torchrun forwards its own signal to the ranks once more."""
     job.write_for_two_ranks({"at": "train_step:6", "rank": 1, "holds": 60.0})
-    process = torchrun(as_users=True)
+    process = torchrun()
     job.wait_until(lambda: job.reached(1), process)
     for each in (*psutil.Process(process.pid).children(), process):
         each.send_signal(signal.SIGTERM)
