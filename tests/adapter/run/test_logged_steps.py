@@ -78,8 +78,7 @@ def attempt(tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("version", ["v", 3, None])
-@pytest.mark.parametrize("fails_at", [(7,), (7, 10), (5, 6, 7)], ids=str)
+@pytest.mark.parametrize(("version", "fails_at"), [("v", (7,)), (3, (7, 10)), (None, (5, 6, 7))], ids=str)
 def test_a_resumed_run_keeps_each_step_once(attempt, version, fails_at):
     for step in fails_at:
         assert attempt(version, fails_at=step)[0] == 1

@@ -285,8 +285,11 @@ def test_a_record_of_an_older_runtime_is_resumed_from(write_job):
     assert final_state(job) == {"total": 100 + sum(range(8)), "steps": 5}
 
 
-@pytest.mark.parametrize("name", ["step-00000004.json", "final.json"])
-@pytest.mark.parametrize("content", [b"", b'{"step": 4, "sta', None], ids=["empty", "cut off", "folder"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("step-00000004.json", b""), ("final.json", b'{"step": 4, "sta'), ("step-00000004.json", None)],
+    ids=["empty", "cut off", "folder"],
+)
 def test_a_run_gets_past_a_record_that_an_older_runtime_left_torn(write_job, caplog, checkpoints, name, content):
     """The name is free again before the first step, so the save of that step does not end the run on each start."""
     job = write_job(checkpoint_every=2, resume_from_latest=True)

@@ -61,10 +61,9 @@ def signal_group(job, process, number=signal.SIGTERM, *, workers_stay=True):
     ("data", "number"),
     [
         (FEED, signal.SIGTERM),
-        (own_loader(method="fork"), signal.SIGINT),
         (own_loader(method="spawn", persistent=True), signal.SIGINT),
     ],
-    ids=["feed", "forked, Ctrl-C", "spawned persistent, Ctrl-C"],
+    ids=["feed", "spawned persistent, Ctrl-C"],
 )
 def test_data_workers_stay_until_the_step_is_done_and_saved(job, fit, data, number):
     assert signal_group(job, fit(data), number) == 75, job.output()

@@ -24,6 +24,8 @@ def test_a_signal_at_the_exit_of_the_process_changes_neither_event_nor_exit_code
     process = job.fork_run()
     job.wait_until(job.reached, process)
     process.send_signal(trigger)
+    time.sleep(0.3)
+    job.go()
 
     assert process.wait(120) == code
     assert job.terminal_event()["event"] == ended
