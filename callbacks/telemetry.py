@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from ..adapter.contract.exceptions import EventLogError
+from ..adapter.plumbing.devices import memory_in_use
 from ..reporters.events.goodput import METRIC_PREFIX
 from ..reporters.telemetry import write_event
 from .hook.cadence import NEVER, Pace, crossed, step_cadence
@@ -263,9 +264,8 @@ def _metric(trainer: pl.Trainer, *names: str) -> float | None:
 
 def _memory(device: torch.device) -> dict[str, float | None]:
     """Return bytes in use and their peak: of the device if it counts them, otherwise of the process."""
-    module: Any = torch.get_device_module(device)
-    if device.type != "cpu" and hasattr(module, "max_memory_allocated"):
-        used, peak = int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+    if (counted := memory_in_use(device)) is not None:
+        used, peak = counted
     else:
         used = psutil.Process().memory_info().rss
         # Linux counts the peak in KiB, and a little late.

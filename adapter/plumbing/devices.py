@@ -27,6 +27,14 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator(check_available=True)
 
 
+def memory_in_use(device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes that tensors occupy on a device, now and at most so far; None if it does not count them."""
+    module: Any = torch.get_device_module(device)
+    if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
+        return None
+    return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+
+
 class LateCopy:
     """A copy of a tensor to the host that arrives while the program continues.
 

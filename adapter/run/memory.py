@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..contract.exceptions import GenlightError
 from ..job.config import JOB_NAME
+from ..plumbing.devices import memory_in_use
 from ..plumbing.failures import place_in_users_code
 from ..plumbing.redaction import safe_str
 from ..plumbing.text import size_text
@@ -51,9 +52,8 @@ def explain_memory(
         "optimizer states": _nbytes(tree_leaves([dict(each.state) for each in trainer.optimizers])),
     }
     device = trainer.strategy.root_device
-    count: Any = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-    if device.type != "cpu" and count is not None:
-        parts["activations and temporary tensors"] = max(int(count(device)) - sum(parts.values()), 0)
+    if (counted := memory_in_use(device)) is not None:
+        parts["activations and temporary tensors"] = max(counted[1] - sum(parts.values()), 0)
     largest = max(parts, key=lambda name: parts[name])
     held = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
     replay = ""
