@@ -201,7 +201,7 @@ def sbatch(tmp_path, monkeypatch):
     """An ``sbatch`` that runs the script at once, as one task."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tasks.py").write_text(TASK_MODULE)
-    for name, line in (("sbatch", 'echo 7; shift; bash "$1" >&2'), ("srun", 'shift 2; exec "$@"')):
+    for name, line in (("sbatch", 'echo 7; shift; bash "$1" >job.out 2>&1'), ("srun", 'shift 2; exec "$@"')):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/bash\n{line}\n")
@@ -251,6 +251,7 @@ def test_a_submit_that_waits_shows_and_reports_how_the_function_ended(
     Path("completed-client").unlink()
     assert main(["slurm", "submit", f"tasks:{function}", *words]) == code
     assert not Path("completed-client").exists()
+    assert "in fails" not in capfd.readouterr().err
 
 
 def test_the_python_of_a_prepared_environment_calls_a_function(sbatch, tmp_path, capsys):

@@ -304,7 +304,7 @@ def test_memory_goes_to_the_disk_when_all_restarts_are_used_up(tmp_path):
 
 
 def test_a_run_that_is_killed_before_its_first_step_goes_back_once_and_then_ends(tmp_path):
-    job = Job(tmp_path, 2)
+    job = Job(tmp_path)
     job.dies(0, 9)
     (tmp_path / "kills-at-load").touch()
     done = job.run("--restarts", "9")
