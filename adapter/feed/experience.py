@@ -1,8 +1,8 @@
 """Experience of a policy: a ring of transitions, a loader of its samples, and minibatches of one rollout.
 
-A save of the ring is a folder. ``replay.bin`` is written last, complete or absent. It has the priorities and the state
-of the generator, and lists the files of rows: ``rows-<first>-<last>.safetensors`` has the rows of these numbers. These
-files never change; later saves link them.
+A save of the ring is a folder. ``replay.bin`` is written last, complete or absent. It has the state of the generator,
+and lists the files of rows: ``rows-<first>-<last>.safetensors`` has the rows of these numbers. These files never
+change; later saves link them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors, save as to_safetensors
 from torch import Tensor
@@ -27,58 +25,10 @@ from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.safe_open import read_regular
 from ..plumbing.text import shortened
 
-FANOUT = 128
-"""Leaves of a group. With a million leaves, summing all groups and summing within some groups take about as long."""
-
 META = "replay.bin"
 MOST_BYTES_OF_META = 64 << 20
-"""Maximum size of ``replay.bin`` without the priorities."""
 MOST_BYTES_OF_FILE = 64 << 20
 """Approximate size of a file of rows; rows are in memory twice while their file is written."""
-
-Floats: TypeAlias = NDArray[np.float64]
-Positions: TypeAlias = NDArray[np.int64]
-
-
-class SumTree:
-    """Priorities of `size` leaves, all 0 at first, with the sums of groups of them.
-
-    A changed group is summed again, so that its sum depends only on the leaves and not on their earlier values.
-    """
-
-    def __init__(self, size: int) -> None:
-        groups = -(-size // FANOUT)
-        self._leaves, self._sums = np.zeros((groups, FANOUT)), np.zeros(groups)
-
-    @property
-    def total(self) -> float:
-        """Sum of all priorities."""
-        return float(self._sums.cumsum()[-1])
-
-    def values(self, leaves: Positions) -> Floats:
-        """Return the priorities of `leaves`."""
-        found: Floats = self._leaves.reshape(-1)[leaves]
-        return found
-
-    def set(self, leaves: Positions, priorities: Floats | float) -> None:
-        """Set the priorities of `leaves`; if one is named twice, the last value counts."""
-        self._leaves.reshape(-1)[leaves] = priorities
-        groups = np.unique(leaves // FANOUT)
-        self._sums[groups] = self._leaves[groups].sum(axis=1)
-
-    def find(self, targets: Floats) -> Positions:
-        """Return, for each target from 0 to below `total`, the leaf whose part of the cumulative sum contains it.
-
-        If rounding puts a target behind the last leaf with a priority, that leaf is returned.
-        """
-        ends = self._sums.cumsum()
-        groups = np.minimum(np.searchsorted(ends, targets, side="right"), np.searchsorted(ends, ends[-1]))
-        left = np.maximum(targets - (ends[groups] - self._sums[groups]), 0.0)[:, None]
-        ends_in_group = self._leaves[groups].cumsum(axis=1)
-        behind = np.count_nonzero(ends_in_group <= left, axis=1)
-        last = np.count_nonzero(ends_in_group < ends_in_group[:, -1:], axis=1)
-        found: Positions = groups * FANOUT + np.minimum(behind, last)
-        return found
 
 
 class ReplayBuffer:
@@ -90,37 +40,23 @@ class ReplayBuffer:
         capacity: Maximum number of rows.
         row: A row by column, for names, dtypes and shapes.
         seed: Seed of the buffer's generator, which draws the samples.
-        priority_exponent: Rows are drawn in proportion to their priority to this power (Schaul et al. 2016); None draws
-            all with equal probability.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: `capacity` is below 1, or a column is named ``index``.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        row: Mapping[str, Tensor],
-        *,
-        seed: int = 0,
-        priority_exponent: float | None = None,
-    ) -> None:
-        if capacity < 1 or not (priority_exponent is None or 0 <= priority_exponent < float("inf")):
-            raise ValueError(
-                "ReplayBuffer: expected `capacity` >= 1 and `priority_exponent` >= 0 or None, but received "
-                f"{capacity} and {priority_exponent}"
-            )
+    def __init__(self, capacity: int, row: Mapping[str, Tensor], *, seed: int = 0) -> None:
+        if capacity < 1:
+            raise ValueError(f"ReplayBuffer: expected `capacity` >= 1, but received {capacity}")
         self._row = _tensors(row)
-        if reserved := sorted({"index", "weight"}.intersection(self._row)):
-            raise ValueError(f"ReplayBuffer: a sample has columns of its own named {', '.join(reserved)}; rename yours")
-        self.capacity, self.priority_exponent = capacity, priority_exponent
+        if "index" in self._row:
+            raise ValueError("ReplayBuffer: a sample has a separate column named index; rename yours")
+        self.capacity = capacity
         self._columns = {
             name: torch.zeros((capacity, *value.shape), dtype=value.dtype, device="cpu")
             for name, value in self._row.items()
         }
         self._generator = torch.Generator().manual_seed(seed)
-        self._tree = None if priority_exponent is None else SumTree(capacity)
-        self._largest_priority = 1.0
         self._written = self._oldest = 0
         """Rows that were ever written, and how many of them were overwritten."""
         self._writer: tuple[int, int] | None = None
@@ -142,7 +78,7 @@ class ReplayBuffer:
     # writing
 
     def extend(self, rows: Mapping[str, Any]) -> None:
-        """Write rows: each column has one more dimension, in front. New rows get the largest priority so far.
+        """Write rows: each column has one more dimension, in front.
 
         Nothing is changed if an error is raised.
 
@@ -161,14 +97,9 @@ class ReplayBuffer:
             )
         count = min(counts)
         with self._changed:
-            places = np.arange(self._written, self._written + count) % self.capacity
             # First, so that a row that an interrupt leaves half written no longer belongs to the buffer.
             self._oldest = max(self._oldest, self._written + count - self.capacity)
-            if self._tree is not None:
-                self._tree.set(places, 0.0)
             self._put(given, self._written, count)
-            if self._tree is not None:
-                self._tree.set(places, self._largest_priority)
             self._written += count
             self._changed.notify_all()
 
@@ -207,14 +138,11 @@ class ReplayBuffer:
         with self._changed:
             return self._changed.wait_for(lambda: len(self) >= rows, seconds)
 
-    def sample(self, batch_size: int, *, importance_exponent: float = 0.4) -> dict[str, Tensor]:
-        """Draw rows with replacement; return them as new tensors.
-
-        Besides the columns the result has ``index``, the numbers of the rows (int64) for `update_priorities`, and with
-        priorities ``weight``: importance weights to the power of `importance_exponent`, at most 1.
+    def sample(self, batch_size: int) -> dict[str, Tensor]:
+        """Draw rows with replacement; return them as new tensors, with their numbers as the column ``index`` (int64).
 
         Raises:
-            ValueError: `batch_size` is below 1 or above the number of rows, or all priorities are 0.
+            ValueError: `batch_size` is below 1 or above the number of rows.
         """
         with self._changed:
             if not 1 <= batch_size <= len(self):
@@ -222,62 +150,21 @@ class ReplayBuffer:
                     f"Invalid `batch_size`. Expected a number from 1 to the {len(self)} rows of the buffer, but "
                     f"received {batch_size}."
                 )
-            weight: dict[str, Tensor] = {}
-            if self._tree is None:
-                limits, generator = (self._oldest, self._written), self._generator
-                index = torch.randint(*limits, (batch_size,), generator=generator, device="cpu")
-            else:
-                index, weight["weight"] = self._drawn_by_priority(self._tree, batch_size, importance_exponent)
-            return {**self._rows(index), "index": index, **weight}
-
-    def _drawn_by_priority(self, tree: SumTree, batch_size: int, exponent: float) -> tuple[Tensor, Tensor]:
-        total = tree.total
-        if not total > 0:
-            raise ValueError("all rows of the buffer have priority 0: none can be drawn")
-        drawn = torch.rand(batch_size, dtype=torch.float64, generator=self._generator, device="cpu")
-        places = tree.find(drawn.numpy() * total)
-        newest = self._written - 1
-        weights = (len(self) * tree.values(places) / total) ** -exponent
-        index = newest - (newest - places) % self.capacity
-        return torch.from_numpy(index), torch.from_numpy(weights / weights.max()).float()
+            limits = self._oldest, self._written
+            index = torch.randint(*limits, (batch_size,), generator=self._generator, device="cpu")
+            return {**self._rows(index), "index": index}
 
     def _rows(self, index: Tensor) -> dict[str, Tensor]:
         places = index % self.capacity
         return {name: column[places] for name, column in self._columns.items()}
 
-    def update_priorities(self, index: Tensor, priorities: Any) -> None:
-        """Set the priorities of the rows of a sample; rows that were overwritten meanwhile are skipped.
-
-        Raises:
-            ValueError: The buffer has no priorities, one is negative, infinite or NaN, or there is no such row. Nothing
-                is changed.
-        """
-        if self._tree is None or self.priority_exponent is None:
-            raise ValueError("the buffer draws all rows alike; give it a `priority_exponent`")
-        given = torch.as_tensor(priorities).detach().to("cpu", torch.float64).reshape(-1).numpy()
-        rows = torch.as_tensor(index).cpu().reshape(-1).numpy()
-        if (
-            rows.dtype.kind not in "iu"
-            or len(given) != len(rows)
-            or not (np.isfinite(given) & (given >= 0) & (rows >= 0) & (rows < self._written)).all()
-        ):
-            raise ValueError(
-                f"expected the `index` of a sample, of rows below {self._written}, and a finite priority >= 0 for each "
-                f"of them, but received {rows} of {rows.dtype} and {given}"
-            )
-        with self._changed:
-            is_kept = rows >= self._oldest
-            weighted = given[is_kept] ** self.priority_exponent
-            self._tree.set(rows[is_kept] % self.capacity, weighted)
-            self._largest_priority = max(self._largest_priority, float(weighted.max(initial=0.0)))
-
     # checkpoints
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write rows, priorities and the generator into `folder`, such as the ``output_dir`` of ``save_checkpoint``.
+        """Write the rows and the generator into `folder`, such as the ``output_dir`` of ``save_checkpoint``.
 
-        Rows that were saved or loaded before are linked if their folder is on the same file system. Only new rows are
-        written, and 8 bytes for the priority of each row. The writer waits meanwhile.
+        Rows that were saved or loaded before are linked if their folder is on the same file system; only new rows are
+        written. The writer waits meanwhile.
 
         Raises:
             OSError: A file could not be written.
@@ -297,12 +184,8 @@ class ReplayBuffer:
             packed = to_safetensors(self._rows(torch.arange(begin, end, device="cpu")))
             files.append(_RowFile(begin, end, len(packed), xxhash.xxh3_128_hexdigest(packed)))
             write_bytes_durably(folder / files[-1].name, packed)
-        places = np.arange(self._oldest, self._written) % self.capacity
-        priorities = b"" if self._tree is None else self._tree.values(places).tobytes()
         state = self._generator.get_state().numpy().tobytes()
-        ends = (self._oldest, self._written)
-        meta = _Meta(self._layout(), *ends, self._largest_priority, tuple(files), state, priorities)
-        packed = msgspec.msgpack.encode(meta)
+        packed = msgspec.msgpack.encode(_Meta(self._layout(), self._oldest, self._written, tuple(files), state))
         write_bytes_durably(folder / META, xxhash.xxh3_128_digest(packed) + packed)
         for earlier in {*folder.glob("rows-*.safetensors")} - {folder / file.name for file in files}:
             earlier.unlink()
@@ -323,7 +206,7 @@ class ReplayBuffer:
             self._load_whole(folder)
 
     def _load_whole(self, folder: Path) -> None:
-        saved = _read_meta(folder / META, limit=8 * self.capacity + MOST_BYTES_OF_META)
+        saved = _read_meta(folder / META)
         if saved.layout != self._layout():
             raise ValueError(f"the replay buffer in {folder} has {saved.layout}, and this one {self._layout()}")
         self._saved.forget()
@@ -338,10 +221,6 @@ class ReplayBuffer:
             reached = file.last
         if reached != saved.written:
             raise BrokenCheckpointError(str(folder), f"it has rows up to {reached}, and not to {saved.written}")
-        if self._tree is not None:
-            self._tree = SumTree(self.capacity)
-            self._tree.set(np.arange(saved.oldest, saved.written) % self.capacity, np.frombuffer(saved.priorities))
-        self._largest_priority = saved.largest_priority
         try:
             self._generator.set_state(torch.frombuffer(bytearray(saved.generator), dtype=torch.uint8))
         except (RuntimeError, ValueError) as error:
@@ -351,7 +230,7 @@ class ReplayBuffer:
         self._changed.notify_all()
 
     def _layout(self) -> dict[str, Any]:
-        return {"capacity": self.capacity, "prioritised": self._tree is not None, "columns": _kinds(self._row)}
+        return {"capacity": self.capacity, "columns": _kinds(self._row)}
 
 
 def _tensors(values: Any) -> dict[str, Tensor]:
@@ -394,11 +273,8 @@ class _Meta(msgspec.Struct, frozen=True):
     layout: dict[str, Any]
     oldest: _Count
     written: _Count
-    largest_priority: float
     files: tuple[_RowFile, ...]
     generator: bytes
-    priorities: bytes
-    """One float64 for each row; empty if the buffer has no priorities."""
 
 
 class _SavedRows:
@@ -436,18 +312,15 @@ class _SavedRows:
         return needed
 
 
-def _read_meta(path: Path, *, limit: int) -> _Meta:
+def _read_meta(path: Path) -> _Meta:
     try:
-        content = read_regular(path, limit=limit)
+        content = read_regular(path, limit=MOST_BYTES_OF_META)
         if xxhash.xxh3_128_digest(content[16:]) != content[:16]:
             raise ValueError("its digest differs")
-        meta = msgspec.msgpack.decode(content[16:], type=_Meta)
-        if len(meta.priorities) != 8 * (meta.written - meta.oldest) * bool(meta.layout["prioritised"]):
-            raise ValueError("it does not have a priority for each row")
-        return meta
+        return msgspec.msgpack.decode(content[16:], type=_Meta)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no saved replay buffer in {path.parent}: it has no {META}") from None
-    except (OSError, ValueError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BrokenCheckpointError(str(path), f"it does not describe a saved replay buffer: {error}") from error
 
 
@@ -472,7 +345,6 @@ class ReplayFeed:
         buffer: The buffer; another thread writes it, or the training thread between two steps.
         batch_size: Rows of a batch.
         start_after: Number of rows that the buffer must have before the first batch; None means `batch_size`.
-        importance_exponent: Exponent of the importance weights of a buffer with priorities.
         wait_s: Maximum seconds to wait for `start_after` rows.
 
     Raises:
@@ -482,13 +354,7 @@ class ReplayFeed:
     begins_anew = True  # a pass has no position of its own
 
     def __init__(
-        self,
-        buffer: ReplayBuffer,
-        batch_size: int,
-        *,
-        start_after: int | None = None,
-        importance_exponent: float = 0.4,
-        wait_s: float = 60.0,
+        self, buffer: ReplayBuffer, batch_size: int, *, start_after: int | None = None, wait_s: float = 60.0
     ) -> None:
         needed = batch_size if start_after is None else start_after
         if not 1 <= batch_size <= needed <= buffer.capacity:
@@ -497,7 +363,7 @@ class ReplayFeed:
                 f"{batch_size}, {needed} and {buffer.capacity}"
             )
         self.buffer, self.batch_size, self.start_after = buffer, batch_size, needed
-        self.importance_exponent, self.wait_s = importance_exponent, wait_s
+        self.wait_s = wait_s
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if not self.buffer.wait_for(self.start_after, self.wait_s):
@@ -506,7 +372,7 @@ class ReplayFeed:
                 f"{self.start_after}: does its writer run?"
             )
         while True:
-            yield self.buffer.sample(self.batch_size, importance_exponent=self.importance_exponent)
+            yield self.buffer.sample(self.batch_size)
 
 
 class Minibatches:

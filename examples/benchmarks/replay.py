@@ -6,10 +6,7 @@ A million rows of 8 + 2 + 1 + 8 floats and a flag, samples of 256 rows, writes o
 turns; a figure is the median over the rounds of the calls in a second of CPU time.
 
 For the comparison, install the others into a separate folder and add it to ``PYTHONPATH``: ``pip install --no-deps
---target FOLDER torchrl==0.14.1 tensordict==0.14.3 pyvers hoptorch cpprb``. The sum tree of torchrl is a C++ extension
-that may be built for another torch. If its prioritized buffer reports that it is not available, build it from the
-sources in torchrl, ``torchrl/csrc/pybind.cpp`` and ``utils.cpp``, with ``torch.utils.cpp_extension.load("_torchrl",
-SOURCES, extra_cflags=["-O3"], build_directory=…)``, and replace ``torchrl/_torchrl.*.so`` with the result.
+--target FOLDER torchrl==0.14.1 tensordict==0.14.3 pyvers hoptorch cpprb``.
 """
 
 from __future__ import annotations
@@ -39,53 +36,34 @@ def rows(count: int) -> dict[str, Tensor]:
     return {name: torch.rand(count, *value.shape).to(value.dtype) for name, value in ROW.items()}
 
 
-def genlight(exponent: float | None) -> Actions:
-    buffer = ReplayBuffer(ROWS, ROW, priority_exponent=exponent)
+def genlight() -> Actions:
+    buffer = ReplayBuffer(ROWS, ROW)
     for _ in range(100):
         buffer.extend(rows(ROWS // 100))
     new = rows(WRITTEN)
-    actions: Actions = {"samples": lambda: buffer.sample(DRAWN), "writes": lambda: buffer.extend(new)}
-    if exponent is not None:
-        index, priorities = buffer.sample(DRAWN)["index"], torch.rand(DRAWN)
-        actions["updates"] = lambda: buffer.update_priorities(index, priorities)
-    return actions
+    return {"samples": lambda: buffer.sample(DRAWN), "writes": lambda: buffer.extend(new)}
 
 
-def torchrl(exponent: float | None) -> Actions:
+def torchrl() -> Actions:
     from tensordict import TensorDict
-    from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-    arguments = {"storage": LazyTensorStorage(ROWS), "batch_size": DRAWN}
-    if exponent is None:
-        buffer = TensorDictReplayBuffer(**arguments)
-    else:
-        buffer = TensorDictPrioritizedReplayBuffer(alpha=exponent, beta=0.4, **arguments)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(ROWS), batch_size=DRAWN)
     for _ in range(100):
         buffer.extend(TensorDict(rows(ROWS // 100), [ROWS // 100]))
     new = TensorDict(rows(WRITTEN), [WRITTEN])
-    actions: Actions = {"samples": buffer.sample, "writes": lambda: buffer.extend(new)}
-    if exponent is not None:
-        index, priorities = buffer.sample()["index"], torch.rand(DRAWN)
-        actions["updates"] = lambda: buffer.update_priority(index, priorities)
-    return actions
+    return {"samples": buffer.sample, "writes": lambda: buffer.extend(new)}
 
 
-def cpprb(exponent: float | None) -> Actions:
+def cpprb() -> Actions:
     import cpprb
 
     columns = {name: {"shape": tuple(value.shape) or 1, "dtype": value.numpy().dtype} for name, value in ROW.items()}
-    if exponent is None:
-        buffer = cpprb.ReplayBuffer(ROWS, columns)
-    else:
-        buffer = cpprb.PrioritizedReplayBuffer(ROWS, columns, alpha=exponent)
+    buffer = cpprb.ReplayBuffer(ROWS, columns)
     for _ in range(100):
         buffer.add(**{name: column.numpy() for name, column in rows(ROWS // 100).items()})
     new = {name: column.numpy() for name, column in rows(WRITTEN).items()}
-    actions: Actions = {"samples": lambda: buffer.sample(DRAWN), "writes": lambda: buffer.add(**new)}
-    if exponent is not None:
-        index, priorities = buffer.sample(DRAWN)["indexes"], torch.rand(DRAWN).numpy()
-        actions["updates"] = lambda: buffer.update_priorities(index, priorities)
-    return actions
+    return {"samples": lambda: buffer.sample(DRAWN), "writes": lambda: buffer.add(**new)}
 
 
 def rate(act: Callable[[], object], span_s: float) -> float:
@@ -106,13 +84,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     torch.set_num_threads(1)
     actions: Actions = {}
     for made in (genlight, torchrl, cpprb):
-        for exponent, how in ((None, "uniform"), (0.6, "by priority")):
-            try:
-                own = made(exponent)
-            except (ImportError, RuntimeError) as error:
-                print(f"{made.__name__}, {how}: cannot be measured here: {error}")
-                continue
-            actions |= {f"{made.__name__}, {how}: {action}": act for action, act in own.items()}
+        try:
+            own = made()
+        except (ImportError, RuntimeError) as error:
+            print(f"{made.__name__} cannot be measured here: {error}")
+            continue
+        actions |= {f"{made.__name__}: {action}": act for action, act in own.items()}
     rates: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(chosen.rounds):
         for name, act in actions.items():

@@ -15,7 +15,6 @@ from hypothesis import given, settings, strategies as st
 
 from genlight.adapter import ReplayBuffer, ReplayFeed
 from genlight.adapter.contract.exceptions import BrokenCheckpointError, InputError, ReplayWriterError
-from genlight.adapter.feed.experience import SumTree
 from support.messages import refusal
 
 ROW = {
@@ -43,18 +42,12 @@ def rows(first: int, count: int, **changed: Any) -> dict[str, torch.Tensor]:
 OPERATIONS = st.tuples(st.sampled_from(["write", "draw", "save", "save again"]), st.integers(1, 10))
 
 
-@pytest.mark.parametrize("exponent", [None, 0.6])
 @settings(max_examples=30)
 @given(operations=st.lists(OPERATIONS, min_size=5, max_size=30))
-def test_a_buffer_has_its_newest_rows_and_draws_the_same_after_a_save_and_a_load(
-    tmp_path_factory, exponent, operations
-):
+def test_a_buffer_has_its_newest_rows_and_draws_the_same_after_a_save_and_a_load(tmp_path_factory, operations):
     """A saved and loaded buffer next to one that is never saved; folders are renamed, as those of checkpoints."""
 
-    def make() -> ReplayBuffer:
-        return ReplayBuffer(10, ROW, seed=5, priority_exponent=exponent)
-
-    folder, buffer, unsaved = tmp_path_factory.mktemp("saves"), make(), make()
+    folder, buffer, unsaved = tmp_path_factory.mktemp("saves"), ReplayBuffer(10, ROW), ReplayBuffer(10, ROW)
     for place, (operation, count) in enumerate([("write", 3), *operations]):
         if operation == "write":
             for each in (buffer, unsaved):
@@ -65,17 +58,11 @@ def test_a_buffer_has_its_newest_rows_and_draws_the_same_after_a_save_and_a_load
             assert set(drawn["index"].tolist()) <= set(range(max(0, buffer.written - 10), buffer.written))
             assert torch.equal(drawn["reward"], drawn["index"].float())
             assert torch.equal(drawn["observation"], torch.stack([drawn["reward"], -drawn["reward"]], 1))
-            for each in (buffer, unsaved) if exponent is not None else ():
-                each.extend(rows(each.written, 4))  # some of the drawn rows are overwritten
-                newest = np.arange(each.written - 4, each.written) % 10
-                before = each._tree.values(newest)
-                each.update_priorities(drawn["index"], drawn["reward"] % 7 + 0.1)
-                assert np.array_equal(each._tree.values(newest), before)
         elif operation.startswith("save"):
             buffer.save(folder / "new")
             saved = folder / "new" if operation == "save again" else (folder / "new").rename(folder / f"{place}")
             buffer.close()
-            buffer = make()
+            buffer = ReplayBuffer(10, ROW, seed=1)
             buffer.load(saved)
             assert (len(buffer), buffer.written) == (len(unsaved), unsaved.written)
 
@@ -90,53 +77,6 @@ def test_draws_are_seeded_and_uniform():
         assert torch.equal(drawn, b.sample(50)["index"])
         counts += np.bincount(drawn.numpy(), minlength=50)
     assert ((counts - 400) ** 2 / 400).sum() < 100  # chi squared of 49 degrees, p below 1e-4
-
-
-def test_rows_are_drawn_in_proportion_to_their_priorities():
-    """With importance weights of the paper, and new rows at the largest priority."""
-    buffer = ReplayBuffer(8, ROW, priority_exponent=0.5)
-    buffer.extend(rows(0, 8))
-    buffer.update_priorities(torch.arange(8), torch.tensor([0.0, 1, 4, 9, 16, 25, 36, 49]))
-    counts = np.zeros(8)
-    for _ in range(2000):
-        drawn = buffer.sample(8, importance_exponent=1.0)
-        counts += np.bincount(drawn["index"].numpy(), minlength=8)
-        # The likeliest of 28 parts is 7; the weight of a row is the reciprocal of its part.
-        assert torch.allclose(drawn["weight"], drawn["index"].min() / drawn["index"])
-    expected = 16000 * np.arange(8) / 28
-    assert counts[0] == 0
-    assert ((counts - expected)[1:] ** 2 / expected[1:]).sum() < 35
-    buffer.extend(rows(8, 1))
-    assert buffer._tree.values(np.array([0]))[0] == 7.0  # of the row that took the place of row 0
-
-
-@pytest.mark.parametrize("size", [1, 127, 128, 129, 1024, 1025, 40_000, 1_100_000])
-def test_a_sum_tree_finds_what_a_cumulative_sum_finds(size):
-    random = np.random.default_rng(size)
-    tree, leaves = SumTree(size), random.integers(0, 3, size).astype(np.float64)
-    leaves[random.integers(size)] = 2.0
-    tree.set(np.arange(size), leaves)
-    targets = np.append(random.random(500) * tree.total, [0.0, np.nextafter(tree.total, 0)])
-    found = tree.find(targets)
-    assert np.array_equal(found, np.searchsorted(leaves.cumsum(), targets, side="right"))
-    assert (leaves[found] > 0).all()
-
-
-def test_a_sum_tree_that_was_changed_often_is_one_that_was_made_of_its_leaves():
-    random = np.random.default_rng(3)
-    tree, leaves = SumTree(40_000), np.zeros(40_000)
-    for count in (1, 7, 300, 5000, 40_000, 300, 1):
-        places = random.integers(0, 40_000, count)
-        values = random.random(count) * (random.random(count) < 0.3)
-        tree.set(places, values)
-        leaves[places] = values
-    anew = SumTree(40_000)
-    anew.set(np.arange(40_000), leaves)
-    assert tree.total == anew.total
-    targets = np.append(random.random(5000) * tree.total, [0.0, np.nextafter(tree.total, 0), tree.total])
-    found = tree.find(targets)
-    assert np.array_equal(found, anew.find(targets))
-    assert (leaves[found] > 0).all()
 
 
 def test_a_second_thread_and_a_forked_process_may_not_write():
@@ -172,7 +112,7 @@ def test_a_second_thread_and_a_forked_process_may_not_write():
 
 
 def test_rows_are_whole_while_another_thread_writes():
-    buffer = ReplayBuffer(64, ROW, priority_exponent=0.6)
+    buffer = ReplayBuffer(64, ROW)
     buffer.extend(rows(0, 64))
     buffer.release_writer()
 
@@ -186,22 +126,8 @@ def test_rows_are_whole_while_another_thread_writes():
         drawn = buffer.sample(32)
         assert torch.equal(drawn["reward"], drawn["index"].float())
         assert torch.equal(drawn["next_observation"][:, 0], drawn["reward"] + 1)
-        buffer.update_priorities(drawn["index"], drawn["reward"] + 1)
     writer.join()
     assert buffer.written == 20_064
-
-
-def made() -> ReplayBuffer:
-    """A buffer with everything."""
-    return ReplayBuffer(1000, ROW, seed=5, priority_exponent=0.6)
-
-
-def step(buffer: ReplayBuffer) -> dict[str, torch.Tensor]:
-    """Write, draw, and change priorities."""
-    buffer.extend(rows(buffer.written, 30))
-    drawn = buffer.sample(20)
-    buffer.update_priorities(drawn["index"], drawn["reward"] % 7 + 0.1)
-    return drawn
 
 
 def test_a_save_writes_only_rows_that_are_new(tmp_path):
@@ -247,7 +173,7 @@ def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "meta"])
 def test_a_save_that_is_not_whole_is_refused(tmp_path, damage):
-    buffer = made()
+    buffer = ReplayBuffer(1000, ROW)
     buffer.extend(rows(0, 100))
     buffer.save(tmp_path)
     (path,) = tmp_path.glob("rows-*")
@@ -261,12 +187,12 @@ def test_a_save_that_is_not_whole_is_refused(tmp_path, damage):
         content[-1] ^= 1
         path.write_bytes(content if damage == "flip" else content[:-10])
     with pytest.raises(BrokenCheckpointError, match=path.name):
-        made().load(tmp_path)
+        ReplayBuffer(1000, ROW).load(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["rows", "generator"])
 def test_a_save_of_another_form_is_refused_though_its_digests_fit(tmp_path, damage):
-    buffer = made()
+    buffer = ReplayBuffer(1000, ROW)
     buffer.extend(rows(0, 100))
     buffer.save(tmp_path)
     (path,) = tmp_path.glob("rows-*")
@@ -279,25 +205,25 @@ def test_a_save_of_another_form_is_refused_though_its_digests_fit(tmp_path, dama
     packed = msgspec.msgpack.encode(meta)
     (tmp_path / "replay.bin").write_bytes(xxhash.xxh3_128_digest(packed) + packed)
     with pytest.raises(BrokenCheckpointError):
-        made().load(tmp_path)
+        ReplayBuffer(1000, ROW).load(tmp_path)
 
 
 def test_a_process_that_is_killed_in_a_save_leaves_the_save_before_it(tmp_path):
     for kill in range(5):
         child = os.fork()
         if child == 0:
-            buffer = ReplayBuffer(500, ROW, priority_exponent=0.5)
+            buffer = ReplayBuffer(500, ROW)
             if (tmp_path / "replay.bin").exists():
                 buffer.load(tmp_path)
             while True:
-                step(buffer)
+                buffer.extend(rows(buffer.written, 30))
                 buffer.save(tmp_path)
         while not (tmp_path / "replay.bin").exists():
             time.sleep(0.005)
         time.sleep(0.05 + 0.013 * kill)  # wherever that is in a save
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        again = ReplayBuffer(500, ROW, priority_exponent=0.5)
+        again = ReplayBuffer(500, ROW)
         again.load(tmp_path)
         numbers = torch.arange(again.written - len(again), again.written)
         assert torch.equal(again._rows(numbers)["reward"], numbers.float())
@@ -308,7 +234,7 @@ def test_a_save_of_another_buffer_is_refused(tmp_path):
     buffer = ReplayBuffer(100, ROW)
     buffer.extend(rows(0, 10))
     buffer.save(tmp_path)
-    other = ReplayBuffer(50, {**ROW, "reward": torch.tensor(0.0, dtype=torch.float64)}, priority_exponent=1.0)
+    other = ReplayBuffer(50, {**ROW, "reward": torch.tensor(0.0, dtype=torch.float64)})
     with refusal(ValueError):
         other.load(tmp_path)
     with refusal(FileNotFoundError):
@@ -318,13 +244,11 @@ def test_a_save_of_another_buffer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"capacity": 0}, "`capacity` >= 1 .* received 0 and None"),
-        ({"priority_exponent": -1}, "`priority_exponent` >= 0 or None, but received 10 and -1"),
-        ({"priority_exponent": float("nan")}, "received 10 and nan"),
+        ({"capacity": 0}, "`capacity` >= 1, but received 0"),
         ({"row": {}}, "expected rows by column, but received {}"),
         ({"row": [1]}, r"expected rows by column, but received \[1\]"),
         ({"row": {"a": "text"}}, "no tensor can be made of column 'a'"),
-        ({"row": {"index": torch.zeros(1)}}, "columns of its own named index"),
+        ({"row": {"index": torch.zeros(1)}}, "a separate column named index"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_at_once(arguments, message):
@@ -361,8 +285,8 @@ def test_rows_that_were_computed_with_gradients_keep_no_graph():
     assert torch.equal(drawn["reward"], drawn["index"].float())
 
 
-def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
-    buffer = ReplayBuffer(10, ROW, priority_exponent=1.0)
+def test_numbers_of_rows_that_cannot_be_are_refused():
+    buffer = ReplayBuffer(10, ROW)
     with refusal(ValueError):
         buffer.extend(rows(0, 12))
     with refusal(ValueError):
@@ -370,22 +294,6 @@ def test_numbers_of_rows_and_priorities_that_cannot_be_are_refused():
     buffer.extend(rows(0, 4))
     with refusal(ValueError):
         buffer.sample(5)
-    for index, priorities in (
-        (torch.arange(3), [1.0, float("nan"), -1.0]),
-        (torch.arange(1), [float("inf")]),
-        ([2, 4], [1.0, 1.0]),
-        ([-1], [1.0]),
-        ([2], [1.0, 1.0]),
-        (torch.ones(1), [1.0]),
-    ):
-        with refusal(ValueError):
-            buffer.update_priorities(index, priorities)
-    assert buffer._tree.total == 4.0
-    buffer.update_priorities(torch.arange(4), torch.zeros(4))
-    with refusal(ValueError):
-        buffer.sample(1)
-    with refusal(ValueError):
-        ReplayBuffer(10, ROW).update_priorities([0], [1.0])
 
 
 def test_a_feed_waits_for_its_writer():
