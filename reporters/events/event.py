@@ -145,7 +145,7 @@ class Failed(_Common):
     step: Annotated[
         int, Meta(ge=0, le=MAX_STEP, description="The step that was running, or the number of completed steps.")
     ]
-    # The runtime before genlight wrote neither of these two; `event_faults` demands them.
+    # The runtime before genlight wrote neither of these two; `key_faults` demands them.
     category: FailureCategory | StopReason | UnsetType = UNSET
     resumable: _Resumable | UnsetType = UNSET
 
@@ -193,19 +193,6 @@ def event_schema() -> dict[str, Any]:
         "oneOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds],
         "$defs": shapes,
     }
-
-
-def event_faults(event: object) -> list[str]:
-    """Return the reasons why `event_schema` rejects an event; empty for a valid one.
-
-    JSON Schema accepts 1.0 as an integer. No writer of genlight writes that, so here it is a fault.
-    """
-    try:
-        kind = type(msgspec.convert(event, Event))
-    except (ValueError, RecursionError) as error:
-        return [str(error)]
-    assert isinstance(event, dict), "only an object becomes a struct"
-    return key_faults(kind, event)
 
 
 def key_faults(kind: type[Event], event: dict[str, Any]) -> list[str]:

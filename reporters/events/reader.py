@@ -230,7 +230,7 @@ def follow(path: str | os.PathLike[str], *, poll_every_s: float = 0.2) -> Iterat
         for line in complete_lines(path, position) if os.path.exists(path) else ():
             event = decode_line(path, position.line, line)
             yield event
-            ended = event.get("event") in TERMINAL_EVENTS
+            ended = str(event.get("event")) in TERMINAL_EVENTS
         if not ended:
             time.sleep(poll_every_s)
 

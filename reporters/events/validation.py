@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -28,7 +27,7 @@ from .event import (
     decode_event,
     key_faults,
 )
-from .json_lines import Position, complete_lines, decode_object, encode_lines
+from .json_lines import Position, complete_lines, decode_object, encode_json, encode_lines
 
 Phase = Literal["new", "started", "ended"]
 Fault = tuple[str, str]
@@ -103,9 +102,8 @@ class Rules:
             self.checkpointed.add(event.step)
 
 
-_UP_TO_SPACE = re.compile(rb'(?:[^"\s]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+\s')
-"""Matches the beginning of a line up to its first white space outside of texts."""
-_decode_pairs = json.JSONDecoder(object_pairs_hook=list).decode
+_encode_as_before: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+"""Spells numbers and other scripts than Latin as the older runtime did."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Violation:
 
     Attributes:
         line: Line number, from 1.
-        rule: ``json``, ``compact``, ``sorted``, ``schema``, ``seq``, ``started``, ``run_id``, ``attempt``,
+        rule: ``json``, ``form``, ``schema``, ``seq``, ``started``, ``run_id``, ``attempt``,
             ``terminal``, ``order``, ``resumed`` or ``rolled_back``.
         message: Description of the fault.
     """
@@ -131,9 +129,8 @@ def validate_events(path: str | os.PathLike[str]) -> list[Violation]:
     """Return every violation of ``trainer_event.v1`` in a log; empty for a valid one.
 
     ==========  ====================================================================================================
-    json        each line is one JSON object in UTF-8, without bare NaN and without duplicate keys
-    compact     no white space between the parts of the object
-    sorted      keys in order
+    json        each line is one JSON object in UTF-8, without bare NaN
+    form        compact, each key once, keys in order
     schema      the fields of its kind, as in `event_schema`
     seq         1 on the first line, one more on each following line
     started     an attempt begins with ``started``, except for a single ``failed``
@@ -163,7 +160,7 @@ def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
             event = decode_event(line)
         except (ValueError, RecursionError) as error:
             problem = str(error)
-        # Nearly all lines are as `EventLog` writes them: compact and sorted, with every key once and no unknown one.
+        # Nearly all lines are as `EventLog` writes them, without an unknown key.
         # An older runtime wrote failures that lack a required key.
         is_as_written = event is not None and type(event) is not Failed and encode_lines([event]) == line
         for rule, message in log.check(event) if event and is_as_written else _faults(line, event, problem, log):
@@ -186,15 +183,8 @@ def _faults(line: bytes, event: Event | None, problem: str, log: _Log) -> Iterat
         yield "json", str(error)
         log.skip({})
         return
-    # If the object becomes the same text again, it has every key once; this is faster than to parse all pairs.
-    keys = list(found) if msgspec.json.encode(found) == text else [key for key, _ in _decode_pairs(text.decode())]
-    for key, count in Counter(keys).items() if len(keys) > len(found) else ():
-        if count > 1:
-            yield "json", f"key {key!r} occurs {count} times"
-    if keys != sorted(keys):
-        yield "sorted", f"the order of the keys is {', '.join(keys)}"
-    if _UP_TO_SPACE.match(text):
-        yield "compact", "white space between the parts of the object"
+    if text not in (encode_json(found), _encode_as_before(found).encode()):
+        yield "form", "it is not compact JSON with each key once and all keys in order"
     for fault in [problem] if event is None else key_faults(type(event), found):
         yield "schema", fault
     if event is None:
@@ -227,7 +217,7 @@ class _Log:
 
     def skip(self, line: dict[str, Any]) -> None:
         """Skip a line that is not a valid event, but note if an attempt begins or ends there."""
-        seq, kind, run_id = line.get("seq"), line.get("event"), str(line.get("run_id"))
+        seq, kind, run_id = line.get("seq"), str(line.get("event")), str(line.get("run_id"))
         self._seq = seq if type(seq) is int else None
         if kind == "started":
             self._attempts[run_id] += 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import EventLogError
-from genlight.reporters.events.event import MAX_STEP, event_faults, event_schema
+from genlight.reporters.events.event import MAX_STEP, event_schema
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.reader import read_events
 from genlight.reporters.events.validation import validate_events
@@ -120,11 +120,11 @@ def test_each_broken_rule_is_found_at_its_line(path, events, expected):
         ("", "json"),
         ('{"event":"met{"event":"metric"}', "json"),
         (compact(METRIC | {"seq": 2}).replace("0.5", "NaN"), "json"),
-        (compact(METRIC | {"seq": 2}).replace('"name":"a"', '"name":"a","name":"a"'), "json"),
+        (compact(METRIC | {"seq": 2}).replace('"name":"a"', '"name":"a","name":"a"'), "form"),
         (compact(METRIC | {"seq": 2, "name": "?"}).replace("?", "\\ud800"), "json"),
-        (json.dumps(METRIC | {"seq": 2}, sort_keys=True), "compact"),
-        (compact(METRIC | {"seq": 2}) + "\r", "compact"),
-        (json.dumps({"seq": 2} | METRIC, separators=(",", ":")), "sorted"),
+        (json.dumps(METRIC | {"seq": 2}, sort_keys=True), "form"),
+        (compact(METRIC | {"seq": 2}) + "\r", "form"),
+        (json.dumps({"seq": 2} | METRIC, separators=(",", ":")), "form"),
     ],
 )
 def test_each_fault_of_writing_is_found(path, line, rule):
@@ -140,10 +140,9 @@ def test_white_space_within_a_text_is_no_fault(path):
     assert validate_events(path) == []
 
 
-@pytest.mark.parametrize("value", ["5e-1", "0.50", "1E2", "7"])
-def test_other_ways_to_write_a_number_or_a_text_are_no_fault(path, value):
-    write(path, STARTED, METRIC | {"name": "é"}, SAMPLE)
-    path.write_text(path.read_text().replace(":0.5", f":{value}"))
+@pytest.mark.parametrize("value", [1e-05, 1e300, 7])
+def test_numbers_and_texts_may_be_spelled_as_python_does(path, value):
+    write(path, STARTED, METRIC | {"name": "é", "value": value}, SAMPLE)
     assert validate_events(path) == []
 
 
@@ -151,7 +150,7 @@ def test_all_faults_of_a_line_are_found(path):
     write(path, STARTED)
     line = json.dumps({"seq": 7} | METRIC | {"run_id": "q", "extra": 1})[:-1] + ',"extra":2}'
     path.write_text(path.read_text() + line + "\n")
-    assert [rule for _, rule in rules(path)] == ["json", "sorted", "compact", "schema", "seq", "run_id"]
+    assert [rule for _, rule in rules(path)] == ["form", "schema", "seq", "run_id"]
 
 
 def test_a_torn_tail_is_no_violation(path):
@@ -190,9 +189,10 @@ odd_values = st.one_of(
 @example(FAILED, {"category": "canceled", "error": "canceled"}, set())
 @example(STARTED, {"attempt": 2}, set())
 @example(COMPLETED, {"stopped": "x", "final_checkpoint": ""}, set())
-def test_schema_and_code_agree_on_every_event(kind, changes, dropped):
+def test_schema_and_code_agree_on_every_event(path, kind, changes, dropped):
     event = {k: v for k, v in ({"seq": 1} | kind | changes).items() if k not in dropped}
-    assert SCHEMA.is_valid(event) == (event_faults(event) == [])
+    path.write_text(compact(event) + "\n")
+    assert SCHEMA.is_valid(event) == ("schema" not in [rule for _, rule in rules(path)])
 
 
 texts = st.text(st.characters(codec=None, exclude_categories=[]), min_size=1, max_size=8)
