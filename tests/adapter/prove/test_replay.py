@@ -166,7 +166,7 @@ def test_the_cause_of_a_nan_is_named_by_module_and_row(train, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(50))
+@pytest.mark.parametrize("number", range(12))
 def test_planted_rows_that_are_not_finite_are_named(train, tmp_path, number):
     """Each kind of value in any row of any step, in lists of rows and in Arrow batches of a file."""
     chosen = random.Random(number)

@@ -1,6 +1,6 @@
 """A stop of every kind, on every rank, in every phase: the run ends at one step, with its reason and a checkpoint.
 
-The short matrix tests a signal and one other kind of trigger in each phase; other kinds and processes take turns.
+The short matrix has in each phase a signal and one of the other triggers, which take turns, as do the processes;
 ``GENLIGHT_LONG_FAULTS=1``, as set by ``make faults``, runs all cells.
 """
 
@@ -26,8 +26,8 @@ LIMIT_S = 150
 
 SIGNALS = {"SIGTERM": "preempted", "SIGUSR1": "preempted", "SIGINT": "canceled"}
 TRIGGERS = {**SIGNALS, "cancel file": "canceled", "limit": "timeout", "cancel": "canceled", "lease lost": "canceled"}
-KINDS = [tuple(SIGNALS), ("cancel file",), ("limit",), ("cancel", "lease lost")]
-"""Triggers that are handled by the same code."""
+KINDS = [tuple(SIGNALS), ("cancel file", "limit", "cancel", "lease lost")]
+"""Triggers that come as a signal, and those that a run asks for; the short matrix has one of each group in a phase."""
 
 
 @dataclass(frozen=True)
@@ -117,21 +117,16 @@ CELLS = [cell for cell in itertools.product(TRIGGERS, PROCESSES, PHASES) if make
 
 
 def _short():
-    """Yield two cells for each phase: a signal, and one of the other kinds; triggers and processes take turns."""
-    signals, *others = KINDS
-    for p, phase in enumerate(phase for phase in PHASES if phase not in EARLY):
-        turn = p % len(others)
-        yield from (_cell(k, p, phase, kind) for k, kind in ((0, signals), (1 + turn, others[turn])))
-
-
-def _cell(k, p, phase, kind):
-    """Return the cell of the `k`-th kind of trigger in the `p`-th phase."""
-    trigger = kind[p % len(kind)]
-    # Processes that Lightning launches take seconds to start, so there are few of them.
-    launched = ("launched, first", "launched, second", "launched, both")[p % 3]
-    names = ("one", "two, second", "two, first", "two, both", "one", launched)
-    turns = ((trigger, names[(k * 2 + p + turn) % len(names)], phase) for turn in range(len(names)))
-    return next(cell for cell in turns if cell in CELLS)
+    """Yield one cell for each kind of trigger and each phase; triggers and processes take turns."""
+    for (k, kind), (p, phase) in itertools.product(
+        enumerate(KINDS), enumerate(phase for phase in PHASES if phase not in EARLY)
+    ):
+        trigger = kind[p % len(kind)]
+        # Processes that Lightning launches take seconds to start, so there are few of them.
+        launched = ("launched, first", "launched, second", "launched, both")[p % 3]
+        names = ("one", "two, second", "two, first", "two, both", "one", launched)
+        turns = ((trigger, names[(k * 2 + p + turn) % len(names)], phase) for turn in range(len(names)))
+        yield next(cell for cell in turns if cell in CELLS)
 
 
 SHORT = {*_short(), *(("SIGTERM", "two, first", phase) for phase in EARLY)}
