@@ -381,7 +381,8 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("answer", ENDLESS)
-def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline(hostile_server, tmp_path, answer):
+def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline(hostile_server, tmp_path, monkeypatch, answer):
+    monkeypatch.setattr("genlight.reporters.uploads.uploader.CLOSE_WAIT_S", 0.1)
     url = hostile_server(*ENDLESS[answer])
     config = UploadConfig("r", tmp_path / "queue", terminal_url=f"{url}/end", timeout_s=3600.0)
     with Uploader(config) as uploader:

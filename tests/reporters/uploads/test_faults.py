@@ -146,7 +146,8 @@ def test_a_metrics_endpoint_that_is_away_does_not_hold_up_a_checkpoint(chaos, up
     assert chaos.messages("/metrics") == []
 
 
-def test_a_transfer_that_stalls_does_not_keep_metrics_waiting(chaos, uploader_for, enqueue):
+def test_a_transfer_that_stalls_does_not_keep_metrics_waiting(chaos, uploader_for, enqueue, monkeypatch):
+    monkeypatch.setattr(uploader_module, "CLOSE_WAIT_S", 0.1)
     chaos.control(script=["stall"], script_paths="/api/", stall_s=100.0)
     uploader = uploader_for(chaos)
     enqueue(uploader)
