@@ -33,6 +33,15 @@ def test_a_last_line_without_its_newline_is_left_out(path, tail):
     assert list(read_events(path)) == whole
 
 
+def test_a_kind_that_is_no_text_does_not_end_the_reading(path):
+    with path.open("ab") as file:
+        file.write(b'{"event":["completed"]}\n')
+    write_run(path.with_name("run.jsonl"))
+    with path.open("ab") as file:
+        file.write(path.with_name("run.jsonl").read_bytes())
+    assert [event["event"] for event in follow(path)] == [["completed"], "started", "metric", "metric", "completed"]
+
+
 def test_every_prefix_of_a_log_can_be_read(path, tmp_path):
     write_run(path)
     content, cut = path.read_bytes(), tmp_path / "cut.jsonl"
