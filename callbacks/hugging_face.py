@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -24,6 +23,7 @@ from ..adapter.plumbing.redaction import safe_str
 from ..adapter.plumbing.safe_open import read_own
 from ..reporters.events.event import RESUMED_METRIC
 from ..reporters.events.event_log import EventLog
+from .checkpoint.storage import hash_file
 from .rank_channel import Channel
 from .stop.signals import StopSignals
 from .stop.sources import StopSources
@@ -35,11 +35,6 @@ _MARK = "genlight.json"
 """Last file of a checkpoint: sizes and digests of the others. Without it, or if one differs, there is no checkpoint."""
 _LARGEST_MARK = 16 << 20
 _NAMES = {"loss": "train/loss", "learning_rate": "train/lr", "grad_norm": "train/grad_norm"}
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    size: int
-    xxh3_128: str
 
 
 class GenlightCallback(TrainerCallback):  # type: ignore[misc]  # transformers may not be installed
@@ -167,29 +162,21 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _mark_complete(folder: Path) -> None:
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, tuple[int, str]] = {}
     for path in _files(folder):
         fsync_file(path)
-        entries[path.relative_to(folder).as_posix()] = _entry(path)
+        entries[path.relative_to(folder).as_posix()] = hash_file(path)
     for each in {path.parent for path in _files(folder)}:
         fsync_directory(each)
     write_bytes_durably(folder / _MARK, msgspec.json.encode(entries))
     fsync_directory(folder.parent)
 
 
-def _entry(path: Path) -> _Entry:
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while data := file.read(1 << 20):
-            hasher.update(data)
-    return _Entry(path.stat().st_size, hasher.hexdigest())
-
-
 def _fault(folder: Path) -> str | None:
     """Return why the checkpoint in `folder` does not count, or None."""
     try:
-        entries = msgspec.json.decode(read_own(folder / _MARK, limit=_LARGEST_MARK), type=dict[str, _Entry])
-        changed = [name for name, entry in entries.items() if _entry(folder / name) != entry]
+        entries = msgspec.json.decode(read_own(folder / _MARK, limit=_LARGEST_MARK), type=dict[str, tuple[int, str]])
+        changed = [name for name, entry in entries.items() if hash_file(folder / name) != entry]
     except FileNotFoundError as error:
         name = os.path.basename(os.fsdecode(error.filename or _MARK))
         return f"it has no {name}: its save or its removal was interrupted, or it was saved without genlight"
