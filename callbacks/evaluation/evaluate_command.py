@@ -18,7 +18,7 @@ import msgspec
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import EvaluationError
-from ...adapter.plumbing.redaction import hide_secrets, secrets_of_environment
+from ...adapter.plumbing.redaction import hide_secrets
 from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import savers_of
 from ..hook.cadence import NEVER, Pace, crossed, step_cadence
@@ -26,8 +26,8 @@ from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook, judge, skippable
 from ..stop.stop_requests import StopRequests
 
-LONGEST_OUTPUT = 1 << 20
-"""Maximum bytes of standard output, and of standard error, before a command is killed."""
+MOST_READ = 1 << 20
+"""Bytes at the end of standard output, and of standard error, that are read."""
 POLL_S = 0.05
 """Approximate seconds between two polls of a running command; polls happen between steps."""
 QUOTED = 500
@@ -51,15 +51,14 @@ class EvaluateCommand(Hook):
     their checkpoint's step, after the current step has finished. The end of a fit waits for them, unless there is a
     stop request; a stop or a failure ends the command.
 
-    It runs on rank zero's machine, in a separate process group. It does not get the variables that make a process a
-    rank, or variables with secrets, such as ``HF_TOKEN``: list in `secrets` the ones that it needs.
+    It runs on rank zero's machine, in a separate process group, and does not get the variables that make a process a
+    rank.
 
     Args:
         command: Program and arguments, as a list or as one string that is split as a shell splits it. No shell runs it.
         every_n_steps: Score the first checkpoint after every N steps, and the final one; 1 scores each, 0 none.
         time_limit_s: Seconds after which a command is killed, between two steps.
         critical: Whether a failure ends the run.
-        secrets: Names of variables with secrets that the command still gets.
 
     Raises:
         ValueError: An argument is invalid.
@@ -81,7 +80,6 @@ class EvaluateCommand(Hook):
         every_n_steps: int = 1,
         time_limit_s: float = 300.0,
         critical: bool = False,
-        secrets: Sequence[str] = (),
     ) -> None:
         try:
             arguments = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
@@ -95,7 +93,6 @@ class EvaluateCommand(Hook):
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
         self.time_limit_s = time_limit_s
         self.critical = critical
-        self.secrets = tuple(secrets)
         self._step = 0
         self._begun_step: int | None = None
         self._pace = Pace(POLL_S)
@@ -160,7 +157,7 @@ class EvaluateCommand(Hook):
         if self._running is None and self._waiting is not None:
             record, self._waiting = self._waiting, None
             self._begun_step = record.step
-            self._running = ScoreCommand(self.command, record, time_limit_s=self.time_limit_s, secrets=self.secrets)
+            self._running = ScoreCommand(self.command, record, time_limit_s=self.time_limit_s)
             self.next_due_step = 0
 
     def _report(self, trainer: pl.Trainer) -> None:
@@ -189,21 +186,18 @@ class EvaluateCommand(Hook):
 class ScoreCommand:
     """A command that prints scores, in a separate process group. The whole group is killed at its end.
 
-    It gets no standard input, and only the variables of `_environment`.
+    It gets no standard input, and no variables that make a process a rank.
 
     Args:
         command: Program and arguments; no shell reads them.
         record: The checkpoint to score; its path becomes the last argument.
         time_limit_s: Seconds after which it is over.
-        secrets: Names of variables with secrets that it gets.
 
     Raises:
         EvaluationError: It could not be started.
     """
 
-    def __init__(
-        self, command: Sequence[str], record: CheckpointRecord, *, time_limit_s: float, secrets: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, command: Sequence[str], record: CheckpointRecord, *, time_limit_s: float) -> None:
         self.record = record
         self._time_limit_s = time_limit_s
         self._ends_at = time.monotonic() + time_limit_s
@@ -215,7 +209,7 @@ class ScoreCommand:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._errors,
-                env=_environment(secrets),
+                env={name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)},
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -223,22 +217,20 @@ class ScoreCommand:
             raise EvaluationError(f"{self._what} cannot be started: {error}") from error
 
     def is_over(self) -> bool:
-        """Return whether it has ended, has taken too long or has printed too much."""
-        return self._has_ended() or time.monotonic() >= self._ends_at or self._printed() > LONGEST_OUTPUT
+        """Return whether it has ended or has taken too long."""
+        return self._has_ended() or time.monotonic() >= self._ends_at
 
     def scores(self) -> dict[str, float]:
         """Return the scores of a command that is over: the JSON object of numbers in its last line.
 
         Raises:
-            EvaluationError: It failed, did not end in time, printed too much, or printed no scores.
+            EvaluationError: It failed, did not end in time, or printed no scores.
         """
-        has_ended, printed = self._has_ended(), self._printed()
+        has_ended = self._has_ended()
         self._kill()
         errors = hide_secrets(_end_of(self._errors)).strip()[-QUOTED:]
         output = _end_of(self._output).strip()
         self._close()
-        if printed > LONGEST_OUTPUT:
-            raise EvaluationError(f"{self._what} printed more than {LONGEST_OUTPUT:,} bytes")
         if not has_ended:
             raise EvaluationError(f"{self._what} did not end within {self._time_limit_s:g} s and was killed: {errors}")
         if self._process.returncode:
@@ -261,9 +253,6 @@ class ScoreCommand:
         """Return whether it has ended, without reaping it, so that no other process group can get its number."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def _printed(self) -> int:
-        return max(os.fstat(file.fileno()).st_size for file in (self._output, self._errors))
-
     def _kill(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)  # including children of the command that outlived it
         self._process.wait()
@@ -273,21 +262,6 @@ class ScoreCommand:
         self._errors.close()
 
 
-def _environment(allowed: Sequence[str]) -> dict[str, str]:
-    """Return the environment without variables of a rank, and without secrets except for the `allowed` names."""
-    secrets = secrets_of_environment()
-
-    def is_withheld(name: str, value: str) -> bool:
-        holds_url = name.startswith(("TRAINER_", "TENSORHUB_"))  # credentials are only a part of a URL
-        return any(value == secret or (holds_url and secret in value) for secret in secrets)
-
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OF_A_RANK) and (name in allowed or not is_withheld(name, value))
-    }
-
-
 def _end_of(file: IO[bytes]) -> str:
-    file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST_OUTPUT))
-    return file.read(LONGEST_OUTPUT).decode(errors="replace")
+    file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_READ))
+    return file.read().decode(errors="replace")

@@ -2,7 +2,6 @@
 
 import csv
 import logging
-import os
 import sys
 import textwrap
 import threading
@@ -15,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from genlight.adapter import EvaluationError
 from genlight.callbacks import Checkpoint, EvaluateCommand, Hook, LogMetrics
-from genlight.callbacks.evaluation.evaluate_command import ScoreCommand, _environment
+from genlight.callbacks.evaluation.evaluate_command import ScoreCommand
 from genlight.callbacks.hook.events import run_state_of
 from support.messages import refusal
 from support.score_waiting import WaitsForScores
@@ -194,7 +193,6 @@ def test_children_of_a_command_do_not_delay_its_scores(tmp_path) -> None:
         ('print(\'{"a": NaN, "b": true, "c": "x"}\')', "must be a JSON object of finite numbers"),
         ("sys.stdout.buffer.write(bytes(range(256)))", "must be a JSON object"),
         ("raise ValueError('no such layer')", "ended with exit code 1: (.|\n)*ValueError: no such layer"),
-        ("while True: print('x' * 1000)", "printed more than 1,048,576 bytes"),
     ],
 )
 def test_invalid_output_is_one_clear_error(tmp_path, body, said) -> None:
@@ -247,21 +245,3 @@ def _lives(pid: int) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-SECRETS = {
-    "HF_TOKEN": "hf_canary_token",
-    "AWS_SECRET_ACCESS_KEY": "canary/secret",
-    "TRAINER_CAPABILITY_TOKEN": "canary-capability",
-    "TRAINER_UPLOAD_CHECKPOINT_URL": "https://host/put?sig=canarysignature123",
-}
-
-
-@pytest.mark.parametrize("allowed", [[], ["HF_TOKEN"]])
-def test_a_command_gets_only_the_secrets_that_are_listed(monkeypatch, allowed):
-    for name, value in {**SECRETS, "MY_SETTING": "plain-value"}.items():
-        monkeypatch.setenv(name, value)
-    given = _environment(allowed)
-    assert [name for name in SECRETS if name in given] == allowed
-    assert given["MY_SETTING"] == "plain-value"
-    assert given["PATH"] == os.environ["PATH"]
