@@ -391,7 +391,7 @@ class Goodput(Hook):
             raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
         self.every_s = every_s
         self._spent: dict[str, float] = {}
-        self._held_since = 0.0
+        self._validates_since = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -433,17 +433,9 @@ class Goodput(Hook):
         self._spent[what] = self._spent.get(what, 0.0) + seconds
 
     @override
-    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._held_since = time.monotonic()
-
-    @override
-    def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_time_spent(trainer, pl_module, "rollout", time.monotonic() - self._held_since)
-
-    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._held_since = time.monotonic()
+        self._validates_since = time.monotonic()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_time_spent(trainer, pl_module, "evaluation", time.monotonic() - self._held_since)
+        self.on_time_spent(trainer, pl_module, "evaluation", time.monotonic() - self._validates_since)

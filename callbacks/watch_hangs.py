@@ -121,14 +121,6 @@ class WatchHangs(Hook):
             self._work_ended_s = now
         self._work = None if what is None else (what, now)
 
-    @override
-    def on_rollout_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_hold_up(trainer, pl_module, "rollout")
-
-    @override
-    def on_rollout_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_hold_up(trainer, pl_module, None)
-
     def _stop(self) -> None:
         if self._stopped is not None:
             self._stopped.set()

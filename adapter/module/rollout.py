@@ -15,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from ...callbacks.checkpoint.codec.state_tree import encode
 from ...callbacks.checkpoint.codec.tensors import TensorTable
-from ...callbacks.hook.events import fire, run_state_of
+from ...callbacks.hook.events import fire, run_state_of, timed
 from ...callbacks.rank_channel import ALONE, Channel
 from ..contract.exceptions import ContractError, UnstorableStateError
 from ..contract.types import RunState, StepContext, TrainerPlugin
@@ -201,13 +201,14 @@ class RolloutBatches:
         self._counted = run_state.agent_step
         fire(trainer, "on_rollout_start")
         began_s = time.monotonic()
-        returned = self._plugin.rollout(self.state, self.ctx)  # type: ignore[attr-defined]
-        batches, run_state.rollout_stats = batches_and_stats(returned)
-        if isinstance(batches, Iterator) and optional_hook(self._plugin, "rollout_state") is not None:
-            batches = collect(batches, run_state)
-        if isinstance(batches, list | tuple) and not batches:
-            raise self._empty()
-        self._count_agent_steps(run_state.rollout_stats)
+        with timed(trainer, "rollout"):
+            returned = self._plugin.rollout(self.state, self.ctx)  # type: ignore[attr-defined]
+            batches, run_state.rollout_stats = batches_and_stats(returned)
+            if isinstance(batches, Iterator) and optional_hook(self._plugin, "rollout_state") is not None:
+                batches = collect(batches, run_state)
+            if isinstance(batches, list | tuple) and not batches:
+                raise self._empty()
+            self._count_agent_steps(run_state.rollout_stats)
         self.metrics["trainer/rollout_seconds"] = time.monotonic() - began_s
         fire(trainer, "on_rollout_end")
         return Phase(batches, update_epochs)

@@ -238,7 +238,7 @@ class Hook(pl.Callback):
         """`what` holds training up from now on, as in ``on_time_spent``, or a pause; None: training continues."""
 
     def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
-        """`what` delayed training for `seconds`: ``checkpoint``, ``samples`` or ``evaluation``.
+        """`what` delayed training for `seconds`: ``checkpoint``, ``samples``, ``evaluation`` or ``rollout``.
 
         ``lost`` is the time of the steps that a roll-back has undone.
         """
