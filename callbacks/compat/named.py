@@ -6,7 +6,6 @@ If genlight has a callback for the same purpose, the one here is that callback w
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ import msgspec
 import torch
 from typing_extensions import override
 
-from ...adapter.plumbing.durable import make_directory, write_bytes_durably
+from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.redaction import without_secrets
 from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
@@ -66,11 +65,11 @@ class Callback(OtherStyle):
         """A step has ended; ``trainer.metrics`` are its own."""
 
 
-class TakesView(Callback):
-    """A callback of this package: its hooks take a `TrainerView` in your own loop too."""
+class NeedsFit(Callback):
+    """A callback of this package: its hooks use what only a `TrainerView` has."""
 
 
-class _Periodic(TakesView):
+class _Periodic(NeedsFit):
     """Acts at the end of every so many steps; 0 turns it off."""
 
     def __init__(self, name: str, every: int) -> None:
@@ -141,20 +140,10 @@ class LoggingCallback(_Periodic):
             log_to_loggers(trainer.lightning, metrics, self._step)
 
 
-class _ByReturnedLoss(Checkpoint):
-    """Judges checkpoints by the loss that a LightningModule returns, also if it does not log it."""
+class CheckpointCallback(Checkpoint):
+    """Saves checkpoints at a cadence, and keeps the newest and the best; see `Checkpoint`.
 
-    @override
-    def _metrics(self, trainer: pl.Trainer) -> dict[str, float]:
-        loss = None if self.retention.monitor is None else view_of(trainer, trainer.lightning_module).loss
-        return super()._metrics(trainer) if loss is None else {"loss": loss}
-
-
-class CheckpointCallback(_Periodic):
-    """Saves checkpoints with `Checkpoint` at a cadence, and keeps the newest and the best.
-
-    In your own loop it calls ``save_checkpoint(path)`` of the trainer, for ``checkpoint_<step>.pt`` and
-    ``checkpoint_best.pt``.
+    The best is the one with the smallest loss that a step returns or reports, also if nothing logs it.
 
     Args:
         save_interval: Cadence in steps; 0 turns it off.
@@ -166,8 +155,6 @@ class CheckpointCallback(_Periodic):
         ValueError: A number is negative, or `max_checkpoints` is 0.
     """
 
-    critical = True
-
     def __init__(
         self,
         save_interval: int = 1000,
@@ -178,39 +165,13 @@ class CheckpointCallback(_Periodic):
     ) -> None:
         if max_checkpoints is not None and max_checkpoints < 1:
             raise ValueError(f"Invalid `max_checkpoints`. Expected a number >= 1, but received {max_checkpoints}.")
-        super().__init__("save_interval", save_interval)
-        self.save_best = save_best
-        self.max_checkpoints = max_checkpoints
-        self.output_dir = None if output_dir is None else Path(output_dir)
-        self._checkpoint: Checkpoint | None = None
-        self._best = math.inf
-        self._written: list[Path] = []
-
-    def in_a_fit(self, trainer: TrainerView) -> Checkpoint:
-        """The Lightning callback that does the work in a fit; made at the first call."""
-        if self._checkpoint is None:
-            hosts_trainer = hosted_by(trainer.module) is not None
-            monitor = "train/loss" if hosts_trainer else "loss"
-            self._checkpoint = (Checkpoint if hosts_trainer else _ByReturnedLoss)(
-                self.output_dir,
-                every_n_steps=self._every,
-                keep_last=self.max_checkpoints,
-                monitor=monitor if self.save_best else None,
-            )
-        return self._checkpoint
+        every_n_steps, monitor = step_cadence("save_interval", save_interval), "loss" if save_best else None
+        super().__init__(output_dir, every_n_steps=every_n_steps, keep_last=max_checkpoints, monitor=monitor)
 
     @override
-    def act(self, trainer: TrainerView) -> None:
-        folder = self.output_dir or trainer.output_dir / "checkpoints"
-        make_directory(folder, shared=None)
-        self._written.append(folder / f"checkpoint_{self._step}.pt")
-        trainer.own.save_checkpoint(self._written[-1])
-        while self.max_checkpoints is not None and len(self._written) > self.max_checkpoints:
-            self._written.pop(0).unlink(missing_ok=True)
-        loss = trainer.metrics.get("loss", math.inf)
-        if self.save_best and loss < self._best:
-            self._best = loss
-            trainer.own.save_checkpoint(folder / "checkpoint_best.pt")
+    def _metrics(self, trainer: pl.Trainer) -> dict[str, float]:
+        loss = None if self.retention.monitor is None else view_of(trainer, trainer.lightning_module).loss
+        return super()._metrics(trainer) if loss is None else {"loss": loss}
 
 
 class EvalCallback(_Periodic):
@@ -338,7 +299,7 @@ class DiagnosisCallback(_NamesRun, Diagnosis):
         self.run_id = run_id
 
 
-class TrainingReportCallback(TakesView):
+class TrainingReportCallback(NeedsFit):
     """Writes a JSON file when training has ended: steps, losses, times and the configuration, without secrets.
 
     Args:

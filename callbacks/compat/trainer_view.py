@@ -44,13 +44,12 @@ class TrainerView:
     the Lightning trainer; ``epoch``, ``total_steps`` and ``is_main_process`` are its attributes under other names.
 
     Args:
-        trainer: The Lightning trainer, or its substitute in your own loop.
+        trainer: The Lightning trainer.
         module: Its module.
 
     Attributes:
         lightning: The Lightning trainer.
         module: The LightningModule.
-        own: The trainer object of your own loop; None in a fit.
         state: This object.
         device: The device that trains.
         output_dir: The folder for the files of the run.
@@ -61,7 +60,6 @@ class TrainerView:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.lightning = trainer
         self.module = module
-        self.own: Any = getattr(trainer, "own", None)
         self.state = self
         self.device = trainer.strategy.root_device
         self.output_dir = Path(trainer.default_root_dir)
