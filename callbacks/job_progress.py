@@ -18,7 +18,7 @@ from typing_extensions import override
 from ..adapter.plumbing.text import printable
 from ..reporters.events.event_logger import last_step
 from .checkpoint.format.record import CheckpointRecord
-from .hook.cadence import Pace
+from .hook.cadence import Pace, positive
 from .hook.events import callbacks_of, hosted_by
 from .hook.hook import Hook, skippable
 from .upload_artifacts import UploadArtifacts
@@ -53,9 +53,7 @@ class JobProgress(Hook):
     _uploads: UploadArtifacts | None = None
 
     def __init__(self, *, line_every_s: float = 5.0, description: str = "") -> None:
-        if not line_every_s > 0:  # nan is not
-            raise ValueError(f"Invalid `line_every_s`. Expected a number > 0, but received {line_every_s}.")
-        self.line_every_s = line_every_s
+        self.line_every_s = positive("line_every_s", line_every_s)
         self.description = description
         self._begin(every_s=line_every_s)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import resource
 import time
@@ -26,7 +25,7 @@ from ..adapter.contract.exceptions import EventLogError
 from ..adapter.plumbing.devices import memory_in_use
 from ..reporters.events.goodput import METRIC_PREFIX
 from ..reporters.telemetry import write_event
-from .hook.cadence import NEVER, Pace, crossed, step_cadence
+from .hook.cadence import NEVER, Pace, crossed, positive, step_cadence
 from .hook.events import FIGURES_FIELD, data_wait_s, publish_figures, run_id_of
 from .hook.hook import Hook, skippable
 from .stop.sources import process_age_s
@@ -142,9 +141,7 @@ class Heartbeat(Hook):
         count_flops: bool = True,
         peak_flops: float | None = None,
     ) -> None:
-        if peak_flops is not None and not 0 < peak_flops < math.inf:
-            raise ValueError(f"Invalid `peak_flops`. Expected a positive number, but received {peak_flops!r}.")
-        self.peak_flops = peak_flops
+        self.peak_flops = None if peak_flops is None else positive("peak_flops", peak_flops)
         if not scenario:
             raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
         self.interval_steps = step_cadence("interval_steps", interval_steps)
@@ -296,9 +293,7 @@ class SystemMonitor(Hook):
     _gpus: Sequence[int] = ()
 
     def __init__(self, every_s: float = 10.0) -> None:
-        if not 0 < every_s < math.inf:
-            raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
-        self.every_s = every_s
+        self.every_s = positive("every_s", every_s)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -387,9 +382,7 @@ class Goodput(Hook):
     writes = (FIGURES_FIELD,)
 
     def __init__(self, every_s: float = 10.0) -> None:
-        if not every_s > 0:  # nan is not
-            raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
-        self.every_s = every_s
+        self.every_s = positive("every_s", every_s)
         self._spent: dict[str, float] = {}
         self._validates_since = 0.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import ssl
 import threading
@@ -20,7 +19,7 @@ from ..adapter.plumbing.safe_open import read_regular
 from ..adapter.plumbing.threads import started
 from ..adapter.plumbing.urls import safe_url, trusted_origins
 from ..reporters.events.event_logger import last_step
-from .hook.cadence import NEVER, next_multiple
+from .hook.cadence import NEVER, next_multiple, positive
 from .hook.events import hosted_by, numbers_of, run_state_of, step_metrics
 from .hook.hook import Hook, skippable
 
@@ -60,9 +59,7 @@ class TrainJobStatus(Hook):
     _sender: _Sender | None = None
 
     def __init__(self, every_s: float = 5.0) -> None:
-        if not 0 < every_s < math.inf:
-            raise ValueError(f"Invalid `every_s`. Expected a positive number of seconds, but received {every_s!r}.")
-        self.every_s = every_s
+        self.every_s = positive("every_s", every_s)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -266,25 +266,20 @@ def setup_wandb_metrics(wandb_run: Any) -> None:
     wandb_run.define_metric("*", step_metric="epoch")
 
 
-def _interval(name: str, argument: int | None, holder: Any, path: str) -> int | None:
-    """Return a cadence in epochs: `argument`, otherwise the entry at `path` of a configuration; None without either.
+def _interval(name: str, argument: int | None, holder: Any, path: str, default: int | None = None) -> int:
+    """Return a cadence in epochs: `argument`, otherwise the entry at `path` of a configuration, or `default`.
+
+    Without any of them, each epoch counts.
 
     Raises:
-        ValueError: It is not an integer >= 0.
+        ValueError: It is not an integer >= 0, or there is no default and the configuration does not have it.
     """
     value = functools.reduce(get_entry, path.split("."), holder) if argument is None else argument
-    return None if value is None else step_cadence(name, value)
-
-
-def _required(interval: int | None, holder: Any, path: str) -> int:
-    """Return `interval`, or 1 if there is no configuration.
-
-    Raises:
-        ValueError: The configuration does not have it.
-    """
-    if interval is None and holder is not None:
-        raise ValueError(f"Invalid configuration. It has no {path}; add it, or set `interval`.")
-    return 1 if interval is None else interval
+    if value is None and default is None and holder is not None:
+        raise ValueError(f"Invalid configuration. It has no {path}; add it, or set `{name}`.")
+    if value is None:
+        value = 1 if default is None else default
+    return step_cadence(name, value)
 
 
 class CheckpointHook(TrainerHook):
@@ -325,10 +320,9 @@ class CheckpointHook(TrainerHook):
         wandb_interval: int | None = None,
     ) -> None:
         super().__init__(trainer_cfg, device)
-        path = "checkpoint.checkpoint_interval"
-        self.interval = _required(_interval("interval", interval, trainer_cfg, path), trainer_cfg, path)
-        uploads = _interval("wandb_interval", wandb_interval, trainer_cfg, "checkpoint.wandb_checkpoint_interval")
-        self.wandb_interval = self.interval if uploads is None else uploads
+        self.interval = _interval("interval", interval, trainer_cfg, "checkpoint.checkpoint_interval")
+        path = "checkpoint.wandb_checkpoint_interval"
+        self.wandb_interval = _interval("wandb_interval", wandb_interval, trainer_cfg, path, self.interval)
         self.checkpoint_manager = checkpoint_manager
         self.wandb_run = wandb_run
         self._uploaded_epoch = 0
@@ -420,10 +414,10 @@ class EvaluationHook(TrainerHook):
             vars(self)["evaluate"] = evaluate
         elif type(self).evaluate is EvaluationHook.evaluate:
             raise TypeError("EvaluationHook cannot evaluate. Set `evaluate`, a function of (uri, state).")
-        holder, path = (
-            (trainer_cfg, "evaluation.evaluate_interval") if eval_config is None else (eval_config, "evaluate_interval")
-        )
-        self.interval = _required(_interval("interval", interval, holder, path), holder, path)
+        if eval_config is None:
+            self.interval = _interval("interval", interval, trainer_cfg, "evaluation.evaluate_interval")
+        else:
+            self.interval = _interval("interval", interval, eval_config, "evaluate_interval")
         self.eval_config = eval_config
         self.curriculum = curriculum
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 from ..adapter.contract.exceptions import TrainingHungError
 from ..adapter.plumbing.durable import create_file, make_directory
 from ..adapter.plumbing.threads import started
+from .hook.cadence import positive
 from .hook.hook import Hook, RunContext
 
 log = logging.getLogger(__name__)
@@ -76,13 +77,10 @@ class WatchHangs(Hook):
         work_limit_s: float = 3600.0,
         end_run: bool = False,
     ) -> None:
-        for name, value in (("factor", factor), ("floor_s", floor_s), ("work_limit_s", work_limit_s)):
-            if not value > 0:
-                raise ValueError(f"Invalid `{name}`. Expected a number > 0, but received {value}.")
         self.directory = None if directory is None else Path(directory)
-        self.factor = factor
-        self.floor_s = floor_s
-        self.work_limit_s = work_limit_s
+        self.factor = positive("factor", factor)
+        self.floor_s = positive("floor_s", floor_s)
+        self.work_limit_s = positive("work_limit_s", work_limit_s)
         self.end_run = end_run
         self.on_hang: Callable[[Exception], None] | None = None
         """Called in the watching thread with a hang that ends the run; may end the process itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import signal
@@ -21,7 +20,7 @@ from ...adapter.contract.exceptions import EvaluationError
 from ...adapter.plumbing.redaction import hide_secrets
 from ..checkpoint.format.record import CheckpointRecord
 from ..checkpoint.policy import savers_of
-from ..hook.cadence import NEVER, Pace, crossed, step_cadence
+from ..hook.cadence import NEVER, Pace, crossed, positive, step_cadence
 from ..hook.events import callbacks_of, publish_scores
 from ..hook.hook import Hook, judge, skippable
 from ..stop.stop_requests import StopRequests
@@ -87,11 +86,9 @@ class EvaluateCommand(Hook):
             raise ValueError(f"Invalid `command` {command!r}: {error}.") from error
         if not arguments or not arguments[0]:
             raise ValueError(f"Invalid `command`. Expected a program and its arguments, but received {command!r}.")
-        if not 0 < time_limit_s < math.inf:
-            raise ValueError(f"Invalid `time_limit_s`. Expected a number of seconds > 0, but received {time_limit_s}.")
         self.command = arguments
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
-        self.time_limit_s = time_limit_s
+        self.time_limit_s = positive("time_limit_s", time_limit_s)
         self.critical = critical
         self._step = 0
         self._begun_step: int | None = None

@@ -25,6 +25,17 @@ def step_cadence(name: str, every: Any) -> int:
     return int(every)
 
 
+def positive(name: str, value: float) -> float:
+    """Return the argument `name` of a hook, a time or a factor.
+
+    Raises:
+        ValueError: It is not a finite number > 0.
+    """
+    if not 0 < value < math.inf:  # nan is not
+        raise ValueError(f"Invalid `{name}`. Expected a number > 0, but received {value!r}.")
+    return value
+
+
 class Boundaries:
     """The boundaries of a cadence that a hook has seen, so that it acts once for each; a roll-back rewinds them.
 
