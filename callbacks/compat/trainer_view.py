@@ -71,7 +71,9 @@ class TrainerView:
         self._first_step = self._last_step = trainer.global_step
         self._total_loss: Any = 0.0
         self._named: Mapping[str, Any] = {}
-        self._metrics: dict[str, float] | None = None
+        self._metrics: dict[str, float] = {}
+        self._metrics_step: int | None = None
+        """The step of these metrics; None if they have to be read."""
 
     def __getattr__(self, name: str) -> Any:
         if "lightning" not in vars(self):  # a copy that is being made
@@ -112,7 +114,8 @@ class TrainerView:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the last step, as the step named them and as they are reported; read from the device once."""
-        if self._metrics is None:
+        if self._metrics_step != self.global_step:  # without a `CallbackList`, nothing reports the end of a step
+            self._metrics_step = self.global_step
             own = {str(name): float(value) for name, value in self._named.items() if is_number(value)}
             self._metrics = {**step_metrics(self.lightning, self.module), **own}
             if "train/loss" in self._metrics:
@@ -198,7 +201,7 @@ class TrainerView:
         Each `CallbackList` of the trainer calls this; a step counts once.
         """
         self._named = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
-        self._metrics = None
+        self._metrics_step = None
         if self.global_step == self._last_step:
             return
         self._last_step = self.global_step
