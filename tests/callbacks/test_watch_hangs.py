@@ -175,7 +175,7 @@ def test_work_that_genlight_times_is_no_hang(fit, counting_trainer, tmp_path, wo
     fit(
         Working(),
         [*callbacks.get(work, []), WatchHangs(hangs, floor_s=0.2, factor=1e-6)],
-        steps=2,
+        steps=1,
         enable_checkpointing=work == "save_checkpoint",
     )
     place = "_pause" if work == "backoff" else "take_long"

@@ -3,8 +3,6 @@
 import enum
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 
 from genlight.adapter import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.compat import load_checkpoint, save_checkpoint
+from support.forked import run_forked
 from support.messages import refusal
 
 COMPLETE = {"model_state_dict": {"weight": torch.ones(3)}, "optimizer_state_dict": {}, "global_step": 3}
@@ -89,9 +88,10 @@ def test_a_full_disk_leaves_only_the_old_file(tmp_path: Path) -> None:
         "try:\n    save_checkpoint(sys.argv[1], {**whole, 'model_state_dict': {'w': torch.ones(100_000)}})\n"
         "except Exception as error:\n    print(type(error).__name__, str(error).splitlines()[0])\n"
     )
-    target = tmp_path / "x.pt"
-    done = subprocess.run([sys.executable, "-c", script, str(target)], capture_output=True, text=True, timeout=120)
+    target = tmp_path / "c" / "x.pt"
+    (program := tmp_path / "full.py").write_text(script)
+    done = run_forked(target, folder=tmp_path, program=str(program))
 
     assert done.stdout.startswith(f"CheckpointError the checkpoint {target} could not be written"), done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+    assert [path.name for path in target.parent.iterdir()] == ["x.pt"]
     assert load_checkpoint(target)["global_step"] == 3

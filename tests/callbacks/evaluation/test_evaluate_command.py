@@ -161,8 +161,14 @@ def test_one_that_ignores_sigterm_is_killed_with_its_children(tmp_path) -> None:
             time.sleep(1)
         """,
     )
+    running = ScoreCommand(command, SimpleNamespace(step=1, path=Path("step-1.json")), time_limit_s=3)
+    running._ends_at = time.monotonic() + PATIENCE_S  # its time is over once both processes run
+    while len(_text(tmp_path / "pids").split()) < 2 and not running.is_over():
+        time.sleep(0.01)
+    running._ends_at = 0.0
+    assert running.is_over()
     with refusal(EvaluationError):
-        run_score_command(command, time_limit_s=3)
+        running.scores()
     pids = [int(pid) for pid in _text(tmp_path / "pids").split()]
     assert len(pids) == 2
     assert not any(_lives(pid) for pid in pids)

@@ -6,12 +6,14 @@ import signal
 import threading
 import time
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import TrainingCanceled
+from genlight.adapter.contract.types import StepControlHints, StepResult
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Hook, StopRequests
 from genlight.callbacks.hook.hook import skippable
@@ -121,9 +123,8 @@ def test_a_stop_request_before_the_first_step_trains_none(train, tmp_path, how, 
 # the limit
 
 
-@pytest.mark.parametrize("limit", [None, 0, 0.0])
-def test_no_limit_is_no_limit(train, limit):
-    assert train([StopRequests(max_runtime_s=limit)]).global_step == 10
+def test_a_limit_of_0_is_none(train):
+    assert train([StopRequests(max_runtime_s=0)]).global_step == 10
 
 
 def test_the_age_of_the_process_grows_with_time_and_began_before_this_module():
@@ -134,18 +135,7 @@ def test_the_age_of_the_process_grows_with_time_and_began_before_this_module():
     assert before > 0
 
 
-# callables
-
-
-def test_files_are_not_checked_in_every_step():
-    looks = []
-    stop = StopRequests()
-    stop.add_check(lambda: looks.append(1))
-
-    for _ in range(1000):
-        stop.requested()
-
-    assert len(looks) < 1000
+# the cadence of checks
 
 
 class Counted(StopRequests):
@@ -190,8 +180,6 @@ def test_a_stop_that_a_trainer_noticed_in_a_quick_step_ends_the_run_after_it(fit
 
 
 def test_the_pause_that_a_step_asked_for_ends_with_a_stop_request(fit, counting_trainer, tmp_path):
-    from genlight.adapter.contract.types import StepControlHints, StepResult
-
     class Slow(counting_trainer):
         def train_step(self, batch, state, ctx):
             super().train_step(batch, state, ctx)
@@ -248,7 +236,6 @@ def test_a_signal_stops_the_run_after_the_step_however_quick_steps_are(fit, coun
 @pytest.mark.parametrize("hook", ["configure", "load_state_dict", "fails"])
 def test_a_signal_before_training_begins_stops_it_before_the_first_step(fit, counting_trainer, tmp_path, hook):
     """Also while a checkpoint is restored, when Lightning would handle it."""
-    from genlight.adapter import ContractModule
 
     class Told(counting_trainer):
         def configure(self, ctx):
@@ -323,8 +310,6 @@ def test_a_module_that_was_stopped_with_another_trainer_is_not_stopped_again(fit
 
 
 def test_a_validation_after_a_fit_still_ends_on_a_signal(fit_plain):
-    import lightning.pytorch as pl
-
     handlers = []
 
     class Validated(pl.LightningModule):

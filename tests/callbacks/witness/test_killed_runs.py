@@ -97,7 +97,7 @@ def test_a_run_that_differs_can_end(job):
     assert "ResumeDifferenceError" in summary.detail or "is not the same" in summary.detail
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("plain", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("plain", marks=pytest.mark.slow)])
 def test_two_ranks_compare_their_own_steps(kind, tmp_path):
     killed = [tmp_path, tmp_path / "c", kind, 7, 0]
     codes, _ = run_ranks_to_their_ends("witness_ranks.py", *killed, world_size=2, code=-signal.SIGKILL)
