@@ -358,6 +358,7 @@ def test_a_checkpoint_hook_without_a_checkpoint_callback_is_refused() -> None:
 def test_an_interval_of_0_is_never_due() -> None:
     assert [epoch for epoch in range(1, 7) if should_run(epoch, 3)] == [3, 6]
     assert not should_run(3, 0)
+    assert CheckpointHook({"checkpoint": {"checkpoint_interval": 4}}).wandb_interval == 4, "each checkpoint"
 
 
 class Manager:

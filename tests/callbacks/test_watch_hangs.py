@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import TrainingHungError
 from genlight.adapter.contract.types import StepControlHints, StepResult
+from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, Evaluate, WriteSamples
 from genlight.callbacks.watch_hangs import WatchHangs, _stacks_of_others
+from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="stop")
 
@@ -149,7 +152,7 @@ def test_a_working_rank_tells_the_others_until_its_limit(tmp_path, watched):
 
 
 @pytest.mark.parametrize("work", ["evaluate", "generate_sample", "save_checkpoint", "rollout", "backoff"])
-def test_work_that_genlight_times_is_no_hang(fit, counting_trainer, tmp_path, work):
+def test_work_that_genlight_times_is_no_hang(counting_trainer, tmp_path, work):
     def take_long(*_, **__):
         time.sleep(0.6)
         return {"score": 1.0} if work == "evaluate" else {} if work != "rollout" else [1, 2]
@@ -172,12 +175,9 @@ def test_work_that_genlight_times_is_no_hang(fit, counting_trainer, tmp_path, wo
         "save_checkpoint": [Checkpoint(tmp_path / "checkpoints", every_n_steps=1)],
     }
     hangs = tmp_path / "hangs"
-    fit(
-        Working(),
-        [*callbacks.get(work, []), WatchHangs(hangs, floor_s=0.2, factor=1e-6)],
-        steps=1,
-        enable_checkpointing=work == "save_checkpoint",
-    )
+    watch = WatchHangs(hangs, floor_s=0.2, factor=1e-6)
+    trainer = quiet_trainer(*callbacks.get(work, []), watch, max_steps=1, default_root_dir=tmp_path)
+    trainer.fit(ContractModule(Working()), None if work == "rollout" else BatchStream([0]))
     place = "_pause" if work == "backoff" else "take_long"
     assert [path for path in hangs.glob("*.txt") if f"in {place}" in path.read_text()] == []
 

@@ -298,11 +298,6 @@ def test_the_events_of_a_run_come_in_their_order(fit, counting_trainer):
     ]
 
 
-@pytest.mark.parametrize("name", HOOK_EVENTS)
-def test_the_base_class_has_every_event_as_a_no_op(name):
-    assert getattr(Hook(), name)(None, None, *[None] * (getattr(Hook, name).__code__.co_argcount - 3)) is None
-
-
 # order
 
 
