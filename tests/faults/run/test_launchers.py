@@ -121,16 +121,16 @@ def test_a_port_that_is_in_use_is_named(job, torchrun_environs):
 
 @pytest.fixture
 def torchrun(job):
-    """Start two ranks with torchrun."""
+    """Start two ranks with torchrun, which waits `waits_s` for them to end after a stop signal."""
 
-    def start():
+    def start(*, waits_s=30):
         (job.folder / "main.py").write_text(NOTES_ITS_CODE)
         command = ["--standalone", "--nproc-per-node", "2", "main.py", "run", str(job.spec)]
         with (job.folder / "stderr").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *command],
                 cwd=job.folder,
-                env=job.process_environ(),
+                env=job.process_environ(TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(waits_s)),
                 stderr=output,
                 stdout=output,
             )
