@@ -27,10 +27,12 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from ...callbacks.checkpoint.positioned_loader import extend_loader, is_stateful
 from ...callbacks.checkpoint.rank_state import capture_rng, restore_rng
 from ..contract.exceptions import InputError
 from ..contract.types import StepContext
 from ..plumbing.devices import isolated_random_numbers
+from ..plumbing.generators import held_generators, set_state, state_of
 from ..plumbing.text import shortened
 from .arrow_feed import ArrowFeed
 from .batching import Spec
@@ -76,7 +78,7 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
     - a plain ``DataLoader`` over a map-style dataset: the loader itself on one process, in the order of a plain loop;
       on several ranks its dataset as above, with its batch size, workers and collate function;
     - a table or a data frame: an `ArrowFeed`;
-    - an object with ``state_dict`` and ``load_state_dict``: the object itself;
+    - an object with ``state_dict`` and ``load_state_dict``: the object itself, which begins a pass at its first batch;
     - another iterable, or a callable that returns the next batch: `RepeatedRead`.
 
     Args:
@@ -110,8 +112,9 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
             "`persistent_workers` of the DataLoader of `%s` has no effect, because a resume reads its epoch again", name
         )
         vars(given).update(persistent_workers=False)
-    if hasattr(given, "state_dict") and hasattr(given, "load_state_dict") and hasattr(given, "__iter__"):
-        return given
+    if is_stateful(given) and hasattr(given, "__iter__"):
+        is_own = not isinstance(given, DataLoader | ArrowFeed) and hasattr(given, "__dict__")
+        return extend_loader(given, _BeginsAtFirstBatch) if is_own else given
     if is_batch or not (hasattr(given, "__iter__") or callable(given)):
         raise InputError(
             f"The data function `{name}` returned {shortened(repr(given), 100)}, a {type(given).__name__}. Return a "
@@ -123,6 +126,41 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
             "and share them by `ctx.rank` and `ctx.world_size`, or return a map-style dataset, which genlight shares."
         )
     return RepeatedRead(given, lambda: call_with_context(function, ctx), name, ctx, seed=options.get("seed", 0))
+
+
+class _BeginsAtFirstBatch:
+    """A loader whose passes begin at their first batch; Lightning makes an iterator earlier that it does not use.
+
+    A loader that shuffles, or counts its passes, in ``__iter__`` would otherwise begin with its second pass. Its state
+    also has the random states from the start of the pass: most loaders draw the order of a resumed pass again.
+    """
+
+    _begun: dict[str, Any] | None = None
+    """Random states at the start of the pass; None between passes."""
+    _resumes = False
+
+    def __iter__(self) -> Iterator[Any]:
+        resumes, self._resumes = self._resumes, False
+        with isolated_random_numbers() if resumes else nullcontext():
+            if resumes and self._begun:
+                restore_rng(self._begun)
+            else:
+                self._begun = {**capture_rng(), "held": list(map(state_of, held_generators(self)))}
+            batches = super().__iter__()  # type: ignore[misc]
+        yield from batches
+        self._begun = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loader, and the random states from the start of the pass."""
+        return {"begun": self._begun, "loader": super().state_dict()}  # type: ignore[misc]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a result of `state_dict`."""
+        self._begun = state["begun"]
+        self._resumes = self._begun is not None
+        for generator, saved in zip(held_generators(self), (self._begun or {}).get("held", ()), strict=False):
+            set_state(generator, saved)
+        super().load_state_dict(state["loader"])  # type: ignore[misc]
 
 
 def _dataset_feed(dataset: Any, options: Mapping[str, Any]) -> ArrowFeed:
@@ -174,6 +212,9 @@ class RepeatedRead:
     def __init__(self, given: Any, again: Callable[[], Any], name: str, ctx: StepContext, *, seed: int = 0) -> None:
         self._given, self._again, self._name = given, again, name
         self._is_callable = not hasattr(given, "__iter__")
+        self._built = _pass_state(given)
+        self._at_start: dict[str, Any] = self._built
+        """The state of `given` itself at the start of the pass."""
         self._rank, self._world_size, self._seed = ctx.rank, ctx.world_size, seed
         self._passes = self._taken = 0
         self._begun: dict[str, Any] | None = None
@@ -189,7 +230,7 @@ class RepeatedRead:
         # All of this happens at the first batch: Lightning makes an iterator earlier that it does not use.
         taken, self._resumes = self._taken if self._resumes else 0, False
         if not taken:
-            self._passes += 1
+            self._passes, self._at_start = self._passes + 1, _pass_state(self._given)
             self._begun = capture_rng() if self._world_size == 1 else {}
         if not taken or self._draws:
             self._taken, batches = taken, self._anew()
@@ -251,13 +292,15 @@ class RepeatedRead:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches taken from the pass, and the random states from its start."""
+        """Return the number of batches taken from the pass, and the states from its start."""
         return {
             "passes": self._passes,
             "taken": self._taken,
             "begun": self._begun,
             "draws": self._draws,
             "world_size": self._world_size,
+            "source": self._at_start if self._taken and not self._draws else _pass_state(self._given),
+            "built": self._built,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,6 +319,23 @@ class RepeatedRead:
         self._passes, self._taken = state["passes"], state["taken"]
         self._begun, self._draws = state["begun"], state["draws"]
         self._resumes = self._taken > 0
+        self._at_start = state["source"]
+        _put_pass_state(self._given, state["built"], self._at_start)
+
+
+def _pass_state(source: Any) -> dict[str, Any]:
+    """Return what may change in `source` from pass to pass: its generators of random numbers and its counters."""
+    own = getattr(getattr(source, "dataset", source), "__dict__", {})
+    numbers = {name: value for name, value in own.items() if type(value) is int}
+    return {"generators": list(map(state_of, held_generators(source))), "numbers": numbers}
+
+
+def _put_pass_state(source: Any, built: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Restore a result of `_pass_state`, except for numbers that were then as they had been `built`."""
+    for generator, state in zip(held_generators(source), saved["generators"], strict=False):
+        set_state(generator, state)
+    changed = {name: value for name, value in saved["numbers"].items() if built["numbers"].get(name) != value}
+    getattr(getattr(source, "dataset", source), "__dict__", {}).update(changed)
 
 
 def _calls(function: Callable[[], Any]) -> Iterator[Any]:

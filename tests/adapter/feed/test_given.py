@@ -77,6 +77,31 @@ class Chunks:
         return np.arange(self.position - 3, self.position)
 
 
+class Passes:
+    """Another order in each pass, from its own generator and the number of the pass."""
+
+    def __init__(self): self.generator, self.passes = np.random.default_rng(3), 0
+    def __iter__(self):
+        self.passes += 1
+        return iter([torch.tensor([self.passes, row]) for row in self.generator.permutation(4)])
+
+
+class Positions:
+    """Keeps its position; draws the order of a pass, also of a resumed one, when the pass begins."""
+
+    def __init__(self): self.passes = self.taken = self.skipped = 0
+    def __iter__(self):
+        self.passes, first, self.skipped = self.passes + 1, self.skipped, 0
+        return map(self.take, range(first, 4), torch.randperm(4)[first:])
+    def take(self, place, row):
+        self.taken = place + 1
+        return torch.tensor([self.passes, row])
+    def state_dict(self): return {"passes": self.passes - 1, "taken": self.taken}
+    def load_state_dict(self, state): self.passes, self.skipped = state["passes"], state["taken"]
+
+
+def passes(): return Passes()
+def positions(): return Positions()
 def dataset(ctx): return Noisy()
 def loader(): return DataLoader(Noisy(), 3, shuffle=True)
 def iterable_loader(): return DataLoader(Stream(), batch_size=None)
@@ -129,6 +154,8 @@ KINDS = {
     "batches": ("batches", None),
     "table": ("table", {"batch_size": 2, "shuffle": True}),
     "generator": ("generator", None),
+    "passes": ("passes", None),
+    "positions": ("positions", None),
 }
 
 
@@ -143,6 +170,8 @@ def test_a_run_that_was_interrupted_sees_what_one_without_a_break_sees(kind, tmp
 
     assert seen(job, "r") == seen(job, "whole")
     assert len(seen(job, "r")) == 9
+    if kind in ("passes", "positions"):
+        assert [rows[0] for rows in seen(job, "r")] == [1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert "begins with its first batch" not in caplog.text
 
 
