@@ -11,7 +11,7 @@ from . import compat as compat  # so that `gen_worker.trainer` and the modules o
 from .plumbing.imports import lazy_exports
 
 __version__: str
-"""That of the distribution, looked up when it is asked for."""
+"""Version of the installed distribution, looked up when it is first used."""
 
 __contract__ = (
     *("ArrowFeedConfig", "DownloadedInputs", "InputDownloader", "JobLifecycleClient", "LifecycleLease"),

@@ -41,9 +41,9 @@ class LogMetrics(Hook):
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
-    On several ranks, metrics and statistics of rollouts are those of rank zero, of its own rows. With
-    ``reduce="mean"`` they are the means over all ranks, exchanged at the cadence and in no other step. A rank without a
-    metric does not count in its mean. Between two cadences, a monitor sees rank zero's.
+    On several ranks, metrics and statistics of rollouts come from rank zero and describe only its rows. With
+    ``reduce="mean"`` they are the means over all ranks, which exchange them only at the cadence. A rank without a
+    metric does not count in its mean. A monitor that reads metrics between two cadences sees those of rank zero.
 
     For modules that host a trainer of the contract (``pl_module.metrics()``). Other modules log by themselves: for
     these it warns, and sends only scores and the figures of other hooks.

@@ -109,7 +109,7 @@ def _has_columns(batch: Any) -> bool:
 
 
 def take_rows(batch: Any, rows: Sequence[int]) -> Any:
-    """Return a raw batch of these rows of `batch`, of a kind that `count_rows` can count."""
+    """Return a raw batch with only these rows of `batch`; `count_rows` must be able to count its rows."""
     if isinstance(batch, Mapping):
         return {name: take_rows(column, rows) for name, column in batch.items()}
     if _has_columns(batch):

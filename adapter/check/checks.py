@@ -65,16 +65,18 @@ _REMEDIES = {
     "loss that does not depend on the weights; if gradients are accumulated over more steps, give --steps.",
     "hyperparams": "Read it from ctx.job.hyperparams, correct its name, or remove it from the job.",
     "gradients": "Call zero_grad between an update and the next backward.",
-    "changed gradients": "On several ranks they are means over the ranks, and so is what a bound (clip_grad_norm_ of "
-    "each row, as in DP-SGD) holds for. Use `strategy: ddp`, compute gradients of rows by torch.autograd.grad, which "
-    "averages nothing, and write the bounded sum to `.grad`; or use one device. A constant factor is fine.",
+    "changed gradients": "On several ranks gradients are means over the ranks, so a bound on the gradient of each row "
+    "(clip_grad_norm_, as in DP-SGD) would apply to that mean. Use `strategy: ddp`, compute gradients of rows by "
+    "torch.autograd.grad, which averages nothing, and write the bounded sum to `.grad`; or use one device. A constant "
+    "factor is fine.",
     "evaluate": "It must work with the data of a check, and restore averaged weights and modes: model.train().",
     "state": "Return numbers, strings, tensors, arrays, and dicts and lists of them.",
     "state round trip": "Restore everything that state_dict returns in load_state_dict.",
     "reproducible": "Seed all random numbers in `setup` or `configure`; until then a resume cannot be checked.",
     "resume": "Return it from state_dict, or from rollout_state if it is an environment's, and restore it in "
     "load_state_dict or load_rollout_state. If it is elsewhere: a generator, an iterator or a global variable?",
-    "resume on ranks": "Keep all that a step needs in the state or on the trainer; state_dict returns this rank's.",
+    "resume on ranks": "Keep all that a step needs in the state or on the trainer, and return each rank's own values "
+    "from state_dict.",
     "ranks": "Make the same calls on every rank; look for random numbers, and uses of ctx.rank or the rows.",
     "rank state": "Average it over all ranks, broadcast rank 0's value, or name it in `rank_local` if it is intended.",
     "sharded": "Use ddp, or follow the message; look for code that uses weights outside of forward and updates.",
@@ -121,8 +123,8 @@ class _Case:
     def rounding_distances(self) -> Mapping[str, float]:
         """How far each value of `one_process` moves if the first weights are rounded differently.
 
-        The gradient of a bias of attention keys, or of one before batch statistics, is nothing but rounding. Adam makes
-        full steps of it, and the running mean follows.
+        Some gradients are zero except for rounding: of the bias of attention keys, or of a bias before a batch norm.
+        Adam still makes steps of full size from them, and the running mean of the batch norm follows.
         """
         random = torch.Generator().manual_seed(self.subject.seed)
 
@@ -391,8 +393,8 @@ def check_state(case: _Case) -> Iterator[Finding]:
 def check_resume(case: _Case) -> Iterator[Finding]:
     """Check that an interrupted and resumed run ends with the same bits.
 
-    Even with equal weights it may have lost an average, a best value, a counter or statistics. Values that differ
-    between two uninterrupted runs, such as a clock, are no fault of the class.
+    Even if the weights are equal, the resume may have lost an average, a best value, a counter or statistics. Values
+    that differ between two uninterrupted runs, such as a clock, are no fault of the class.
     """
     subject, folder = case.subject, case.folder / "checkpoints"
     as_in_job = subject.make_data is not None or subject.precision != "32-true"
@@ -598,7 +600,7 @@ CHECKS: dict[str, Callable[[_Case], Iterator[Finding]]] = {
 
 
 def _distances(actual: Snapshot, expected: Snapshot, kinds: tuple[str, ...] = TRAINED) -> dict[str, float]:
-    """Return the relative distance of each floating-point value, by path; counts may differ and are skipped."""
+    """Return the relative distance of each floating-point value, by path; integers may differ and are skipped."""
     apart = compare_snapshots(expected, actual, kinds=kinds, exact=False, floor=NOTHING)
     return {
         path: size

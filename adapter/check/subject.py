@@ -127,7 +127,7 @@ class Subject:
     hyperparams: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     make_data: Callable[[], pl.LightningDataModule | None] | None = None
-    """Makes the job's data, or returns None if the class has its own loader; None if there is no loader to check."""
+    """Makes the data module of the job; returns None if the class has its own loader. None skips the loader."""
     precision: str = "32-true"
     """Precision of the job."""
 
@@ -323,7 +323,7 @@ def _train_rank(name: str, subject: Subject, batches: list[Any], **checkpoints: 
     try:
         ranks: Any = {"devices": WORLD_SIZE, "strategy": strategy}
         observer = subject.train(Observer(dropout=False), batches=batches, **checkpoints, **ranks)
-        # Separately: together with "value", a wrapper's state would not count as optimizer state.
+        # In two snapshots: in one, the state of a wrapper around an optimizer would count as "value".
         state = observer.take_snapshot("weight", "optimizer state")
         values = observer.take_snapshot("value")["value"]
     except Exception as error:

@@ -23,8 +23,8 @@
     ├── ResumeDifferenceError     a step that was repeated after a restart is not the same
     ├── NonfiniteError            a loss, gradients or weights are nan or infinite
     ├── RecoveryError             a training could not be recovered from its faults
-    ├── RankFailedError                another rank failed or died
-    ├── TrainingHungError              no step was finished for far longer than steps take
+    ├── RankFailedError           another rank failed or died
+    ├── TrainingHungError         no step was finished for far longer than steps take
     └── TrainingCanceled          the run stopped on request; exit code 75
 
 Each carries its facts as attributes, so that a caller never parses a message. The module imports nothing of
@@ -92,7 +92,7 @@ class NonfiniteError(GenlightError):
 
 
 class RecoveryError(GenlightError):
-    """A training could not recover from its faults, or has no way to; the message lists the attempts."""
+    """A training could not recover from its faults; the message lists the attempts, if there were any."""
 
 
 class CheckpointError(GenlightError):
@@ -200,7 +200,7 @@ class UploadError(GenlightError):
     """An artifact that must reach its destination did not.
 
     Args:
-        message: The artifact, its destination, and the remaining steps.
+        message: The artifact, its destination, and what the user can do.
         auth: Whether the server refused our credentials.
     """
 
@@ -210,7 +210,7 @@ class UploadError(GenlightError):
 
 
 class ReplayWriterError(GenlightError, RuntimeError):
-    """Another thread or process than the one writer of a replay buffer wrote to it; nothing was changed."""
+    """A replay buffer has one writer, and another thread or process tried to write; nothing was changed."""
 
 
 class ThreadLimitError(GenlightError, RuntimeError):

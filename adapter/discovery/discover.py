@@ -121,7 +121,7 @@ class Discovered:
 
 
 def _look_up(path: str, named: dict[str, Any], children: dict[str, dict[str, Any]]) -> Any:
-    """Return the object at `path`, found below the object in `named` with which the path begins; None without one."""
+    """Return the object at `path`, or None. `named` has the roots; `children` caches the objects below each object."""
     while path not in named:
         where = next((start for start in named if path.startswith((f"{start}.", f"{start}["))), None)
         if where is None:
@@ -140,7 +140,7 @@ def discover(
     The search covers dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that
     functions close over, also in cycles. It skips classes of the standard library, Lightning's trainers and callbacks,
     and containers of more than `SEARCHED_ITEMS` items. It also skips a module that is completely on the meta device: it
-    is a skeleton for ``torch.func.functional_call``, and Lightning would give it, and all others, new weights.
+    is a skeleton for ``torch.func.functional_call``. If Lightning saw it, it would give new weights to all modules.
 
     Args:
         state: The result of ``configure``.

@@ -43,7 +43,7 @@ def contract_dtype(plugin: Precision) -> str:
     """Return ``ctx.dtype`` for a precision plugin.
 
     Raises:
-        ContractError: The plugin has another precision than those of `_DTYPES`, or replaces layers.
+        ContractError: The precision of the plugin is not in `_DTYPES`, or the plugin replaces layers.
     """
     precision = str(plugin.precision)
     if type(plugin) not in (Precision, MixedPrecision, HalfPrecision) or precision not in _DTYPES:

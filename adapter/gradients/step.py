@@ -176,7 +176,7 @@ class StepRouter:
             group=None if averaging is None else averaging.group,
             device=device,
         )
-        if sharded:  # otherwise torch.compile traces the work on shards in a function that calls backward
+        if sharded:  # a compiled function that calls backward would otherwise include the work on shards in its graph
             self.backward = outside_of_graphs(self.backward)  # type: ignore[method-assign]
         self.averaging = averaging
         if averaging is not None:
@@ -210,7 +210,7 @@ class StepRouter:
         _call_each(part.close for part in self.parts)
 
     def before_save(self) -> None:
-        """Refuse a checkpoint of ranks that have diverged, also if a device has not reported it yet. Collective.
+        """Refuse a checkpoint of diverged ranks; wait for the device, which may not have reported it yet. Collective.
 
         Raises:
             ContractError: Ranks diverged in an earlier step.
@@ -250,7 +250,7 @@ class StepRouter:
             context.__exit__(exc_type, exc, traceback)
         refusal, self._refusal = self._refusal, None
         if refusal is exc:
-            refusal = None  # already raised here; a refusal in another thread has not reached the loop
+            refusal = None  # it is being raised already; one from another thread has not reached the loop yet
         if exc is None and refusal is None and replaced is None:
             try:
                 for part in self.parts:
@@ -346,8 +346,8 @@ class StepRouter:
     def _check_unknown(self, optimizer: Optimizer) -> None:
         """Refuse an unmanaged optimizer that trains a known module, or that lives for several steps.
 
-        One that lives for a single step, to invert a latent for example, is allowed; and one that lives longer, if
-        gradients are neither averaged nor scaled nor guarded.
+        An optimizer that lives for a single step is allowed, for example to invert a latent. One that lives longer is
+        allowed if gradients are plain: not averaged, not scaled and not guarded.
         """
         if self._refuses_lasting and self._first_used.setdefault(optimizer, self._steps) != self._steps:
             raise refused_update("lasting", optimizer)
@@ -369,7 +369,8 @@ class StepRouter:
         """Make one update of a managed optimizer with the same arguments, except that a closure is wrapped."""
         if self._in_update or self._is_closed:
             return inner(*args, **kwargs)
-        self._refuse_in_backward(optimizer)  # by a hook; on a device it runs in a thread of torch's engine
+        # A hook on a tensor may have called it. On a device, such a hook runs in a thread of torch's engine.
+        self._refuse_in_backward(optimizer)
         if not torch_hooks.is_active(self):
             if self.averaging is not None:  # no other rank would know of this update
                 self._refusal = refused_update("elsewhere", optimizer)
@@ -462,7 +463,7 @@ class StepRouter:
 
 
 class StepHooks(StepPart):
-    """Those of Lightning's four hooks within a step that callbacks or the module override.
+    """Calls the hooks of callbacks and module within a step: of Lightning's four, those that somebody overrides.
 
     Hooks around a backward call see the unscaled loss, and unscaled gradients, averaged over the ranks.
 

@@ -203,8 +203,8 @@ def update_guard(
     """Return the guard for the `Recover` callback of `trainer`, if there is one; arguments as in `UpdateGuard`.
 
     Raises:
-        ContractError: `UpdateGuard` refuses the trainer; or the ladder needs updates that are equal on all ranks, and
-            an optimizer makes others.
+        ContractError: `UpdateGuard` refuses the trainer; or `Recover` may lower the rate or roll back, for which all
+            ranks must make equal updates, but an optimizer is rank-local.
     """
     recover = next((each for each in callbacks_of(trainer) if isinstance(each, Recover)), None)
     if recover is None:

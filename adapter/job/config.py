@@ -111,7 +111,7 @@ def resolve_run_config(
         environ: The environment; None takes the process's own.
 
     Raises:
-        StartupContractError: With every error, under the code of the first documented one.
+        StartupContractError: With every error; its code is the first one of `CODES` that applies.
     """
     config, errors = read_run_config(spec_path=spec_path, overrides=overrides, environ=environ)
     error = errors.exception(secrets=config.secrets)
@@ -283,7 +283,7 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
     secrets = [*config.secrets, *secrets_of_environment(environ)]
 
     def marked(text: str, is_secret: bool) -> str:
-        """Return `text` without secrets, with a mark if a URL lost more than a digest."""
+        """Return `text` without secrets; mark a URL that lost more than a digest, so that a start refuses it."""
         safe = HIDDEN if is_secret else without_secrets(text, secrets=secrets)
         plain, _, fragment = text.partition("#")
         if safe == text or HIDDEN in safe:

@@ -70,7 +70,7 @@ def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
 
 
 def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `hyperparams` without names that are secret or URLs, so that a new credential makes no other job."""
+    """Return `hyperparams` without names that are secret or URLs, so that a new credential does not change the job."""
     return {
         name: _public(value) if isinstance(value, Mapping) else value
         for name, value in hyperparams.items()
@@ -79,7 +79,7 @@ def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _references(given: Any, folder: Path) -> Any:
-    """Return paths relative to `folder`, and URLs with fragment but without user info and query; one, or each."""
+    """Return a reference, or each of a list: a path relative to `folder`, a URL without user info and query."""
     if not isinstance(given, str):
         return given and [_references(each, folder) for each in given]
     if "://" not in given:

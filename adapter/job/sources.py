@@ -33,7 +33,7 @@ JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
 JOB_VARIABLE = "TRAINER_JOB_SPEC_PATH"
 """The variable that names the job file; it is not a setting of a job."""
 VARIABLES = {key.variable: name for name, key in all_keys() if key.variable}
-"""The setting that each other variable gives. ``HF_TOKEN`` and ``HF_HOME`` belong to huggingface_hub."""
+"""Settings by their environment variables. ``HF_TOKEN`` and ``HF_HOME`` belong to huggingface_hub."""
 
 LARGEST_FILE_BYTES = 128 << 20
 """Maximum size of a job file, so that a device or a data file passed by mistake does not fill memory."""
@@ -316,7 +316,8 @@ def _read_environment(sources: Sources, environ: Mapping[str, str], errors: Conf
         if key.type_is(bool) and not isinstance(value, bool):
             errors.warn(f"`{key.variable}` is none of the true words 1 true t yes y, so it counts as false.")
             value = False
-        sources.put(tuple(name.split(".")), value, key.variable)  # a block of another type is a fault
+        # It fails if the block of the setting is no object; that is another error.
+        sources.put(tuple(name.split(".")), value, key.variable)
     for error in rank_errors(environ):
         errors.add(error)
     known = [JOB_VARIABLE, *VARIABLES]

@@ -1,7 +1,8 @@
 """The training loop, as a Lightning loop.
 
 Lightning has no public loop class since 2.0, so two protected ones are subclassed.
-`genlight.callbacks.lightning_internals` imports the names used of them; a missing name is an `ImportError` there.
+`genlight.callbacks.lightning_internals` imports every name of them that is used here; if a release lacks one, that
+import fails.
 
 One epoch, with the hooks in Lightning's order::
 

@@ -195,7 +195,8 @@ class ContractModule(pl.LightningModule):
     @override
     def configure_callbacks(self) -> list[pl.Callback]:
         check_trainer_arguments(self.trainer)
-        # With this attribute Lightning decides whether loggers get them. They are not saved: a job names them again.
+        # By this attribute Lightning decides whether loggers get hyperparameters. Checkpoints do not hold them, because
+        # each start takes them from its job.
         self._log_hyperparams = self._log_hyperparams or bool(self.hosted_trainer.original_job.hyperparams)
         defer_setups(self.trainer)
         host_evaluation(self.hosted_trainer)

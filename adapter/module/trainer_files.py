@@ -65,14 +65,14 @@ def trainer_directory(checkpoint: str | os.PathLike[str] | None, trainer: object
     """Return the folder with the files that ``save_checkpoint`` wrote for `checkpoint`; None if there is none.
 
     Raises:
-        CheckpointError: The older runtime wrote the checkpoint, so it holds no weights but the trainer's own files; and
+        CheckpointError: The older runtime wrote the checkpoint. Its weights are only in the trainer's own files, and
             these are gone, or `trainer` cannot read them.
     """
     if checkpoint is None:
         return None
     try:
         found = find_checkpoint(checkpoint)
-    except FileNotFoundError:  # another plugin's checkpoint, elsewhere or in a folder of another form
+    except FileNotFoundError:  # not a checkpoint of genlight: another plugin for checkpoints may keep it anywhere
         return None
     if found.suffix != ".json":
         return None

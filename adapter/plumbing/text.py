@@ -48,7 +48,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Truncate `text` to `most` characters, with an ellipsis; hide secrets first, because half a one is not found."""
+    """Truncate `text` to `most` characters, with an ellipsis. Hide secrets before: half a secret is not recognized."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

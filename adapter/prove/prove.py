@@ -25,7 +25,7 @@ from .faults import Fault, marker
 from .rehearsal import Attempt, OutOfTime, Rehearsal, Scene
 
 SLACK = 10.0
-"""A difference of up to this many times the one of two unbroken runs counts as none, if those differ."""
+"""If two unbroken runs differ, a difference of up to this many times theirs counts as none."""
 SLOWER = 20.0
 """An attempt may take this many times as long as the first one."""
 MIN_LIMIT_S = 60.0
@@ -46,7 +46,7 @@ class _Case:
     """Damages the newest record's files, after the first attempt."""
     settings: tuple[str, ...] = ()
     ranks_after: int | None = None
-    """Number of ranks of later attempts, if it is another one."""
+    """Number of ranks of later attempts; None leaves it as it is."""
     check: Callable[[Rehearsal], str | None] = lambda _: None
     """Returns what is wrong after the first attempt, or None."""
 
@@ -171,7 +171,10 @@ def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -
         f"{outcome.repeated} steps repeated, {sum(attempt.seconds for attempt in run.attempts[1:]):.1f} s to the end"
     )
     if case.ranks_after is not None:
-        return Finding(case.name, "pass", f"completed on {case.ranks_after}; other rows in each step, {costs}")
+        text = (
+            f"completed on {case.ranks_after} of {len(reference.witness)} ranks, whose steps have other rows; {costs}"
+        )
+        return Finding(case.name, "pass", text)
     apart = first_difference(reference, outcome, HINTS)
     if apart is None:
         return Finding(case.name, "pass", f"the same bits; {costs}")
@@ -199,13 +202,13 @@ def _complete(run: Rehearsal, start: Callable[[], Attempt]) -> Evidence | str:
 
 
 def _is_saved(run: Rehearsal, step: int) -> str | None:
-    """Whether a stop left the checkpoint of the step in which it came, or of a later one."""
+    """Return the fault if a stop in `step` left no checkpoint of this step or of a later one."""
     newest = max((record.step for record in run.records()), default=0)
     return None if newest >= step else f"after the stop in step {step}, the newest checkpoint is of step {newest}"
 
 
 def _is_clean(run: Rehearsal) -> str | None:
-    """Whether a full disk left no broken checkpoint."""
+    """Return the fault if a full disk left broken checkpoints."""
     broken = [each.path.name for each in list_checkpoints(run.checkpoints) if each.is_own_but_broken]
     return f"it left broken checkpoints: {', '.join(broken)}" if broken else None
 

@@ -71,7 +71,7 @@ class Traces:
     records: Mapping[int, CheckpointRecord]
     """Its checkpoints that can be read, by step."""
     witness: Mapping[int, Recorded]
-    """What each rank has recorded."""
+    """The entries of each rank."""
     limits: str
     """Why steps cannot be compared, if that is known."""
 
@@ -198,7 +198,8 @@ class Repetition(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        # Callbacks are in their final order now. A later one may draw random numbers after the witness was taken.
+        # Only now are callbacks in their final order. This one must directly follow the saver, which records the
+        # witness, because a callback in between may draw random numbers.
         callbacks = callbacks_of(trainer)
         callbacks.remove(self)
         callbacks.insert(callbacks.index(savers_of(trainer)[0]) + 1, self)
@@ -303,7 +304,7 @@ def _train(config: RunConfig, plugin: Any, record: CheckpointRecord | None, repe
     module = ContractModule(plugin, config.job, model_handles=handles, keep_on_resume=keep)
     run_state_of(trainer).run_id = config.run_id
     callbacks, savers = callbacks_of(trainer), savers_of(trainer)
-    # Those of users may write into, or remove files from, the folder of the run.
+    # A user's own checkpoint callback may write into the folder of the run, or remove files from it.
     callbacks[:] = [each for each in callbacks if each in savers or not isinstance(each, LightningCheckpoint)]
     callbacks.append(repetition)
     try:

@@ -64,8 +64,8 @@ class StepView:
 
     Args:
         discovered: The objects of the class.
-        counts_memory: Whether to count the bytes that each module keeps for its backward. A class that uses
-            ``torch.func`` does not train then, because torch refuses both together.
+        counts_memory: Whether to count the bytes that each module keeps for its backward. With it, a class that uses
+            ``torch.func`` cannot train, because torch refuses both together.
     """
 
     def __init__(self, discovered: Discovered, *, counts_memory: bool = False) -> None:
@@ -124,7 +124,7 @@ class StepView:
     def by_module(self) -> dict[str, dict[str, float]]:
         """Return for each module the norms ``output`` and ``gradient``, in the order of execution, and ``kept_bytes``.
 
-        The output is the one of all calls, and the gradient the one of the module's own weights.
+        ``output`` is the norm over all calls of the module, and ``gradient`` the norm over its own weights.
         """
         norms: dict[str, dict[str, float]] = {}
         for value in self.values:
@@ -145,7 +145,7 @@ class StepView:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:  # a storage counts once, and so does memory that is used again
+        if storage.data_ptr() not in self._seen:  # each memory counts once, even if it is freed and used again
             self._seen.add(storage.data_ptr())
             self.kept_bytes[self._running[-1]] = self.kept_bytes.get(self._running[-1], 0) + storage.nbytes()
         return tensor.detach()
@@ -386,8 +386,8 @@ def replay(
         counts_memory: Whether to count what modules keep for their backward.
 
     Raises:
-        UsageError: The run cannot be replayed: it has no job, no start before the step or FSDP 2, or it has not trained
-            the step.
+        UsageError: The run cannot be replayed: it has no job, it has nothing to start from before the step, it uses
+            FSDP 2, or it has not trained the step.
         StartupContractError: Its job cannot be used.
     """
     traces = read_traces(run)

@@ -221,8 +221,8 @@ class RankZero:
         """Wait until it has ended: a launcher that sees another rank exit with an error may kill it too early.
 
         Args:
-            within_s: How long to wait for its exit code if this rank cannot see its end.
-            is_bounded: Whether this limit, and the exit code, also end the wait if this rank can see its end.
+            within_s: How long to wait for its exit code if this rank cannot see whether rank zero has ended.
+            is_bounded: Whether to stop waiting after `within_s`, or once there is an exit code, in any case.
 
         Returns:
             Its exit code; None if it left none.
@@ -282,7 +282,7 @@ def failed_ranks(files: RankFiles | None, processes: RankProcesses) -> Check:
 
     def check() -> Exception | None:
         nonlocal scan_at, lost
-        if files is not None and files.has_exited:  # it leaves no further record
+        if files is not None and files.has_exited:  # a process that has ended writes no further record
             files.has_exited, lost = False, _lost_rank(files)
         failure = _recorded_failure(files, processes) or lost
         if failure is not None:

@@ -91,7 +91,7 @@ def run_with_restarts(options: RunOptions, most: int) -> int:
             )
         for module in _PRELOADED:
             importlib.import_module(module)
-        faulthandler.cancel_dump_traceback_later()  # it has a thread, for which a copy would wait at its end
+        faulthandler.cancel_dump_traceback_later()  # its thread exists only here; a copy would wait for it at exit
         gc.freeze()
         supervisor = _Supervisor(options, config)
         supervisor.forward_signals()  # from here on, a signal is forwarded, or has been noted
@@ -120,7 +120,7 @@ class _Supervisor:
     def _forward(self, number: int, _: object) -> None:
         self._is_stopping = True
         for process in tuple(self._ranks):
-            os.kill(process, number)  # it was not waited for, so the number is still its own
+            os.kill(process, number)  # nobody has waited for it, so no other process can have its number
 
     def run(self, most: int) -> int:
         """Run attempts until one needs no further one, and return its exit code; in a rank, the code of that rank."""

@@ -67,7 +67,7 @@ def _load(path: str | os.PathLike[str], data: bytes) -> Any:
             data = base64.b64decode(b"".join(data.split()), validate=True)
         except binascii.Error:
             raise ValueError(f"{os.fspath(path)} is neither a pickle nor the base64 of one") from None
-    return pickle.loads(data)  # noqa: S301 - of a file that this user alone can have written
+    return pickle.loads(data)  # noqa: S301 - only this user can have written the file
 
 
 def _read_unchanged_by_others(path: str | os.PathLike[str]) -> bytes:

@@ -119,7 +119,8 @@ def load_torch_file(path: Path) -> dict[str, Any]:
 def read_ahead(record: CheckpointRecord) -> None:
     """Prove all files of `record`, and keep its tensors for a load of it, so that their bytes are read once.
 
-    Nothing is kept of tensors that were saved in slices, of which a load reads only some, nor if memory is short.
+    Tensors that were saved in slices are not kept, because a load reads only some of them. If memory is short, none is
+    kept.
 
     Raises:
         BrokenCheckpointError: A file is missing or differs from what was saved.
@@ -139,9 +140,9 @@ def load_record(record: CheckpointRecord, *, base: Base | None = None, share: sl
     Args:
         record: The checkpoint's record.
         base: The same as in `load`.
-        share: For a rank that needs only its own slices of sharded tensors: they are read when they are used. It says
-            which of the files with slices to prove now. Every file must be in the share of one rank, and nothing
-            may be used before all ranks have proven theirs.
+        share: Selects the files with slices that this rank proves now; slices are then read only when they are used.
+            Every file must be in the share of one rank, and no rank may use a tensor before all ranks have proven their
+            shares. None proves and reads all files.
     """
     if record.is_old:
         # Lightning requires these of any checkpoint; the trainer handles the weights, if there are any.
@@ -157,7 +158,7 @@ def load_record(record: CheckpointRecord, *, base: Base | None = None, share: sl
             if (metadata := decode(source.content["weights_metadata"], source.tensor)) is not None:
                 # Versions of modules, in the attribute that torch reads.
                 weights._metadata = metadata  # type: ignore[attr-defined]
-    except (CheckpointError, OSError, MemoryError):  # faults of this machine: references matched the files
+    except (CheckpointError, OSError, MemoryError):  # not faults of the content
         raise
     except Exception as error:
         # The codecs call constructors, and those may raise anything for values from a file.
@@ -258,7 +259,7 @@ class StoredSlices:
         data, name = bytes_of(values), f"{part_folder(stored.rank)}/{self.tensor.file}"
         with os.fdopen(open_regular(self.record.path.parent / f"{self.record.folder}/{name}"), "rb") as file:
             file.seek(stored.begin)
-            file.readinto(data)  # a short read leaves another digest
+            file.readinto(data)  # after a short read the digest differs
         if digest_of(data) != stored.xxh3_128:
             raise BrokenCheckpointError(self.record.name, f"{name} does not hold the saved values of {self.tensor.key}")
         return values

@@ -125,7 +125,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             for it there, or on several nodes, a warning says so.
         lose_at_most: Instead of a cadence: how much training a crash may cost, such as ``60s`` or ``5min``. The time
             between saves follows from how long they stall training and how long they take until they are durable. It is
-            logged when it changes, with what half and twice of it would give, and continues in a resumed run.
+            logged when it changes, with the costs of half and of twice that time. A resumed run continues with it.
         pay_at_most: With `lose_at_most` or instead of it: the largest share of the time in which saves stall training,
             such as 0.02. If both cannot be kept, `lose_at_most` is, and a warning says so.
         keep_last: How many of the newest step checkpoints to keep; None keeps all. Only checkpoints that this callback
@@ -138,8 +138,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         asynchronous: Copy the tensors, then write the checkpoint in the background while training continues. The next
             save waits until it is written.
         copy_while_training: With `asynchronous`, also copy large tensors in host memory while training continues. The
-            next update of an optimizer waits until they are copied. No code may then write to a tensor past torch, at
-            an address that it took earlier.
+            next update of an optimizer waits until they are copied. No code may then write to a tensor without torch,
+            for example through its ``data_ptr()``.
         on_error: Whether a failed save ends the run (``stop``) or is logged (``continue``).
         replace_existing: Allow training to begin at step 0 when `dirpath` holds checkpoints of another run, and replace
             them. By default this is refused.
@@ -148,8 +148,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             the class and verifies their digests.
         on_difference: The action when a step that a resumed run repeats differs from its first time: ``warn`` logs the
             difference, ``stop`` also ends the run.
-        overlap: Whether a run that resumes from an older checkpoint of `dirpath` compares itself with the newest one,
-            when it reaches the step of that: weights, optimizers, random states, positions.
+        overlap: Whether a run that resumes from an older checkpoint of `dirpath` compares its state with the newest
+            one, once it reaches that checkpoint's step: weights, optimizers, random states, positions.
 
     Raises:
         ValueError: An argument is out of range.
@@ -373,7 +373,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._wake()
         self._is_between_batches = True
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
-            return  # to a checkpoint that is then saved again
+            return  # the rolled-back run reaches this step again, and saves it then
         if (witness := self._witness) is not None:
             if (proof := witness.observe(trainer, pl_module, outputs, batch, batch_idx)) is not None:
                 self._report(trainer, proof)
@@ -478,7 +478,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._close_witness()
 
     def _end_memory(self, trainer: pl.Trainer) -> None:
-        """Leave nothing in memory: of a training that has failed, the newest checkpoint goes to the disk."""
+        """Remove the checkpoints in memory; if the newest one is newer than those on disk, copy it there first."""
         memory, self._memory = self._memory, None
         if memory is not None:
             wait_after_failure(memory.store.close)
@@ -799,7 +799,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.restore_pending_rng(trainer)
 
     def _wake(self) -> None:
-        """There is work after the next step: for the witness, or to check whether work in the background has ended."""
+        """Have the loop call this hook after the next step: for the witness, or to check on work in the background."""
         self.next_due_step = 0
 
 

@@ -98,12 +98,13 @@ def newest_complete(directory: str | os.PathLike[str]) -> CheckpointRecord | Non
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return the record that a user means by `path`: itself, its name or folder, or the newest of a folder or run.
+    """Return the record that a user means by `path`.
 
-    Its files are not proven. A file of torch counts if its name ends in ``.ckpt``.
+    A path may be a record (also without its suffix), the folder of one checkpoint, or a folder of checkpoints or of a
+    run; then it means the newest one. Its files are not proven. A file of torch counts if its name ends in ``.ckpt``.
 
     Raises:
-        FileNotFoundError: There is none; the message says what is there, and what to name.
+        FileNotFoundError: There is none; the message says what `path` is instead, and what to name.
         OSError: The newest one cannot be read.
     """
     record = record_path(path)
@@ -247,7 +248,7 @@ def own_records(listed: Sequence[Listed]) -> list[CheckpointRecord]:
 
 
 def _is_named(record: CheckpointRecord, paths: Collection[str]) -> bool:
-    """Whether one of `paths` is the record, its folder, the path that its hook named, or one of its files."""
+    """Whether `paths` has the record, its folder, one of its files, or the path that ``save_checkpoint`` named."""
     own = [record.path, *(record.path.parent / file.path for file in record.files)]
     return any(str(path) in paths for path in (*own, record.data_path, record.primary_path))
 
@@ -275,7 +276,7 @@ def enqueue(uploader: Uploader, record: CheckpointRecord) -> None:
     Raises:
         UploadError: A file is missing, or the queue cannot be written.
     """
-    # An older runtime has reported the end of its run itself, but only to a receiver; a file store got no files.
+    # The older runtime has reported its final checkpoint to the endpoint itself, but sent no files to a file store.
     if not (record.is_old and record.final and uploader.config.checkpoint_url is not None):
         files = [record.path.parent / file.path for file in record.files]
         step, final, reported = record.step, record.final, record.reported_path

@@ -139,7 +139,7 @@ def name_checkpoint_in_errors(record: Path, nbytes: int | None = None) -> Iterat
     """Turn an `OSError` of the block into one that names the checkpoint of `record`, of about `nbytes` bytes.
 
     Raises:
-        UnwrittenCheckpointError: In place of any other `OSError`.
+        UnwrittenCheckpointError: In place of an `OSError` that is not a `CheckpointError` already.
     """
     try:
         yield
@@ -361,7 +361,7 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     try:
         fsync_directory(directory)
         if replaced is not None and replaced.data_path is not None:
-            # By this copy, a sweep removes the old folder if the process dies after its record is gone.
+            # If the process dies after the old record is gone, a sweep finds this copy and removes the old folder.
             content = read_regular(staging.record, limit=LARGEST_RECORD_BYTES)
             write_file(replaced.data_path / temporary_name(staging.record.name), [content])
         os.replace(target / name, staging.record)

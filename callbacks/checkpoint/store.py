@@ -62,7 +62,7 @@ class Pending:
     on_failure: Callable[[Exception], None] | None
     """Called with its failure, in the training thread; None raises it."""
     is_joint: bool
-    """Whether all ranks do it together: a rank that raised its failure separately would leave the others waiting."""
+    """Whether all ranks save together. Then `poll` does not raise a failure, because only one rank might see it yet."""
 
 
 def _ended(job: Callable[[], object]) -> Future[Any]:
@@ -301,7 +301,7 @@ class CheckpointStore:
         """Wait for the copy of the last save, and report a failure in the background that concerns only this process.
 
         Raises:
-            Exception: That failure, unless the save has another way to report it; raised once.
+            Exception: That failure, unless the save was given `on_failure`; raised once.
         """
         self.overlap.end()
         if self._pending is not None and self._pending.future.done() and not self._pending.is_joint:
@@ -311,7 +311,7 @@ class CheckpointStore:
         """Return when no save is running in the background.
 
         Raises:
-            Exception: Its failure, unless the save has another way to report it; raised once.
+            Exception: Its failure, unless the save was given `on_failure`; raised once.
         """
         pending, self._pending = self._pending, None
         if pending is None:

@@ -144,7 +144,7 @@ class StopSources:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the ranks have agreed to stop, so that none needs a record of it."""
+        """Whether the ranks have agreed to stop, so that no rank needs to tell another about it."""
         return self.run_state is not None and self.run_state.stop_reason is not None
 
     def is_stopping(self) -> bool:

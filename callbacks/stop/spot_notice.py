@@ -34,8 +34,8 @@ class SpotNotice:
     """Whether the cloud has announced that it takes back this spot machine.
 
     Args:
-        cloud: The cloud whose metadata address is asked.
-        address: Another address, without a path; for tests.
+        cloud: The cloud whose metadata address is read.
+        address: Another address to read, without a path; for tests.
 
     Raises:
         ValueError: `cloud` is none of the three.

@@ -157,7 +157,7 @@ class StopRequests(Hook):
             training, the first rank of each machine asks the cloud's metadata address every 5 s. None asks nothing.
 
     Raises:
-        ValueError: `max_runtime_s` is negative, or `spot` is no cloud that is known.
+        ValueError: `max_runtime_s` is negative, or `spot` is another cloud.
     """
 
     critical = True
@@ -279,9 +279,9 @@ class StopRequests(Hook):
     ) -> None:
         """End a wait for a batch of data workers if the run was asked to stop.
 
-        One rank that waits for its next training batch saves the last step and stops. Any other wait may end by itself
-        for a while, because steps would be lost: other ranks may be inside the step, and a wait for validation data or
-        inside a step is no moment to save.
+        If there is one rank, and it waits for its next training batch, it saves the last step and stops. Any other wait
+        ends only after `WAIT_PATIENCE_S`, because it loses the steps since the last checkpoint: other ranks may be
+        inside the step, and nothing can be saved during a validation or inside a step.
 
         Raises:
             TrainingCanceled: The run stops here.
@@ -343,9 +343,9 @@ class StopRequests(Hook):
 
 
 def _is_between_steps(trainer: pl.Trainer) -> bool:
-    """Whether the training thread, which waits for a batch, waits for the batch of the next step.
+    """Whether the training thread, which waits for a batch, has trained all batches before it.
 
-    It is not if Lightning fetches ahead, because the batch before it is not trained yet.
+    If Lightning fetches ahead, it has not: it waits for the batch after the next one.
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches = loop.batch_progress.current

@@ -145,8 +145,8 @@ class EventLog:
 
         Raises the same errors as `metric`.
         """
-        # In few calls: in a loop that reports every step each costs half a microsecond, since its code has left the
-        # processor's caches.
+        # With few calls: in a loop that reports every step, a call costs half a microsecond, because its code has left
+        # the processor's caches by then.
         step, run_id, events = checked_step(step), self.run_id, []
         for name, value in values.items():
             number = value if type(value) is float else float_of(name, value)
@@ -267,7 +267,7 @@ class EventLog:
         self.close()
 
     def _write(self, event: Event, *metrics: Metric) -> None:
-        """Write an event with its place, and further metrics if it is one; none of them if the rules refuse one.
+        """Write an event, or several metrics, and set their places; write none if the rules refuse one of them.
 
         If an interrupt arrives, events are either written and the phase changed, or neither.
         """

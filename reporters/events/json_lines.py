@@ -40,7 +40,7 @@ def encode_json(value: object) -> bytes:
 
 def encode_lines(values: Sequence[object]) -> bytes:
     """Return a line for each of `values`, as by `encode_json`, with its newline."""
-    values = list(values)  # of any other iterable msgspec 0.22 keeps the iterator for good
+    values = list(values)  # msgspec 0.22 never releases the iterator of another iterable
     try:
         return _encode_lines(values)
     except UnicodeEncodeError:

@@ -1,15 +1,15 @@
 """Shards the modules of a trainer class over the ranks by FSDP 2, after ``configure`` built them as for one device.
 
 The trainer needs no change: its modules stay the same objects, and its optimizers and lists hold the sharded
-parameters. Each module with a ``forward`` becomes a unit, also inside a container that has none; so do parts whose
-class `units` lists. Parameters that no call of a unit gathers stay unsharded, and their gradients are averaged as
+parameters. Each module with a ``forward`` becomes a unit, also inside a container without a ``forward``; so do parts
+whose class `units` lists. Parameters that no call of a unit gathers stay unsharded, and their gradients are averaged as
 under DDP: scalars, parameters of the container itself, modules that share parameters, and names in `Sharding.ignored`.
 
 State dicts of sharded modules and optimizers: within a training step they have the weights themselves, as in torch, so
 that a write changes the weights and another sharded module can load them. Outside of a step they have full tensors, for
-files and for code without support for sharding, and full tensors can be loaded into shards; all ranks must call it
-together then. For a checkpoint, tensors stay sharded and nothing is gathered; when one is loaded, each rank reads only
-the values of its shards.
+files and for code without support for sharding, and full tensors can be loaded into shards; there all ranks must call
+``state_dict`` and ``load_state_dict`` together. For a checkpoint, tensors stay sharded and nothing is gathered; when
+one is loaded, each rank reads only the values of its shards.
 """
 
 from __future__ import annotations
