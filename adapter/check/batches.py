@@ -15,12 +15,11 @@ from ..contract.types import StepContext
 from ..job.config import RunConfig
 from ..job.lightning_objects import epochs_of, make_data
 from ..module.plugin_loading import loader_of_class, optional_hook
+from ..plumbing.text import list_first
 from .finding import Finding
 
 NO_DATA = "The job names no data: add `dataset.parquet_paths`, `data` or `mock_batches`."
 """The message for a class that needs data."""
-MOST_SHOWN = 12
-"""Maximum number of columns or metrics in a finding."""
 
 
 class _OneRank:
@@ -147,8 +146,3 @@ def check_columns(batch: Any) -> Iterator[Finding]:
         yield Finding("batch", "warn", f"nulls in column {list_first(nulls)}: {remedy}")
     if texts:
         yield Finding("batch", "pass", f"text in column {list_first(texts)}: `prepare_batch` must convert it")
-
-
-def list_first(names: Sequence[str], most: int = MOST_SHOWN) -> str:
-    """Return the first `most` names in one text, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -37,7 +37,8 @@ from ..gradients.rank_check import users_line
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.counted_dict import CountedDict
-from .batches import halves, list_first
+from ..plumbing.text import list_first
+from .batches import halves
 from .finding import Finding, Level
 from .isolation import quiet, where_raised
 from .snapshot import Snapshot, compare_snapshots, flatten, live_weights

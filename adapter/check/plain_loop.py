@@ -27,7 +27,8 @@ from ..module.rollout import RolloutBatches
 from ..module.step_metrics import named_scalars, validate_result
 from ..plumbing.devices import accelerator, isolated_random_numbers
 from ..plumbing.redaction import safe_str
-from .batches import MOST_SHOWN, NO_DATA, check_columns, describe_batch, job_batches, list_first
+from ..plumbing.text import list_first
+from .batches import NO_DATA, check_columns, describe_batch, job_batches
 from .finding import Finding, Level
 from .isolation import quiet, where_raised
 from .snapshot import KINDS, Snapshot, live_weights, snapshot
@@ -207,6 +208,6 @@ def _first_step(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Find
         yield Finding("gradients", "warn", text + hint)
     else:
         yield Finding("gradients", "pass", f"{len(trained)} weights have gradients or have changed")
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:MOST_SHOWN])
+    shown = list_first([f"{name} {value:.4g}" for name, value in metrics.items()])
     level: Level = "pass" if all(map(math.isfinite, metrics.values())) else "warn"
     yield Finding("step", level, f"took one step on {ctx.device}: {shown or 'it returns no metrics'}")

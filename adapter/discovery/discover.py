@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 from ..plumbing.generators import GENERATORS
+from ..plumbing.text import list_first
 from .children import ATOMS, Reference, below, uncompiled
 
 T = TypeVar("T")
@@ -255,9 +256,8 @@ def check_unchanged(
         if path not in had or (had[path] is not None and had[path] != has.get(path))
     ]
     if faults:
-        more = f" and {len(faults) - _NAMED_AT_MOST} more" if len(faults) > _NAMED_AT_MOST else ""
         raise ContractError(
-            f"A run whose layers change while training cannot be resumed: {'; '.join(faults[:_NAMED_AT_MOST])}{more}. "
+            f"A run whose layers change while training cannot be resumed: {list_first(faults, _NAMED_AT_MOST, '; ')}. "
             "Build all layers in `configure`, at their final size, and give the optimizer all groups there; it skips "
             "parameters that do not require a gradient yet."
         )

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ..contract.exceptions import InputError
-from ..plumbing.text import closest, shortened
+from ..plumbing.text import closest, list_first, shortened
 from .files import DataFile, expand
 
 _MOST_ERRORS = 40
@@ -205,9 +205,8 @@ def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> Iterator[st
             yield f"{name}: {count} columns are named {column!r}"
 
 
-def _in_words(names: Sequence[str], most: int = 12) -> str:
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "") if names else "no columns"
+def _in_words(names: Sequence[str]) -> str:
+    return list_first(list(map(repr, names))) if names else "no columns"
 
 
 _FOOTER_THREADS = 16

@@ -22,7 +22,7 @@ from ..cluster.job_context import rank_errors
 from ..contract.exceptions import StartupContractError
 from ..plumbing.redaction import HIDDEN, redact, secrets_in
 from ..plumbing.settings import Key, Rule, keys_of, refusal, value_of
-from ..plumbing.text import closest, nearest, with_unique_keys
+from ..plumbing.text import closest, nearest, parse_json
 from ..plumbing.urls import has_scheme, looks_like_path
 from .identity import leaves
 from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
@@ -385,7 +385,7 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
         pipe = "" if path.is_file() else "; a pipe can be read once, and each process of a run reads its job spec"
         raise ValueError(f"is empty{pipe}. Expected a JSON object, {{...}}.")
     try:
-        decoded = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=with_unique_keys)
+        decoded = parse_json(content)
     except RecursionError:
         raise ValueError("is nested too deeply.") from None
     except UnicodeDecodeError as error:  # its own message would quote the bytes
@@ -396,7 +396,3 @@ def _object_in(content: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise ValueError("holds no JSON object, {...}.")  # noqa: TRY004 - the file's fault
     return decoded
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")

@@ -44,6 +44,7 @@ from ..discovery.wrapped_optimizers import kept_by_wrappers
 from ..gradients.fsdp.shard import whole_payload
 from ..gradients.fsdp.tensors import whole_numbers
 from ..plumbing.generators import set_state, state_of
+from ..plumbing.text import list_first
 from .as_built import SET_BY_SCHEDULERS, BuiltSettings, Replaced, without_functions
 from .plugin_loading import optional_hook
 from .trainer_files import trainer_directory
@@ -525,6 +526,4 @@ def _ranks(begin: int, end: int) -> str:
 
 
 def _list_names(found: Sequence[Differing]) -> str:
-    names = list(dict.fromkeys(str(differing) for differing in found))
-    more = len(names) - _NAMED_AT_MOST
-    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+    return list_first(list(dict.fromkeys(map(str, found))), _NAMED_AT_MOST)

@@ -44,9 +44,7 @@ def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | No
         _replaced(logging.Logger, "handle", handle_redacted),
         _replaced(warnings, "showwarning", show_redacted),
         _replaced(threading, "excepthook", _redacted_hook(threading.excepthook, hide)),
-        _replaced(
-            sys, "unraisablehook", _redacted_hook(sys.unraisablehook, hide)
-        ),  # errors in destructors, for example
+        _replaced(sys, "unraisablehook", _redacted_hook(sys.unraisablehook, hide)),  # for example, in destructors
     ):
         yield
 

@@ -121,6 +121,17 @@ def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
     return _read(open_regular(path), path, limit)
 
 
+def read_beginning(path: str | os.PathLike[str], nbytes: int) -> bytes:
+    """Return the first bytes of a file that may belong to anybody.
+
+    Raises:
+        UnsafeFileError: Like `open_regular`.
+        OSError: It cannot be read.
+    """
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        return file.read(nbytes) or b""
+
+
 def distrust(path: str | os.PathLike[str], *, may_be_sticky: bool = False) -> str | None:
     """Return why another user could change the contents of the directory `path`, or None if nobody could.
 

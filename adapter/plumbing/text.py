@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
@@ -52,6 +53,11 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def list_first(names: Sequence[str], most: int = 12, between: str = ", ") -> str:
+    """Return the first `most` names in one text, and the number of the others."""
+    return between.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def is_utf8(text: str) -> bool:
     """Whether UTF-8 can encode `text`, and a file name can hold it: no unpaired surrogate, and no NUL."""
     try:
@@ -95,6 +101,20 @@ def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} appears twice in one object")
     return found
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON; refuse duplicate keys, NaN and Infinity.
+
+    Raises:
+        ValueError: It is not such JSON.
+        RecursionError: It is nested too deeply.
+    """
+    return json.loads(data, object_pairs_hook=with_unique_keys, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def as_list(value: Any) -> list[Any]:

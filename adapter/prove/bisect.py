@@ -24,10 +24,10 @@ from ...callbacks.checkpoint import load
 from ...callbacks.witness.entry import OF_MODEL, RANDOM_STATES, describe_steps, limit_between
 from ...callbacks.witness.state import differing_values, values_of_state
 from ...reporters.events.run_metadata import source_digest
-from ..check.batches import list_first
 from ..check.compare import CAUSES
 from ..check.snapshot import EVERYTHING, KINDS, Snapshot, describe, differing_paths, distance, is_real, snapshot
 from ..contract.exceptions import CheckpointError, GenlightError, UsageError
+from ..plumbing.text import list_first
 from ..view.differences import ChangedFact, differences, facts_of_run
 from ..view.summary import RunSummary, summary_of
 from .evidence import compare_witnesses

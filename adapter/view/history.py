@@ -8,7 +8,6 @@ import csv
 import itertools
 import json
 import math
-import os
 import re
 from array import array
 from collections import deque
@@ -27,7 +26,7 @@ from ...reporters.events.goodput import Ledger
 from ...reporters.events.json_lines import Position
 from ...reporters.events.reader import Attempts, log_of_run, typed_events
 from ..contract.exceptions import EventLogError
-from ..plumbing.safe_open import UnsafeFileError, open_regular, read_regular
+from ..plumbing.safe_open import UnsafeFileError, read_beginning, read_regular
 from .checkpoints import checkpoint_facts, checkpoints_of_run
 from .differences import facts_of_run
 from .log_search import Searches
@@ -336,7 +335,7 @@ def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
     if not path.resolve().is_relative_to(samples.resolve()):
         return {**shown, "note": "it is outside the run's samples"}
     try:
-        size, beginning = path.stat().st_size, read_beginning(path)
+        size, beginning = path.stat().st_size, read_beginning(path, BEGINNING_BYTES)
         kind = media_kind(beginning)
         if kind is None:
             return {**shown, **_text(path, beginning, size)}
@@ -369,15 +368,6 @@ def _text(path: Path, beginning: bytes, size: int) -> dict[str, Any]:
     rows = [row[:MOST_ROWS] for row in itertools.islice(csv.reader(lines, delimiter=delimiter), MOST_ROWS + 1)]
     more = {"note": f"only the first {MOST_ROWS} rows are shown"} if rest > 0 or len(lines) > len(rows) else {}
     return {"table": rows, **more}
-
-
-def read_beginning(path: Path) -> bytes:
-    """Return the first bytes of a file, for `media_kind`."""
-    descriptor = open_regular(path)
-    try:
-        return os.read(descriptor, BEGINNING_BYTES)
-    finally:
-        os.close(descriptor)
 
 
 def media_kind(content: bytes) -> str | None:

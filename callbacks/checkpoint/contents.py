@@ -19,10 +19,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError, UnloadableCheckpointError
+from ...adapter.plumbing.text import parse_json
 from .codec.references import Stored, check_tensor
 from .codec.state_tree import UnknownTypeError, check
 from .format.headers import ELEMENT_BYTES, RAW, TORCH_TYPES, TypedShape, element_bytes, header_from
-from .format.record import MODEL_FILE, STATE_FILE, CheckpointRecord, FileEntry, parse_json
+from .format.record import MODEL_FILE, STATE_FILE, CheckpointRecord, FileEntry
 from .format.slice_index import SLICES_FILE, SlicedTensor, is_of_tensors, parse_slices
 from .storage import open_file_of, read_proven
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
-from ...adapter.plumbing.safe_open import read_own
+from ...adapter.plumbing.safe_open import read_beginning, read_own
 from .format.record import (
     FINAL_NAME,
     RECORD_MARKER,
@@ -39,7 +39,6 @@ from .format.record import (
     is_record_of_callback,
     is_torch_file,
     name_of,
-    read_beginning,
     read_record,
     record_path,
     record_paths,

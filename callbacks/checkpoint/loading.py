@@ -24,6 +24,7 @@ import xxhash
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
+from ...adapter.plumbing.text import list_first
 from .capture import CONTRACT_KEY
 from .codec.references import check_tensor
 from .codec.state_tree import decode, dtype_of
@@ -298,10 +299,9 @@ def omitted_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, to
         CheckpointError: There is no `base`, or it lacks one, or has another; names the tensor and the way out.
     """
     if record.left_out and base is None:
-        names = ", ".join(entry.key for entry in record.left_out[:_MOST_NAMES])
-        more = ", …" if len(record.left_out) > _MOST_NAMES else ""
+        names = list_first([entry.key for entry in record.left_out], _MOST_NAMES)
         raise CheckpointError(
-            f"{record.name} omits {len(record.left_out)} tensors ({names}{more}), which training did not change, "
+            f"{record.name} omits {len(record.left_out)} tensors ({names}), which training did not change, "
             "because it was saved with weights='trained'. Resume it in a Trainer with the Checkpoint callback, whose "
             "module has them; or pass them as `base`: load(path, base=module.state_dict()), or `genlight checkpoints "
             "export PATH --to FILE --base FILE.safetensors`"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...adapter.plumbing.text import list_first
+
 LOSSES_KEPT = 256
 NORMS_KEPT = 20
 NORMS_FOR_MEDIAN = 5
@@ -382,5 +384,4 @@ def _named(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(map(repr, names[:MOST_NAMES])) + more
+    return list_first(list(map(repr, names)), MOST_NAMES)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ...adapter.contract.exceptions import CheckpointError
-from ...adapter.plumbing.text import key_text
+from ...adapter.plumbing.text import key_text, list_first
 from ..checkpoint.capture import CONTRACT_KEY
 from ..checkpoint.codec.state_tree import is_wrapper, wrapped_tensors
 from ..checkpoint.codec.tensors import content_digests
@@ -155,8 +155,7 @@ def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, 
     steps, ranks, against = (record.step,), channel.size, record.name
     if not names:
         return Proof(steps, ranks, against=against)
-    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
-    named = ", ".join(names[:_NAMED_AT_MOST]) + more
+    named = list_first(names, _NAMED_AT_MOST)
     text = f"{against}, which was saved after its first time, has other values of {named}"
     rank = next(rank for rank, (found, _) in enumerate(results) if found)
     return Proof((), ranks, StepDifference("checkpoint", (record.step, 0, 0), rank, text), against=against)

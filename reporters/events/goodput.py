@@ -130,9 +130,7 @@ class Ledger:
         if isinstance(event, Started):
             stage = evaluation_stage(event)
             attempts.append(_Attempt(event.timestamp_ms / 1000, event, is_evaluation=stage is not None))
-        elif attempts and not (
-            isinstance(event, Failed) and attempts[-1].ended
-        ):  # a start that failed does not count as an attempt
+        elif attempts and not (isinstance(event, Failed) and attempts[-1].ended):  # not for a start that failed
             attempt = attempts[-1]
             if undone_after is not None:
                 before = attempt.undone_after

@@ -100,11 +100,9 @@ def has_long_holes(descriptor: int) -> bool:
             data = os.lseek(descriptor, at, os.SEEK_DATA)
             after = os.lseek(descriptor, data, os.SEEK_HOLE)
         except OSError as error:
-            data = after = (
-                size if error.errno == errno.ENXIO else at
-            )  # no data follows, or the file system does not report holes
-            if data == at:
+            if error.errno != errno.ENXIO:  # the file system does not report holes
                 return False
+            data = after = size  # no data follows
         total += data - at
         at = after
     return total > LONGEST_LINE

@@ -238,8 +238,7 @@ def follow(path: str | os.PathLike[str], *, poll_every_s: float = 0.2) -> Iterat
 def starts_of(path: str | os.PathLike[str], run_id: str) -> list[Started]:
     """Return the ``started`` events of a run, oldest first; few other lines are parsed."""
     with os.fdopen(open_regular(path), "rb") as file:
-        lines = iter(
-            lambda: file.readline(LONGEST_LINE), b""
-        )  # a longer line is not an event, and is not read into memory
+        # A longer line is not an event, and is not read into memory.
+        lines = iter(lambda: file.readline(LONGEST_LINE), b"")
         events = [event_on(line) for line in lines if b"started" in line and line.endswith(b"\n")]
     return [event for event in events if isinstance(event, Started) and event.run_id == run_id]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from .record import parse_json
+from ....adapter.plumbing.text import parse_json
 
 RAW = "U8"
 """Type that carries the bytes of element types that the format does not know."""

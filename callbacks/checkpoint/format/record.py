@@ -41,8 +41,8 @@ import xxhash
 
 from ....adapter.contract.exceptions import BrokenCheckpointError, UnstorableStateError
 from ....adapter.plumbing.durable import TEMPORARY_PREFIX
-from ....adapter.plumbing.safe_open import UnsafeFileError, open_regular, read_regular
-from ....adapter.plumbing.text import with_unique_keys
+from ....adapter.plumbing.safe_open import UnsafeFileError, read_beginning, read_regular
+from ....adapter.plumbing.text import parse_json, with_unique_keys
 from ....adapter.plumbing.urls import hide_urls
 
 MODEL_FILE = "model.safetensors"
@@ -304,16 +304,6 @@ _DIGEST_MEMBER = b',"digest":"xxh3_128:'
 _NOT_STORED = ("path", "is_old", "digest", "parameters")
 
 
-def parse_json(data: bytes) -> Any:
-    """Parse JSON of a checkpoint; refuse duplicate keys, NaN and Infinity.
-
-    Raises:
-        ValueError: It is not such JSON.
-        RecursionError: It is nested too deeply.
-    """
-    return json.loads(data, object_pairs_hook=with_unique_keys, parse_constant=_refuse_constant)
-
-
 def build_json(content: Any) -> bytes:
     """Return values of a checkpoint as JSON. A float that is not finite becomes null."""
     try:
@@ -325,10 +315,6 @@ def build_json(content: Any) -> bytes:
 def _as_plain(value: Any) -> Any:
     """Return JSON that is encoded already as values, and a mapping or an entry of a record as a dictionary."""
     return json.loads(bytes(value)) if isinstance(value, msgspec.Raw) else msgspec.to_builtins(value, enc_hook=dict)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -410,16 +396,6 @@ def is_torch_file(path: Path) -> bool:
         OSError: It cannot be read, or is not a regular file.
     """
     return read_beginning(path, 2) in _TORCH_MAGICS
-
-
-def read_beginning(path: Path, nbytes: int) -> bytes:
-    """Return the first bytes of the file at `path`.
-
-    Raises:
-        OSError: It cannot be read, or is not a regular file.
-    """
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        return file.read(nbytes) or b""
 
 
 @functools.cache

@@ -13,8 +13,9 @@ from typing import Annotated
 
 import msgspec
 
+from ....adapter.plumbing.text import parse_json
 from .headers import Offset, element_bytes
-from .record import TRAINER_FOLDER, parse_json
+from .record import TRAINER_FOLDER
 
 SLICES_FILE = "slices.json"
 _FOLDER_PREFIX = "rank-"
