@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from ..adapter.contract.exceptions import MonitorError
-from ..adapter.plumbing.text import nearest
+from ..adapter.plumbing.text import nearest, require
 from .health.recover import Recover
 from .hook.cadence import Boundaries, crossed
 from .hook.events import callbacks_of, hosted_by, is_number, step_metrics
@@ -90,14 +90,12 @@ class EarlyStopping(Hook):
         mode: Literal["min", "max"] = "min",
         check_every: int = 10,
     ) -> None:
-        faults = [
-            *([] if patience >= 1 else [f"`patience` {patience} (expected a number of steps >= 1)"]),
-            *([] if 0 <= min_delta < math.inf else [f"`min_delta` {min_delta} (expected a number >= 0)"]),
-            *([] if mode in ("min", "max") else [f"`mode` {mode!r} (expected 'min' or 'max')"]),
-            *([] if check_every >= 1 else [f"`check_every` {check_every} (expected a number of steps >= 1)"]),
-        ]
-        if faults:
-            raise ValueError(f"Invalid arguments of EarlyStopping: {', '.join(faults)}.")
+        require(
+            (patience >= 1, "patience", "a number of steps >= 1", patience),
+            (0 <= min_delta < math.inf, "min_delta", "a number >= 0", min_delta),
+            (mode in ("min", "max"), "mode", "'min' or 'max'", mode),
+            (check_every >= 1, "check_every", "a number of steps >= 1", check_every),
+        )
         self.monitor = monitor
         self.patience = patience
         self.min_delta = min_delta

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
 
+from ..adapter.plumbing.text import require
 from .hook.cadence import next_multiple, step_cadence, suppressed
 from .hook.events import FIGURES_FIELD, data_wait_s, hosted_by, run_state_of
 from .hook.hook import Hook, listeners, skippable
@@ -66,8 +67,7 @@ class LogMetrics(Hook):
     writes = ("loss_stats",)
 
     def __init__(self, every_n_steps: int = 10, *, reduce: Literal["mean"] | None = None) -> None:
-        if reduce not in (None, "mean"):
-            raise ValueError(f"Invalid `reduce`. Expected 'mean' or None, but received {reduce!r}.")
+        require((reduce in (None, "mean"), "reduce", "'mean' or None", reduce))
         self.reduce = reduce
         self.ranks = "zero" if reduce is None else "all"
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)

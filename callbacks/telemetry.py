@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from ..adapter.contract.exceptions import EventLogError
 from ..adapter.plumbing.devices import memory_in_use
+from ..adapter.plumbing.text import require
 from ..reporters.events.goodput import METRIC_PREFIX
 from ..reporters.telemetry import write_event
 from .hook.cadence import NEVER, Pace, crossed, positive, step_cadence
@@ -142,8 +143,7 @@ class Heartbeat(Hook):
         peak_flops: float | None = None,
     ) -> None:
         self.peak_flops = None if peak_flops is None else positive("peak_flops", peak_flops)
-        if not scenario:
-            raise ValueError("Invalid `scenario`. Expected a non-empty string, but received ''.")
+        require((scenario != "", "scenario", "a non-empty string", scenario))
         self.interval_steps = step_cadence("interval_steps", interval_steps)
         self.count_flops = count_flops
         self.events = RunEvents(scenario, path)

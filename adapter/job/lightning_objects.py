@@ -102,8 +102,10 @@ def instantiate(
             options, that cannot be used.
     """
     data = make_data(config, parquet_paths)
-    with _errors_of("The `callbacks` block"):
-        callbacks = [getattr(genlight_callbacks, name)(**given) for name, given in callbacks_of_job(config).items()]
+    callbacks = []
+    for name, given in callbacks_of_job(config).items():
+        with _errors_of(f"`callbacks.{name}`"):
+            callbacks.append(getattr(genlight_callbacks, name)(**given))
     with _errors_of("The `lightning` block"):
         theirs = _instantiated(config.lightning)
         logger = EventLogger(config.events_path, run_id=config.run_id)

@@ -117,6 +117,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def require(*conditions: tuple[bool, str, str, object]) -> None:
+    """Refuse invalid arguments, all at once.
+
+    Args:
+        conditions: For each argument: whether it is valid, its name, the expectation, and its value.
+
+    Raises:
+        ValueError: At least one is invalid; the message lists every invalid argument.
+    """
+    wrong = [
+        f"Invalid `{argument}`. Expected {expected}, but received {received!r}."
+        for holds, argument, expected, received in conditions
+        if not holds
+    ]
+    if wrong:
+        raise ValueError(" ".join(wrong))
+
+
 def as_list(value: Any) -> list[Any]:
     """Return an argument that may be a single value as a list; None gives an empty list."""
     if value is None:

@@ -57,7 +57,6 @@ _GENERATION_FILE = "generation_config.json"
 _WEIGHTS_FILE = "model.safetensors"
 _ADAPTERS = "peft"
 """Folder of a model's adapters, each in a folder of its name."""
-_ADAPTER_FILE = "adapter_config.json"
 _ADAPTER_OVERRIDES = {"init_lora_weights": True, "megatron_config": None, "megatron_core": None}
 """Settings of an adapter that would compute weights, which the checkpoint has, or import a module by its name."""
 _LARGEST_BYTES = 512 << 20

@@ -30,6 +30,7 @@ from ...adapter.contract.exceptions import (
     UnstorableStateError,
 )
 from ...adapter.contract.types import RunState
+from ...adapter.plumbing.text import require
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed
@@ -49,7 +50,7 @@ from .loader_position import forget_positions, keep_positions, put_positions_bac
 from .memory_tier import POINTER, is_in_memory, open_memory, retire_memory, spans_nodes
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import WITNESS, ResumeState, capture_parts
-from .selection import WRITER, Retention, add_score, best_first, own_records, require, to_delete
+from .selection import WRITER, Retention, add_score, best_first, own_records, to_delete
 from .storage import Staging, move_out_of_the_way, require_space, stage, sweep
 from .store import CheckpointStore, wait_after_failure
 from .writing import require_shared_directory

@@ -20,6 +20,7 @@ import msgspec
 
 from ...adapter.contract.exceptions import BrokenCheckpointError
 from ...adapter.plumbing.durable import write_bytes_durably
+from ...adapter.plumbing.text import require
 from .contents import check_contents
 from .format.record import FINAL_NAME, SCORES_FILE, CheckpointRecord, name_of, read_record, record_path
 from .listing import Listed, list_checkpoints, read_scores, record_of_folder
@@ -184,24 +185,6 @@ class Retention:
             (self.keep_best >= 0, "keep_best", "a number >= 0", self.keep_best),
             (self.mode in ("min", "max"), "mode", "'min' or 'max'", self.mode),
         )
-
-
-def require(*conditions: tuple[bool, str, str, object]) -> None:
-    """Refuse invalid arguments, all at once.
-
-    Args:
-        conditions: For each argument: whether it is valid, its name, the expectation, and its value.
-
-    Raises:
-        ValueError: At least one is invalid; the message lists every invalid argument.
-    """
-    wrong = [
-        f"Invalid `{argument}`. Expected {expected}, but received {received!r}."
-        for holds, argument, expected, received in conditions
-        if not holds
-    ]
-    if wrong:
-        raise ValueError(" ".join(wrong))
 
 
 def to_delete(

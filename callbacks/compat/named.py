@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from ...adapter.plumbing.durable import write_bytes_durably
 from ...adapter.plumbing.redaction import without_secrets
+from ...adapter.plumbing.text import require
 from ..checkpoint.policy import Checkpoint
 from ..early_stopping import EarlyStopping
 from ..health.diagnosis import Diagnosis
@@ -163,8 +164,8 @@ class CheckpointCallback(Checkpoint):
         max_checkpoints: int | None = 5,
         output_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if max_checkpoints is not None and max_checkpoints < 1:
-            raise ValueError(f"Invalid `max_checkpoints`. Expected a number >= 1, but received {max_checkpoints}.")
+        is_valid = max_checkpoints is None or max_checkpoints >= 1
+        require((is_valid, "max_checkpoints", "a number >= 1", max_checkpoints))
         every_n_steps, monitor = step_cadence("save_interval", save_interval), "loss" if save_best else None
         super().__init__(output_dir, every_n_steps=every_n_steps, keep_last=max_checkpoints, monitor=monitor)
 

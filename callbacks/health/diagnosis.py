@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import NonfiniteError
 from ...adapter.plumbing.devices import gather_results, host_group
+from ...adapter.plumbing.text import require
 from ..finite import are_finite
 from ..hook.cadence import Boundaries, next_multiple, step_cadence
 from ..hook.events import FIGURES_FIELD, fire, log_to_loggers, publish_figures
@@ -61,8 +62,7 @@ class WatchNonfinite(Hook):
     ranks: Literal["zero", "all"] = "all"
 
     def __init__(self, policy: Policy = "warn", *, every_n_steps: int = 10) -> None:
-        if policy not in get_args(Policy):
-            raise ValueError(f"Invalid `policy`. Expected 'warn' or 'stop', but received {policy!r}.")
+        require((policy in get_args(Policy), "policy", "'warn' or 'stop'", policy))
         self.policy = policy
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
 
@@ -174,11 +174,10 @@ class Diagnosis(Hook):
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         limits = {"gradient_min_norm": gradient_min_norm, "latent_std_min": latent_std_min}
-        numbers = {"check_interval": check_interval, **limits}
-        wrong = [f"`{name}` {value} (expected a number >= 0)" for name, value in numbers.items() if not value >= 0]
-        wrong += [] if scenario else ["`scenario` '' (expected a non-empty string)"]
-        if wrong:
-            raise ValueError(f"Invalid arguments of Diagnosis: {', '.join(wrong)}.")
+        require(
+            *((value >= 0, name, "a number >= 0", value) for name, value in limits.items()),
+            (scenario != "", "scenario", "a non-empty string", scenario),
+        )
         self.check_interval = step_cadence("check_interval", check_interval)
         self.trace_modules = trace_modules
         self._limits = limits

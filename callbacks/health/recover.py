@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from ...adapter.contract.exceptions import RecoveryError
+from ...adapter.plumbing.text import require
 from ...reporters.events.event import ROLLED_BACK_METRIC
 from ..checkpoint.capture import CONTRACT_KEY
 from ..checkpoint.codec.state_tree import format_path
@@ -136,14 +137,13 @@ class Recover(Hook):
         max_attempts: int = 5,
     ) -> None:
         counts = {"lower_lr_steps": lower_lr_steps, "good_steps": good_steps, "max_attempts": max_attempts}
-        wrong = [*_unknown("ladder", ladder, get_args(Rung)), *_unknown("faults", faults, RULES_OF_FAULTS)]
-        wrong += [f"`{name}` {value} (expected a number >= 1)" for name, value in counts.items() if value < 1]
-        if not isinstance(ladder, str) and 1 <= max_attempts < len(ladder):
-            wrong.append(f"`max_attempts` {max_attempts} (expected at least the {len(ladder)} rungs of `ladder`)")
-        if not 0 < lr_factor < 1:
-            wrong.append(f"`lr_factor` {lr_factor} (expected a number between 0 and 1)")
-        if wrong:
-            raise ValueError(f"Invalid arguments of Recover: {', '.join(wrong)}.")
+        require(
+            (_are_known(ladder, get_args(Rung)), "ladder", "a list of skip, lower_lr and roll_back", ladder),
+            (_are_known(faults, RULES_OF_FAULTS), "faults", "a list of nonfinite and loss_spike", faults),
+            *((value >= 1, name, "a number >= 1", value) for name, value in counts.items()),
+            (max_attempts >= len(ladder), "max_attempts", "at least the number of rungs in `ladder`", max_attempts),
+            (0 < lr_factor < 1, "lr_factor", "a number between 0 and 1", lr_factor),
+        )
         self.ladder = cast("tuple[Rung, ...]", tuple(ladder))
         self.faults = tuple(faults)
         self.lr_factor = lr_factor
@@ -333,12 +333,8 @@ def _tried(progress: _Progress) -> str:
     return ", ".join(f"{rung} at step {step}" for rung, step in progress.attempts)
 
 
-def _unknown(name: str, given: Sequence[str], known: Collection[str]) -> Iterator[str]:
-    expected = ", ".join(known)
-    if isinstance(given, str) or not given:
-        yield f"`{name}` {given!r} (expected a list of at least one of {expected})"
-    else:
-        yield from (f"`{name}` with {each!r} (expected {expected})" for each in given if each not in known)
+def _are_known(names: Sequence[str], known: Collection[str]) -> bool:
+    return bool(names) and not isinstance(names, str) and all(name in known for name in names)
 
 
 def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:

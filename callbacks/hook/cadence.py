@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any
 
+from ...adapter.plumbing.text import require
+
 NEVER = sys.maxsize
 """The `next_due_step` of a hook that does not wait for a step."""
 
@@ -31,8 +33,7 @@ def positive(name: str, value: float) -> float:
     Raises:
         ValueError: It is not a finite number > 0.
     """
-    if not 0 < value < math.inf:  # nan is not
-        raise ValueError(f"Invalid `{name}`. Expected a number > 0, but received {value!r}.")
+    require((0 < value < math.inf, name, "a number > 0", value))
     return value
 
 

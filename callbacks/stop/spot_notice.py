@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from ...adapter.contract.exceptions import StopReason
+from ...adapter.plumbing.text import require
 from ...adapter.plumbing.threads import started
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,7 @@ class SpotNotice:
     """
 
     def __init__(self, cloud: Cloud, address: str | None = None) -> None:
-        if cloud not in ADDRESSES:
-            names = ", ".join(map(repr, ADDRESSES))
-            raise ValueError(f"Invalid `spot`. Expected one of {names}, but received {cloud!r}.")
+        require((cloud in ADDRESSES, "spot", f"one of {', '.join(map(repr, ADDRESSES))}", cloud))
         self.cloud = cloud
         self.address = ADDRESSES[cloud] if address is None else address
         self._is_noticed = self._has_warned = False

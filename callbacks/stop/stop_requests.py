@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from ...adapter.contract.exceptions import StopReason, TrainingCanceled
 from ...adapter.plumbing.devices import host_group
+from ...adapter.plumbing.text import require
 from ..checkpoint.policy import savers_of
 from ..hook.cadence import Pace, steps_within
 from ..hook.events import hosted_by, is_own_loop, run_state_of
@@ -179,8 +180,7 @@ class StopRequests(Hook):
         signals: StopSignals | None = None,
         spot: Cloud | SpotNotice | None = None,
     ) -> None:
-        if max_runtime_s is not None and not max_runtime_s >= 0:  # nan is not
-            raise ValueError(f"Invalid `max_runtime_s`. Expected a number >= 0, but received {max_runtime_s}.")
+        require((max_runtime_s is None or max_runtime_s >= 0, "max_runtime_s", "a number >= 0", max_runtime_s))
         self.sources = StopSources(cancel_file, max_runtime_s=max_runtime_s, canceled=canceled, signals=signals)
         self._spot = SpotNotice(spot) if isinstance(spot, str) else spot
         if self._spot is not None:
