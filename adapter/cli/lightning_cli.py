@@ -314,10 +314,11 @@ class GenlightCLI(LightningCLI):
         elif subcommand == "predict" and isinstance(self.model, ContractModule):
             name = type(self.model.plugin).__qualname__
             raise UsageError(f"{name} is a trainer class and cannot predict; `predict` takes a LightningModule")
-        path, self._resumed_step = find_start(trainer, self._settings, is_fit=is_fit)
+        path, start = find_start(trainer, self._settings, is_fit=is_fit)
+        self._resumed_step = None if start is None or start.record is None else start.record.step
         self.config_init[subcommand]["ckpt_path"] = path
         if is_fit:
-            begin_fit(session, trainer, starts_over=self._settings["resume"] == "never", resumes=path is not None)
+            begin_fit(session, trainer, start, self._settings)
         elif path is None and self._resumes:
             raise UsageError(f"there is no checkpoint in {str(checkpoints_of(trainer))!r}; name one by --ckpt_path")
         elif path is None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import xxhash
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from typing_extensions import override
 
-from ...callbacks.checkpoint.format.record import CheckpointRecord
 from ...callbacks.checkpoint.listing import list_checkpoints
 from ...callbacks.checkpoint.loading import read_ahead
 from ...callbacks.checkpoint.policy import Checkpoint, savers_of
@@ -20,10 +21,19 @@ from ...callbacks.checkpoint.selection import find_checkpoint
 from ...callbacks.hook.events import callbacks_of
 from ..contract.exceptions import UsageError
 from ..plumbing.failures import text_of_error
+from ..run.deaths import forget_deaths
 from ..run.folder import directory_fault, lock_directory
 from ..run.report import shown_path
 from ..run.session import Session
-from ..run.start import ExitHints, move_checkpoints_aside, newest_start, overlapping, refuse_to_overwrite
+from ..run.start import (
+    ExitHints,
+    Start,
+    before_deaths,
+    move_checkpoints_aside,
+    newest_start,
+    overlapping,
+    refuse_to_overwrite,
+)
 
 log = logging.getLogger(__name__)
 
@@ -83,29 +93,39 @@ def checkpoints_of(trainer: pl.Trainer) -> Path | None:
     return next((saver.dirpath or Path(trainer.default_root_dir) / "checkpoints" for saver in own), None)
 
 
-def begin_fit(session: Session, trainer: pl.Trainer, *, starts_over: bool, resumes: bool) -> None:
-    """Hold the folder of checkpoints for this fit, and refuse to overwrite checkpoints in it.
+def begin_fit(session: Session, trainer: pl.Trainer, start: Start | None, settings: Mapping[str, Any]) -> None:
+    """Refuse to overwrite checkpoints in the folder of this fit, and note that the fit begins.
 
     Args:
-        session: Has the folder, and releases it at its end.
+        session: Has the folder.
         trainer: The trainer of the fit.
-        starts_over: Move existing checkpoints aside.
-        resumes: The fit continues from a checkpoint.
+        start: As `find_start` returns it.
+        settings: As for `find_start`. With ``--resume never`` existing checkpoints are moved aside.
 
     Raises:
-        UsageError: The folder cannot be used.
-        StartupContractError: It holds checkpoints.
+        StartupContractError: The folder holds checkpoints.
     """
     directory = session.checkpoints_dir
-    if directory is None or resumes:
+    if directory is None:
         return
-    if starts_over:
+    if start is None and session.is_rank_zero:  # somebody has chosen where to begin
+        forget_deaths(directory)
+    if settings["resume"] == "never":
         for saver in savers_of(trainer):
             saver.replace_existing = True  # also a file that is no checkpoint, but has the name of one
         if trainer.is_global_zero:  # otherwise a later `--resume auto` would continue another training
             move_checkpoints_aside(directory)
-    else:
+    elif start is not None and start.record is None:
         refuse_to_overwrite(directory, _FIT)
+    if start is not None or settings["resume"] == "never":
+        session.begin(start or Start(), job_of_fit(settings))
+
+
+def job_of_fit(settings: Mapping[str, Any]) -> str:
+    """Return a digest of the arguments of a fit, except for those that say where it begins."""
+    others = {name: value for name, value in settings.items() if name not in ("ckpt_path", "resume", "config")}
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(others))  # an object of a program differs in its address only
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def hold_folder(session: Session) -> None:
@@ -121,8 +141,10 @@ def hold_folder(session: Session) -> None:
         session.holds.callback(lock_directory(directory, "genlight fit").release)
 
 
-def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool) -> tuple[str | None, int | None]:
-    """Return the path of the named or the newest complete checkpoint, and the step of the newest; None without one.
+def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool) -> tuple[str | None, Start | None]:
+    """Return the path of the named or the newest complete checkpoint, if any, and the start from the newest.
+
+    The start is None if the options name a checkpoint, or say that the fit begins at step 0.
 
     Args:
         trainer: The trainer.
@@ -132,8 +154,9 @@ def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool
     Raises:
         UsageError: There is no such checkpoint, it cannot be read, or the options contradict each other.
         StartupContractError: There are checkpoints, and none is complete.
+        RepeatedDeathError: Attempts of this fit were killed in the same step again and again.
     """
-    path, resume, step = settings.get("ckpt_path"), settings["resume"], None
+    path, resume = settings.get("ckpt_path"), settings["resume"]
     directory, doing = checkpoints_of(trainer), "continuing after" if is_fit else "using"
     if path is not None and resume is not None:
         raise UsageError("--ckpt_path and --resume contradict each other; remove one of them")
@@ -143,15 +166,24 @@ def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool
             if path not in _WORDS_OF_LIGHTNING and "://" not in path:
                 path = str(find_checkpoint(path))
             say(trainer, "%s the checkpoint %s", doing, path)
-        elif resume == "auto" and (newest := _newest(trainer, directory or folder_of_others(trainer), is_fit=is_fit)):
-            path, step = str(newest.path), newest.step
-            say(trainer, "%s step %d, from %s", doing, step, shown_path(newest.path))
+        if path is not None or resume == "never":
+            return path, None
+        start = Start()
+        if resume == "auto":
+            start = _newest(trainer, directory or folder_of_others(trainer), is_fit=is_fit)
+        if is_fit and directory is not None:
+            start = before_deaths(start, directory, directory, _FIT, job=job_of_fit(settings), knows_types=True)
     except PermissionError as error:
         raise UsageError(f"{text_of_error(error)}; let this user read it, or move it away") from error
-    return path, step
+    for warning in start.warnings:
+        log.warning(warning)
+    if start.record is None:
+        return None, start
+    say(trainer, "%s step %d, from %s", doing, start.record.step, shown_path(start.record.path))
+    return str(start.record.path), start
 
 
-def _newest(trainer: pl.Trainer, directory: Path | None, *, is_fit: bool) -> CheckpointRecord | None:
+def _newest(trainer: pl.Trainer, directory: Path | None, *, is_fit: bool) -> Start:
     if directory is None:
         raise UsageError(
             "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration, or Lightning's "
@@ -166,9 +198,7 @@ def _newest(trainer: pl.Trainer, directory: Path | None, *, is_fit: bool) -> Che
     start = newest_start(directory, _FIT if is_fit else _EVALUATION, knows_types=True, prove=read_ahead)
     if is_fit and any(saver.overlap for saver in savers_of(trainer)):
         start = overlapping(start, directory, knows_types=True)
-    for warning in start.warnings:
-        log.warning(warning)
-    return start.record
+    return start
 
 
 def say(trainer: pl.Trainer, message: str, *values: object, level: int = logging.INFO) -> None:

@@ -6,8 +6,8 @@ the kernel keeps the note of a killed process. The next attempt reads the notes,
 From the choice of its checkpoint to its first step, an attempt has a note of rank zero instead. It also has what rank
 zero has read, for ranks of the same launch that read later.
 
-An attempt counts as dead if its log has no terminal event, or one about a lost rank. A mistake in code or input does
-not count, and neither does a stop.
+An attempt that ends by itself removes these notes: a mistake in code or input does not count, and neither does a stop.
+One that ends because of a lost rank keeps them, and notes which rank that was.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from typing import TypeVar
 
 import msgspec
 
-from ...reporters.events.event import Failed
 from ..cluster.job_context import host_name
 from ..contract.exceptions import RankFailedError
-from ..job.config import RunConfig
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.safe_open import PRIVATE_FILE, open_own, read_own
-from .attempts import last_attempts
 from .rank_files import LAUNCH, RESTART
 
 log = logging.getLogger(__name__)
@@ -47,6 +44,7 @@ MOST_AT_THE_START = 4
 _AGAIN = "attempts in a row were killed"
 _TOKEN = "GENLIGHT_START"  # noqa: S105 - identifies a start for the ranks that rank zero starts
 _BEGINNING = "begun.json"
+_END = "end.txt"
 _NUMBERS = struct.Struct("<5q")
 _SIZE = 4096
 _MOST_WORDS = 400
@@ -96,7 +94,8 @@ class _Facts(msgspec.Struct, frozen=True):
 class _Beginning(msgspec.Struct, frozen=True):
     """The note of an attempt that has not begun its first step."""
 
-    launch: str
+    launch: tuple[str, str]
+    """What `_launch` returns."""
     attempt: Death
     """How the attempt counts if it is killed."""
     before: list[Death]
@@ -142,25 +141,27 @@ class StepNote:
 
 
 def begin_attempt(
-    config: RunConfig, record: int, deaths: Sequence[Death], *, went_back: bool, held: contextlib.ExitStack
+    folder: Path, record: int, deaths: Sequence[Death], *, job: str, went_back: bool, held: contextlib.ExitStack
 ) -> None:
-    """Note on rank zero that an attempt begins.
+    """Note on rank zero that an attempt begins. From then on `note_end` must be told how it ends.
 
     Args:
-        config: The run.
+        folder: The run's folder.
         record: As in `StepNote`.
         deaths: The deaths before this attempt.
+        job: Digest of the job.
         went_back: As in `Death`.
         held: Ends with the attempt.
     """
     os.environ[_TOKEN] = secrets.token_hex(8)
     held.callback(os.environ.pop, _TOKEN, None)
-    attempt = Death(0, 0, 0, record, went_back, config.spec_digest, host_name())
+    attempt = Death(0, 0, 0, record, went_back, job, host_name())
     note = msgspec.json.encode(_Beginning(_launch(), attempt, list(deaths)))
-    path = config.artifacts_dir / FOLDER / _BEGINNING
+    path = folder / FOLDER / _BEGINNING
     try:
         make_directory(path.parent)
         write_bytes_durably(path, note, mode=PRIVATE_FILE, waits_for_disk=False)
+        path.with_name(_END).unlink(missing_ok=True)
     except OSError as error:
         log.warning("a repeated death before the first step would not be noticed: %s", error)
 
@@ -170,28 +171,44 @@ def forget_beginning(folder: Path) -> None:
     (folder / FOLDER / _BEGINNING).unlink(missing_ok=True)
 
 
-def _launch() -> str:
-    """Return the identity of this start of all ranks."""
+def note_end(folder: Path, failure: str) -> None:
+    """Note on rank zero how an attempt failed, unless it was killed: by a lost rank, or by itself.
+
+    Args:
+        folder: The run's folder.
+        failure: The text of the failure.
+    """
+    if RankFailedError.__name__ not in failure:
+        forget_deaths(folder)
+    elif (folder / FOLDER).exists():
+        write_bytes_durably(folder / FOLDER / _END, failure.encode(), mode=PRIVATE_FILE)
+
+
+def _launch() -> tuple[str, str]:
+    """Return two identities of this start of all ranks: the launcher's, and the one that its children get.
+
+    Children have variables of a launcher too: Lightning's copies get those by which ranks find their store.
+    """
     values = [os.environ.get(name, "") for name in (*LAUNCH, RESTART)]
-    return ":".join(values) if any(values) else os.environ.get(_TOKEN, "")
+    return ":".join(values) if any(values) else "", os.environ.get(_TOKEN, "")
 
 
-def repeated_deaths(config: RunConfig) -> list[Death]:
+def repeated_deaths(folder: Path, job: str) -> list[Death]:
     """Return the last attempts of a run that were killed in the same step, the oldest first; empty after another end.
 
     Attempts that were killed before their first step count as well. Every rank gets the same result until they have met
     and `note_deaths` is called.
+
+    Args:
+        folder: The run's folder.
+        job: Digest of the job. Deaths of another job do not count.
     """
-    end = last_attempts(config.events_path, config.run_id)[1].end
-    is_death = isinstance(end, Failed) and ("RankFailedError" in end.error or _AGAIN in end.error)
-    if end is not None and not is_death:
-        return []
-    folder, notes = config.artifacts_dir / FOLDER, dict[int, Death]()
+    folder, notes = folder / FOLDER, dict[int, Death]()
     begun = _read(folder / _BEGINNING, _Beginning)
-    if begun is not None and begun.attempt.job == config.spec_digest:
-        if begun.launch == _launch():
+    if begun is not None and begun.attempt.job == job:
+        if any(own and own == other for own, other in zip(_launch(), begun.launch, strict=True)):
             return begun.before
-        rank, how = _cause(end)
+        rank, how = _cause(folder)
         last = msgspec.structs.replace(begun.attempt, rank=rank, how=how)
         return [*(death for death in begun.before if (death.where, death.job) == (last.where, last.job)), last]
     for path in sorted(folder.glob("rank-*")):
@@ -202,12 +219,12 @@ def repeated_deaths(config: RunConfig) -> list[Death]:
             rank = int(path.name.removeprefix("rank-"))
             is_full = facts.host == host_name() and 0 <= facts.oom_kills < _oom_kills()
             how = "the kernel killed it because memory was full" * is_full
-            if step and facts.job == config.spec_digest:
+            if step and facts.job == job:
                 place = (step, epoch, batch, record, bool(went_back))
                 notes[rank] = Death(*place, facts.job, facts.host, -1, how, facts.rows)
     if not notes:
         return []
-    rank, how = _cause(end)
+    rank, how = _cause(folder)
     last = notes.get(rank, notes[min(notes)])
     last = msgspec.structs.replace(last, rank=rank if len(notes) > 1 else min(notes), how=last.how or how)
     before = _read(folder / "deaths.json", list[Death])
@@ -245,12 +262,14 @@ def describe_deaths(deaths: Sequence[Death]) -> str:
     return f"{len(deaths)} {_AGAIN} {place}, from the checkpoints of step {records}: {who} {host} ({how}){rows}"
 
 
-def _cause(end: object) -> tuple[int, str]:
-    """Return the rank that died, or -1, and how, from the supervisor or the terminal event."""
+def _cause(folder: Path) -> tuple[int, str]:
+    """Return the rank that died, or -1, and how, from the supervisor or the note of the end."""
     if DEATH in os.environ:
         rank, code = map(int, os.environ[DEATH].split())
         return rank, f"signal {-code}"
-    text = end.error.partition("RankFailedError: ")[2] if isinstance(end, Failed) else ""
+    text = ""
+    with contextlib.suppress(OSError, ValueError):
+        text = read_own(folder / _END, limit=1 << 20).decode().partition(f"{RankFailedError.__name__}: ")[2]
     words = text.split()
     rank = int(words[1]) if words[:1] == ["rank"] and words[1].isdigit() else -1
     return rank, text

@@ -36,7 +36,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from typing_extensions import override
 
 from ...callbacks.checkpoint.policy import savers_of
-from ...callbacks.hook.events import run_state_of
+from ...callbacks.hook.events import callbacks_of, run_state_of
 from ...callbacks.hook.hook import join_run
 from ...callbacks.lightning_internals import set_run_of_logger, trains_in_copies
 from ...callbacks.logged_steps import keep_logged_steps, log_each_step_once
@@ -45,11 +45,10 @@ from ...reporters.events.event_log import EventLog
 from ...reporters.events.event_logger import has_stock_checkpoint
 from ..cluster.job_context import host_name
 from ..contract.exceptions import StartupContractError
-from ..job.config import RunConfig
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.redaction import safe_str, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, read_own
-from .deaths import StepNote, note_deaths
+from .deaths import StepNote, forget_beginning, forget_deaths, note_deaths
 from .memory import explain_memory
 from .rank_files import FOLDER
 from .ranks import (
@@ -116,11 +115,18 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
         session.stop.signals.what_next = f"the run {stops if session.checkpoints_dir is None else saves}"
         if not trains_in_copies(trainer):
             keep_logged_steps(trainer)
+    if (start := session.start) is not None and session.folder is not None:
+        if trains_in_copies(trainer):  # nobody notes their steps
+            forget_beginning(session.folder)
+        else:
+            callbacks_of(trainer).append(NoteStep(session.folder, session.job, start))
     try:
         with _watched_ranks(session, trainer):
             trainer.fit(module, **arguments)
     finally:
         session.stop.signals.what_next = ""
+    if session.start is not None and session.folder is not None and session.is_rank_zero:
+        forget_deaths(session.folder)
 
 
 @contextlib.contextmanager
@@ -245,23 +251,24 @@ class NoteStep(pl.Callback):
     """Notes each step when it begins, so that the next attempt knows in which one this process was killed.
 
     Args:
-        config: The run.
+        folder: The run's folder.
+        job: Digest of the job.
         start: How this attempt starts.
     """
 
-    def __init__(self, config: RunConfig, start: Start) -> None:
-        self._config, self._start = config, start
+    def __init__(self, folder: Path, job: str, start: Start) -> None:
+        self._folder, self._job, self._start = folder, job, start
         self._note: StepNote | None = None
         self._deadly = {death.where for death in start.deaths}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        folder, record = self._config.artifacts_dir, 0 if self._start.record is None else self._start.record.step
+        folder, record = self._folder, 0 if self._start.record is None else self._start.record.step
         if trainer.is_global_zero:  # the ranks have met, so each has read the notes
             note_deaths(folder, self._start.deaths)
-        job = self._config.spec_digest
+        went_back = self._start.went_back
         try:
-            self._note = StepNote(folder, trainer.global_rank, job=job, record=record, went_back=self._start.went_back)
+            self._note = StepNote(folder, trainer.global_rank, job=self._job, record=record, went_back=went_back)
         except OSError as error:
             log.warning("a repeated death in one step would not be noticed: %s", error)
 

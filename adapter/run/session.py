@@ -47,11 +47,12 @@ from ..plumbing.failures import (
 )
 from ..plumbing.redaction import traceback_of
 from .attempts import Attempt, last_attempts
-from .deaths import RepeatedDeathError
+from .deaths import RepeatedDeathError, begin_attempt, note_end
 from .folder import STOP_NAME, withdraw_stop
 from .rank_files import RankFiles
 from .ranks import FailedElsewhere, RankProcesses, RankWatch, RankZero, first_cause, paused_ranks
 from .report import log_failure, shown_path
+from .start import Start
 
 if TYPE_CHECKING:
     from ...callbacks.checkpoint.format.record import CheckpointRecord, RecordMeta
@@ -149,6 +150,10 @@ class Session:
     """The claim on the run at a control plane."""
     is_supervised: bool = False
     """Whether a supervisor on this machine starts the run again after a rank was killed."""
+    start: Start | None = None
+    """How the attempt starts; None before it has begun, and if it does not count when it is killed."""
+    job: str = ""
+    """Digest of the job."""
     record: RecordMeta | None = None
     """Metadata of the run for every checkpoint record; None leaves it to the `Checkpoint` callback."""
     count_steps: Callable[[], int] = lambda: 0
@@ -205,6 +210,13 @@ class Session:
             withdraw_stop(folder)  # A request in it was meant for an earlier attempt.
             self.stop.cancel_files.append(folder / STOP_NAME)
             self.stop.add_check(self.rank_files.stop_reason)
+
+    def begin(self, start: Start, job: str) -> None:
+        """Note that the attempt begins from `start`: from now on it counts if it is killed."""
+        self.start, self.job = start, job
+        if self.is_rank_zero and self.folder is not None:
+            record = 0 if start.record is None else start.record.step
+            begin_attempt(self.folder, record, start.deaths, job=job, went_back=start.went_back, held=self.holds)
 
     @property
     def step(self) -> int:
@@ -278,6 +290,8 @@ class Session:
             first = own if isinstance(error, FailedElsewhere) else self._first_cause(own)
             if first != own:
                 error = self.cause = FailedElsewhere(first)
+            if self.start is not None and self.folder is not None and not self.only_prints:
+                note_end(self.folder, first.text)
             return self._fix_exit_code(self._report(error, first))
         except BaseException as problem:  # noqa: BLE001 - no other code reports this attempt
             self.cause = problem

@@ -112,7 +112,7 @@ def decide_start(
             if may_have_completed and (completed := _find_unchanged_end(config)) is not None:
                 return completed
             refuse_to_overwrite(config.checkpoints_dir, ExitHints())
-            return _before_deaths(Start(), config, knows_types=False)
+            return _go_back_from_deaths(Start(), config, knows_types=False)
         completed = _find_end(config, allow_changed)
         if completed is not None:
             return completed
@@ -123,7 +123,7 @@ def decide_start(
             _check_is_ours(start.record, config, allow_changed)
             if config.resume.overlap:
                 start = overlapping(start, config.checkpoints_dir, knows_types=import_types is not None)
-        start = _before_deaths(start, config, knows_types=import_types is not None)
+        start = _go_back_from_deaths(start, config, knows_types=import_types is not None)
         return _warn_of_changes(start, config)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; let this user read it, or move it away") from error
@@ -156,13 +156,28 @@ def _newest_before(
     return newest_valid(directory, accept=is_earlier, knows_types=knows_types)
 
 
-def _before_deaths(start: Start, config: RunConfig, *, knows_types: bool) -> Start:
+def _go_back_from_deaths(start: Start, config: RunConfig, *, knows_types: bool) -> Start:
+    folder, job = config.artifacts_dir, config.spec_digest
+    return before_deaths(start, folder, config.checkpoints_dir, ExitHints(), job=job, knows_types=knows_types)
+
+
+def before_deaths(
+    start: Start, folder: Path, directory: Path, ways: ExitHints, *, job: str, knows_types: bool
+) -> Start:
     """Return the start from the checkpoint before the one of `start`, if attempts from it were killed in the same step.
+
+    Args:
+        start: A start from the newest checkpoint of `directory`, or at step 0.
+        folder: The run's folder, with the notes of killed attempts.
+        directory: The folder of checkpoints.
+        ways: The ways out, in words.
+        job: Digest of the job.
+        knows_types: As for `newest_valid`.
 
     Raises:
         RepeatedDeathError: There is no earlier one, or an attempt from there was killed in that step too.
     """
-    deaths = repeated_deaths(config)
+    deaths = repeated_deaths(folder, job)
     start = dataclasses.replace(start, deaths=tuple(deaths))
     newest = start.record
     here = [death for death in deaths if death.record == (0 if newest is None else newest.step)]
@@ -171,12 +186,11 @@ def _before_deaths(start: Start, config: RunConfig, *, knows_types: bool) -> Sta
         return start
     earlier = None
     if newest is not None and not newest.is_old and not any(death.went_back for death in deaths):
-        earlier, _ = _newest_before(newest, config.checkpoints_dir, knows_types=knows_types)
+        earlier, _ = _newest_before(newest, directory, knows_types=knows_types)
     if newest is None or earlier is None:
-        notes = config.artifacts_dir / FOLDER
         raise RepeatedDeathError(
             f"{describe_deaths(deaths)}. Another attempt would be killed there, too. Correct the cause, and remove the "
-            f"folder {str(notes)!r} or start over with `genlight run --fresh`"
+            f"folder {str(folder / FOLDER)!r}; or give up its checkpoints: {ways.start_over}"
         )
     text = f"{describe_deaths(deaths)}. This attempt begins at the checkpoint before, {earlier.name}"
     return dataclasses.replace(start, record=earlier, went_back=True, warnings=(*start.warnings, text))

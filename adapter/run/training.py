@@ -34,7 +34,7 @@ from ..module.plugin_loading import (
 from ..plumbing.failures import text_of_error
 from ..plumbing.imports import collect_as_usual
 from ..plumbing.redaction import safe_str
-from .deaths import begin_attempt, forget_deaths
+from .deaths import forget_deaths
 from .proof import changes_since_proof
 from .ranks import TIMES
 from .report import shown_path, working_directory
@@ -84,9 +84,7 @@ def train(
         start = decide(resume_checkpoint=inputs.resume_checkpoint)
     for warning in start.warnings:
         log.warning(warning)
-    if session.is_rank_zero:
-        record = 0 if start.record is None else start.record.step
-        begin_attempt(config, record, start.deaths, went_back=start.went_back, held=session.holds)
+    session.begin(start, config.spec_digest)
     if start.record is not None and session.is_rank_zero:
         place = shown_path(start.record.path)
         log.info("continuing after step %d of %d, from %s", start.record.step, config.job.max_steps, place)
@@ -155,7 +153,7 @@ def _fit(
         module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
     elif record is not None:
         ckpt_path = str(record.path)
-    _add_callbacks(config, session, trainer, plugin, start)
+    _add_callbacks(config, session, trainer, plugin)
     join(session, trainer, module)
     if session.is_rank_zero:
         if changes := changes_since_proof(config, type(plugin)):
@@ -169,8 +167,6 @@ def _fit(
         continue_runs(trainer, config.events_path.parent, resumes=resumes, versions=True)
     session.refuse = _unusable_lightning_block
     fit(session, trainer, module, datamodule=data, ckpt_path=ckpt_path)
-    if session.is_rank_zero:
-        forget_deaths(config.artifacts_dir)
     return _completion(config, module.completed_steps, module.stopped)
 
 
@@ -181,15 +177,12 @@ def _unusable_lightning_block(error: Exception) -> StartupContractError | None:
     return StartupContractError("startup.invalid_job_spec", text)
 
 
-def _add_callbacks(
-    config: RunConfig, session: Session, trainer: pl.Trainer, plugin: TrainerPlugin, start: Start
-) -> None:
+def _add_callbacks(config: RunConfig, session: Session, trainer: pl.Trainer, plugin: TrainerPlugin) -> None:
     """Add the callbacks that need objects of this process; the others were made from the configuration."""
     from ...callbacks.hook.events import callbacks_of, run_state_of
-    from ...callbacks.lightning_internals import trains_in_copies
     from ...callbacks.upload_artifacts import UploadArtifacts
     from ...reporters.events.event_logger import RecordEvents
-    from .fit import NodeCheck, NoteStep, RestartTimes
+    from .fit import NodeCheck, RestartTimes
 
     attempt = 1 if session.event_log is None else session.event_log.attempt
     state = run_state_of(trainer)
@@ -208,8 +201,6 @@ def _add_callbacks(
         callbacks_of(trainer).insert(0, RecordEvents(session.event_log, metadata))
         if (times := os.environ.pop(TIMES, None)) is not None:
             callbacks_of(trainer).append(RestartTimes(session.event_log, times))
-    if not trains_in_copies(trainer):
-        callbacks_of(trainer).append(NoteStep(config, start))
     if session.uploader is not None:
         callbacks_of(trainer).append(UploadArtifacts(session.uploader))
 

@@ -14,9 +14,9 @@ from genlight.adapter.run.deaths import (
     begin_attempt,
     describe_deaths,
     note_deaths,
+    note_end,
     repeated_deaths,
 )
-from genlight.reporters.events.event_log import EventLog
 from support.jobs import write_job
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -66,105 +66,103 @@ def note(config, rank=0, step=8, batch=7, record=6, went_back=False):
     written.begin(step, 0, batch)
 
 
-def begin(config, **end):
-    """Write an attempt to the log, with its terminal event if there is one."""
-    config.events_path.parent.mkdir(parents=True, exist_ok=True)
-    with EventLog(config.events_path, run_id=config.run_id) as log:
-        log.started()
-        if end:
-            log.failed(resumable=True, step=8, **end)
+def deaths_of(config):
+    return repeated_deaths(config.artifacts_dir, config.spec_digest)
+
+
+def begin(config, deaths, held):
+    job = config.spec_digest
+    begin_attempt(config.artifacts_dir, 6, deaths, job=job, went_back=False, held=held)
 
 
 def test_a_killed_attempt_is_read_from_its_note(config):
-    begin(config)
     note(config)
-    (death,) = repeated_deaths(config)
+    (death,) = deaths_of(config)
     assert (death.where, death.record, death.rank) == ((8, 0, 7), 6, 0)
 
 
 def test_the_rank_of_the_terminal_event_is_the_one_that_died(config):
     for rank, step in enumerate((9, 8, 9)):
         note(config, rank, step=step)
-    begin(config, category="train-step", error="train-step:RankFailedError: rank 1 was killed by signal 9")
-    (death,) = repeated_deaths(config)
+    note_end(config.artifacts_dir, "train-step:RankFailedError: rank 1 was killed by signal 9")
+    (death,) = deaths_of(config)
     assert (death.rank, death.step, death.how) == (1, 8, "rank 1 was killed by signal 9")
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        {"category": "preempted", "error": "preempted"},
-        {"category": "canceled", "error": "canceled"},
-        {"category": "train-step", "error": "train-step:ValueError: a mistake (rank 1)"},
-    ],
-)
+@pytest.mark.parametrize("end", ["preempted", "canceled", "train-step:ValueError: a mistake (rank 1)"])
 def test_an_attempt_that_ended_by_itself_is_not_a_death(end, config):
     note(config)
-    begin(config, **end)
-    assert repeated_deaths(config) == []
+    note_end(config.artifacts_dir, end)
+    assert deaths_of(config) == []
+
+
+def test_the_end_of_an_earlier_attempt_says_nothing_about_a_later_one(config):
+    note(config)
+    note_end(config.artifacts_dir, "train-step:RankFailedError: rank 1 was killed by signal 9")
+    with contextlib.ExitStack() as held:
+        begin(config, deaths_of(config), held)
+    note(config)
+    assert [(death.rank, death.how) for death in deaths_of(config)] == [(0, "")]
 
 
 def test_deaths_in_the_same_step_add_up_until_another_one(config):
-    begin(config)
     for _ in range(3):
         note(config)
-        note_deaths(config.artifacts_dir, repeated_deaths(config))
-    assert len(repeated_deaths(config)) == 4
+        note_deaths(config.artifacts_dir, deaths_of(config))
+    assert len(deaths_of(config)) == 4
     note(config, step=9, batch=8)
-    assert len(repeated_deaths(config)) == 1
+    assert len(deaths_of(config)) == 1
 
 
 def test_an_attempt_that_never_began_a_step_is_not_a_death(config):
-    begin(config)
     StepNote(config.artifacts_dir, 0, job=config.spec_digest, record=6, went_back=False)
-    assert repeated_deaths(config) == []
+    assert deaths_of(config) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 4096, bytes(range(256)) * 16, b"{" * 100])
 def test_a_note_that_is_no_note_is_ignored(content, config):
-    begin(config)
     note(config)
     (config.artifacts_dir / FOLDER / "rank-0").write_bytes(content)
     (config.artifacts_dir / FOLDER / "deaths.json").write_bytes(content)
     (config.artifacts_dir / FOLDER / "begun.json").write_bytes(content)
-    assert repeated_deaths(config) == []
+    assert deaths_of(config) == []
 
 
 @pytest.mark.parametrize("variable", ["GENLIGHT_LAUNCH_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", None])
 def test_deaths_before_the_first_step_add_up_and_all_ranks_read_the_same(variable, config, monkeypatch):
-    begin(config)
     for attempt in range(4):
         if variable is not None:
             monkeypatch.setenv(variable, str(attempt))
-        early = repeated_deaths(config)
+        early = deaths_of(config)
         with contextlib.ExitStack() as held:
-            begin_attempt(config, 6, early, went_back=False, held=held)
-            late = repeated_deaths(config)  # a rank that reads after rank zero has begun
+            begin(config, early, held)
+            with monkeypatch.context() as child:
+                if variable is None:  # a rank that Lightning starts finds its store as under torchrun
+                    child.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+                late = deaths_of(config)  # a rank that reads after rank zero has begun
         assert early == late
         assert [(death.step, death.record) for death in late] == [(0, 6)] * attempt
     written = StepNote(config.artifacts_dir, 0, job=config.spec_digest, record=6, went_back=False)
     written.begin(8, 0, 7)
-    assert [death.step for death in repeated_deaths(config)] == [8]
+    assert [death.step for death in deaths_of(config)] == [8]
     with contextlib.ExitStack() as held:
-        begin_attempt(config, 6, repeated_deaths(config), went_back=False, held=held)
+        begin(config, deaths_of(config), held)
     monkeypatch.setenv("SLURM_JOB_ID", "next")
-    assert [death.step for death in repeated_deaths(config)] == [0]
+    assert [death.step for death in deaths_of(config)] == [0]
 
 
 def test_the_batch_of_a_repeated_death_is_named(config):
-    begin(config)
     written = StepNote(config.artifacts_dir, 0, job=config.spec_digest, record=6, went_back=False)
     written.name_rows("RecordBatch of 32 rows: text string " + 1000 * "x")
     written.begin(8, 0, 7)
-    (death,) = repeated_deaths(config)
+    (death,) = deaths_of(config)
     assert "RecordBatch of 32 rows: text string" in describe_deaths([death, death])
 
 
 def test_deaths_of_another_job_do_not_count(config, tmp_path):
-    begin(config)
     note(config)
     changed = resolve_run_config(spec_path=write_job(tmp_path, hyperparams={"lr": 2.0}))
-    assert repeated_deaths(changed) == []
+    assert deaths_of(changed) == []
 
 
 def test_the_description_has_what_deaths_have_in_common():

@@ -1,4 +1,4 @@
-"""``genlight run --restarts``: real processes that are killed, and runs that would be killed forever."""
+"""``genlight run --restarts``: real processes that are killed, and runs and fits that would be killed forever."""
 
 import contextlib
 import json
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 TRAINER = '''
 import os, signal, sys, time
 from pathlib import Path
+import lightning.pytorch as pl
 import torch
 from genlight.adapter import StepResult
 
@@ -69,6 +70,11 @@ class Dies:
             (folder := Path("loads")).mkdir(exist_ok=True)
             Path(folder, str(time.time())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Numbers(pl.LightningDataModule):
+    def train_dataloader(self):
+        return list(range(100))
 '''
 STEPS = 10
 PARTS = {f"restart/{part}" for part in ("end_s", "fork_s", "prepare_s", "meet_s", "load_s", "first_batch_s", "seconds")}
@@ -84,6 +90,22 @@ class Job:
         job = {"run_id": "r", "trainer": "dies:Dies", "max_steps": STEPS, "checkpoint_every": 2, "metric_every": 1}
         job |= {"mock_batches": list(range(ranks * STEPS)), "lightning": lightning}
         (folder / "job.json").write_text(json.dumps(job))
+
+    def write_fit(self, ranks=1):
+        """Write a configuration of ``genlight fit`` that trains the same in the same folders."""
+        logger = {"class_path": "genlight.reporters.EventLogger"}
+        logger["init_args"] = {"path": "runs/r/metrics/events.jsonl", "run_id": "r"}
+        callback = {"class_path": "genlight.callbacks.Checkpoint"}
+        callback["init_args"] = {"dirpath": "runs/r/checkpoints", "every_n_steps": 2}
+        trainer = {"accelerator": "cpu", "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
+        trainer |= {"max_steps": STEPS, "logger": logger, "callbacks": [callback]}
+        module = {"plugin": "dies:Dies", "job": {"run_id": "r", "max_steps": STEPS}}
+        model = {"class_path": "genlight.adapter.ContractModule", "init_args": module}
+        fit = {"trainer": trainer, "model": model, "data": {"class_path": "dies.Numbers"}}
+        (self.folder / "fit.json").write_text(json.dumps(fit))
+
+    def fit(self, *words):
+        return run_forked("fit", "--config", "fit.json", *words, folder=self.folder)
 
     def dies(self, rank, step, times=1, number=signal.SIGKILL):
         for index in range(times):
@@ -250,6 +272,77 @@ def test_a_run_that_an_orchestrator_starts_again_and_again_goes_back_once_and_th
     done = job.run("--set", "resume_from_latest=true")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "runs/r/.deaths").exists()
+
+
+def test_a_fit_that_is_started_again_and_again_goes_back_once_and_then_ends(tmp_path):
+    job = Job(tmp_path)
+    job.write_fit()
+    job.dies(0, 9, times=9)
+    starts = 1
+    while (done := job.fit("--resume", "auto")).returncode < 0:
+        starts += 1
+    assert (done.returncode, starts) == (1, 5), done.stderr
+    assert job.resumed == [8, 8, 6], done.stderr
+    for part in ("in step 9", "batch 8 of epoch 0", "its batch: int", "--resume never"):
+        assert part in done.stderr
+
+    assert job.fit("--resume", "auto", "--trainer.max_steps", "8").returncode == 0  # other arguments: another training
+    for path in tmp_path.glob("0-9-*"):
+        path.unlink()
+    done = job.fit("--resume", "auto")
+    assert (done.returncode, job.resumed[-1]) == (0, 8), done.stderr
+    assert not (tmp_path / "runs/r/checkpoints/.deaths").exists()
+
+
+@pytest.mark.parametrize("words", [["--resume", "never"], ["--ckpt_path", "runs/r/checkpoints/step-00000004.json"]])
+def test_a_fit_forgets_deaths_when_somebody_chooses_where_it_begins(words, tmp_path):
+    job = Job(tmp_path)
+    job.write_fit()
+    job.dies(0, 7, times=5)
+    starts = 0
+    while job.fit("--resume", "auto").returncode < 0:
+        starts += 1
+    assert starts == 4
+    job.fit(*words)  # is killed once more
+    done = job.fit("--resume", "auto")
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_that_lightning_starts_go_back_together(tmp_path):
+    job = Job(tmp_path, 2)
+    job.write_fit(2)
+    job.dies(1, 9, times=3)
+    for _ in range(3):
+        assert (done := job.fit("--resume", "auto")).returncode == 1, done.stderr
+    done = job.fit("--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert job.resumed == [8, 8, 6]
+    assert job.ends == ["train-step"] * 3 + ["completed"]
+
+
+def test_a_fit_that_ends_by_itself_between_deaths_breaks_their_row(tmp_path):
+    job = Job(tmp_path)
+    job.write_fit()
+    job.dies(0, 9)
+    for index, number in enumerate((signal.SIGKILL, 0, signal.SIGKILL), start=1):
+        (tmp_path / f"0-9-{index}").write_text(str(int(number)))
+    for _ in range(5):
+        done = job.fit("--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert 6 not in job.resumed
+
+
+def test_a_fit_that_is_killed_before_its_first_step_ends(tmp_path):
+    job = Job(tmp_path)
+    job.write_fit()
+    job.dies(0, 5)
+    assert job.fit("--resume", "auto").returncode < 0
+    (tmp_path / "kills-at-load").touch()
+    starts = 0
+    while (done := job.fit("--resume", "auto")).returncode < 0:
+        starts += 1
+    assert (done.returncode, starts) == (1, 5)  # the last from the checkpoint before
+    assert "before their first step" in done.stderr
 
 
 def test_two_deaths_of_a_rank_are_answered_by_the_checkpoint_before(tmp_path):
