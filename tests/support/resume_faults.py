@@ -9,13 +9,11 @@ step 10. It prints one JSON object by name: whether a repeated step changed, and
 from __future__ import annotations
 
 import collections
-import contextvars
 import functools
 import hashlib
 import itertools
 import json
 import os
-import queue
 import random
 import signal
 import sys
@@ -24,7 +22,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,184 +39,132 @@ from support.witnessed import Hosted, Rows, attempt, rows
 KILLED_AFTER = 17
 
 
+Factor = Callable[[Any, Any], float]
+"""Takes the state and the batch of a step; returns what its loss is multiplied by."""
+
+
 class Scales(Hosted):
     """Multiplies its loss by a factor, which each fault takes from something that no checkpoint holds."""
 
-    def factor(self, state: Any, batch: Any) -> float:
-        raise NotImplementedError
+    make: Callable[[], Factor]
+
+    def setup(self, ctx: Any) -> None:
+        super().setup(ctx)
+        self.factor = type(self).make()
 
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         return super().loss(batch, state) * self.factor(state, batch)
 
 
+def scaled(make: Callable[[], Factor]) -> type[Scales]:
+    """Make a trainer class of a function that makes its factor."""
+    return type(make.__name__, (Scales,), {"make": staticmethod(make)})
+
+
+def counted(count: Callable[[], int]) -> type[Scales]:
+    """Make a trainer class whose factor grows with a number: how often a function was called."""
+    return type(count.__name__, (Scales,), {"make": staticmethod(lambda: lambda state, batch: 1 + count() / 100)})
+
+
 # Counters that begin again.
 
 
-class OnInstance(Scales):
+class OnInstance(Hosted):
     count = 0
 
-    def factor(self, state: Any, batch: Any) -> float:
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
         self.count += 1
-        return 1 + self.count / 100
+        return super().loss(batch, state) * (1 + self.count / 100)
 
 
-class OnClass(Scales):
+class OnClass(OnInstance):
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        OnClass.count += 1
+        return super().loss(batch, state)
+
+
+_count, _numbers, _local = 0, itertools.count(1), threading.local()
+
+
+@counted
+def in_module() -> int:
+    global _count
+    _count += 1
+    return _count
+
+
+@counted
+def in_itertools() -> int:
+    return next(_numbers)
+
+
+@counted
+def in_thread_local() -> int:
+    _local.count = getattr(_local, "count", 0) + 1
+    return int(_local.count)
+
+
+@counted
+def in_environment() -> int:
+    os.environ["PLANTED"] = str(int(os.environ.get("PLANTED", "0")) + 1)
+    return int(os.environ["PLANTED"])
+
+
+@counted
+def in_file() -> int:
+    """Unlike the others it is ahead after a restart: the file survives the kill."""
+    with Path("planted-count").open("a+") as file:
+        file.write(".")
+        return file.tell()
+
+
+@scaled
+def in_closure() -> Factor:
     count = 0
 
-    def factor(self, state: Any, batch: Any) -> float:
-        OnClass.count += 1
-        return 1 + OnClass.count / 100
+    def factor(state: Any, batch: Any) -> float:
+        nonlocal count
+        count += 1
+        return 1 + count / 100
+
+    return factor
 
 
-_count = 0
-
-
-class InModule(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        global _count
-        _count += 1
-        return 1 + _count / 100
-
-
-_numbers = itertools.count(1)
-
-
-class Itertools(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        return 1 + next(_numbers) / 100
-
-
-class InClosure(Scales):
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        count = 0
-
-        def following() -> int:
-            nonlocal count
-            count += 1
-            return count
-
-        self.following = following
-
-    def factor(self, state: Any, batch: Any) -> float:
-        return 1 + self.following() / 100
-
-
-class InDefault(Scales):
-    def factor(self, state: Any, batch: Any, seen: list[int] = []) -> float:  # noqa: B006 - the fault
-        seen.append(1)
-        return 1 + len(seen) / 100
-
-
-def _counted() -> int:
-    _counted.calls = getattr(_counted, "calls", 0) + 1  # type: ignore[attr-defined]
-    return _counted.calls  # type: ignore[attr-defined, no-any-return]
-
-
-class OnFunction(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        return 1 + _counted() / 100
-
-
-_local, _context = threading.local(), contextvars.ContextVar("count", default=0)
-
-
-class InThreadLocal(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        _local.count = getattr(_local, "count", 0) + 1
-        return 1 + _local.count / 100
-
-
-class InContextVariable(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        _context.set(_context.get() + 1)
-        return 1 + _context.get() / 100
-
-
-class InEnvironment(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        os.environ["PLANTED"] = str(int(os.environ.get("PLANTED", "0")) + 1)
-        return 1 + int(os.environ["PLANTED"]) / 100
-
-
-class InThread(Scales):
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        asked, answers = queue.Queue[int](), queue.Queue[int]()
-
-        def count() -> None:
-            for number in itertools.count(1):
-                asked.get()
-                answers.put(number)
-
-        threading.Thread(target=count, daemon=True).start()
-        self.asked, self.answers = asked, answers
-
-    def factor(self, state: Any, batch: Any) -> float:
-        self.asked.put(1)
-        return 1 + self.answers.get() / 100
-
-
-class InFile(Scales):
-    """Unlike the others it is ahead after a restart: the file survives the kill."""
-
-    def factor(self, state: Any, batch: Any) -> float:
-        with Path("planted-count").open("a+") as file:
-            file.write(".")
-            return 1 + file.tell() / 100
-
-
-@dataclass
-class Settings:
-    smoothing: float = 0.0
-    history: list[float] = field(default_factory=list)
-
-
-class InSettings(Scales):
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        self.settings = Settings()
-
-    def factor(self, state: Any, batch: Any) -> float:
-        self.settings.smoothing += 0.01
-        return 1 - self.settings.smoothing
+@scaled
+def first_steps() -> Factor:
+    """Warm up in the first steps after each start."""
+    calls = itertools.count(1)
+    return lambda state, batch: min(1.0, next(calls) / 5)
 
 
 # Iterators and caches.
 
 
-class Cycle(Scales):
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        self.factors = itertools.cycle([1.0, 1.1, 1.2])
-
-    def factor(self, state: Any, batch: Any) -> float:
-        return next(self.factors)
+@scaled
+def over_cycle() -> Factor:
+    factors = itertools.cycle([1.0, 1.1, 1.2])
+    return lambda state, batch: next(factors)
 
 
-class OverList(Cycle):
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        self.factors = iter([1 + number / 100 for number in range(1000)])  # type: ignore[assignment]
+@scaled
+def over_list() -> Factor:
+    factors = iter([1 + number / 100 for number in range(1000)])
+    return lambda state, batch: next(factors)
 
 
-class GeneratorFunction(Cycle):
-    def setup(self, ctx: Any) -> None:
-        def decaying() -> Any:
-            value = 2.0
-            while True:
-                value *= 0.99
-                yield value
+@scaled
+def over_generator() -> Factor:
+    def decaying() -> Any:
+        value = 2.0
+        while True:
+            value *= 0.99
+            yield value
 
-        super().setup(ctx)
-        self.factors = decaying()
+    factors = decaying()
+    return lambda state, batch: next(factors)
 
 
-class OpenFile(Cycle):
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        Path("planted-factors").write_text("\n".join(str(1 + number / 100) for number in range(1000)))
-        self.factors = map(float, Path("planted-factors").open())  # type: ignore[assignment]  # noqa: SIM115
+_seen: list[float] = []
 
 
 @functools.lru_cache(maxsize=1)
@@ -226,23 +172,20 @@ def _first(name: str) -> float:
     return _seen[-1]
 
 
-_seen: list[float] = []
-
-
-class CachedByFunction(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
+@scaled
+def cached_by_function() -> Factor:
+    def factor(state: Any, batch: Any) -> float:
         _seen.append(float(batch.mean()))
         return 1 + abs(_first("mean"))
 
+    return factor
 
-class CachedByProperty(Scales):
-    @functools.cached_property
-    def scale(self) -> float:
-        return 1 + abs(float(self.batch.mean()))
 
-    def factor(self, state: Any, batch: Any) -> float:
-        self.batch = batch
-        return self.scale
+@scaled
+def memoized() -> Factor:
+    """Keep the result of the step in which a key came first."""
+    cache: dict[int, float] = {}
+    return lambda state, batch: cache.setdefault(0, 1 + state["model"][0].weight.abs().mean().item())
 
 
 class FirstLoss(Hosted):
@@ -256,21 +199,15 @@ class FirstLoss(Hosted):
         return 0.02 * loss / self.first
 
 
-class Memoized(Scales):
-    """Keeps the result of the step in which a key came first."""
-
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        self.cache: dict[int, float] = {}
-
-    def factor(self, state: Any, batch: Any) -> float:
-        return self.cache.setdefault(0, 1 + state["model"][0].weight.abs().mean().item())
-
-
 # Objects that a resume replaces.
 
 
-class Averages(Scales):
+class Average(list[float]):
+    def scale(self) -> float:
+        return 1 + self[0]
+
+
+class Averages(Hosted):
     """Stores an average, and puts the loaded one in its place."""
 
     def configure(self, ctx: Any) -> Any:
@@ -282,10 +219,10 @@ class Averages(Scales):
     def bind(self, average: Average) -> None:
         self.scale: Callable[[], float] = lambda: 1 + average[0]
 
-    def factor(self, state: Any, batch: Any) -> float:
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
         factor = self.scale()
         state["average"][0] = 0.9 * state["average"][0] + 0.1
-        return factor
+        return super().loss(batch, state) * factor
 
     def state_dict(self, state: Any) -> dict[str, Any]:
         return {"average": list(state["average"])}
@@ -294,23 +231,9 @@ class Averages(Scales):
         state["average"] = Average(payload["average"])
 
 
-class Average(list[float]):
-    def scale(self) -> float:
-        return 1 + self[0]
-
-
-def _scale_of(average: Average) -> float:
-    return average.scale()
-
-
 class StalePartial(Averages):
     def bind(self, average: Average) -> None:
-        self.scale = functools.partial(_scale_of, average)
-
-
-class StaleMethod(Averages):
-    def bind(self, average: Average) -> None:
-        self.scale = average.scale
+        self.scale = functools.partial(Average.scale, average)
 
 
 class StaleReference(Averages):
@@ -419,16 +342,16 @@ class OwnScaler(Hosted):
         return super().loss(batch, state) * self.scale / self.scale
 
 
-class ClipsByHistory(Scales):
-    """Clips by the median of the norms that it has seen."""
+@scaled
+def clipped_by_history() -> Factor:
+    """Clip by the median of the norms that it has seen."""
+    history: list[float] = []
 
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        self.settings = Settings()
+    def factor(state: Any, batch: Any) -> float:
+        history.append(float(batch.norm()))
+        return float(np.median(history))
 
-    def factor(self, state: Any, batch: Any) -> float:
-        self.settings.history.append(float(batch.norm()))
-        return float(np.median(self.settings.history))
+    return factor
 
 
 class Curriculum(Hosted):
@@ -456,16 +379,6 @@ class Accumulates(Hosted):
         self.before = own
         state["optimizer"].step()
         return StepResult(metrics={"loss": loss.detach()})
-
-
-class FirstStep(Scales):
-    """Warms up in the first steps after each start."""
-
-    calls = 0
-
-    def factor(self, state: Any, batch: Any) -> float:
-        self.calls += 1
-        return min(1.0, self.calls / 5)
 
 
 class PlainTensor(Hosted):
@@ -529,14 +442,14 @@ class Freezes(Hosted):
         return super().train_step(batch, state, ctx)
 
 
-class ByProcess(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        return 1 + os.getpid() / 1e7
+@scaled
+def by_process() -> Factor:
+    return lambda state, batch: 1 + os.getpid() / 1e7
 
 
-class ByClock(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        return 1 + time.time() % 1000 / 1e4
+@scaled
+def by_clock() -> Factor:
+    return lambda state, batch: 1 + time.time() % 1000 / 1e4
 
 
 # Learning rates.
@@ -563,11 +476,6 @@ class CyclicRate(Schedules):
 
     def rate(self, loss: float) -> float:
         return next(self.rates)
-
-
-class RateFromList(CyclicRate):
-    def __init__(self) -> None:
-        self.rates = iter([0.1 / number for number in range(1, 1000)])  # type: ignore[assignment]
 
 
 class Plateau(Schedules):
@@ -627,39 +535,27 @@ class SeedsTorch(Draws):
         torch.manual_seed(self.calls)
 
 
-class SeedsNumPy(Draws):
-    def draw(self) -> Any:
-        np.random.seed(self.calls)
-
-
 class SeedsByProcess(Draws):
     def draw(self) -> Any:
         torch.manual_seed(os.getpid())
 
 
-_generator, _random = torch.Generator().manual_seed(1), random.Random(1)
+_generator = torch.Generator().manual_seed(1)
 
 
-class ModuleGenerator(Scales):
-    """Draws from a generator in its module."""
-
-    def factor(self, state: Any, batch: Any) -> float:
-        return 1 + torch.rand((), generator=_generator).item()
+@scaled
+def module_generator() -> Factor:
+    return lambda state, batch: 1 + torch.rand((), generator=_generator).item()
 
 
-class ModuleRandom(Scales):
-    def factor(self, state: Any, batch: Any) -> float:
-        return 1 + _random.random()
-
-
-class NewGenerator(Scales):
+class NewGenerator(Hosted):
     """Makes a generator when it is first needed, with a fixed seed."""
 
     noise: Any = None
 
-    def factor(self, state: Any, batch: Any) -> float:
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
         self.noise = self.noise or np.random.default_rng(1)
-        return float(1 + self.noise.random())
+        return super().loss(batch, state) * float(1 + self.noise.random())
 
 
 # Rows.
@@ -738,17 +634,9 @@ def order_by_process() -> Any:
     return DataLoader(Rows(), 4, sampler=OrderOf(os.getpid))
 
 
-def order_by_entropy() -> Any:
-    return DataLoader(Rows(), 4, sampler=OrderOf(lambda: int.from_bytes(os.urandom(4), "big")))
-
-
 def order_by_pass() -> Any:
     """A sampler without ``set_epoch``, which counts its passes itself."""
     return DataLoader(Rows(), 4, sampler=OrderOf(functools.partial(next, itertools.count())))
-
-
-def order_in_module() -> Any:
-    return DataLoader(Rows(), 4, sampler=OrderOf(lambda: next(_numbers)))
 
 
 def rows_read_once() -> Any:
@@ -762,20 +650,8 @@ def rows_cached() -> Any:
     return DataLoader(Changing(augment), 4)
 
 
-def rows_of_clock() -> Any:
-    return DataLoader(Changing(lambda index: time.time() % 1000), 4)
-
-
 def rows_of_process() -> Any:
     return DataLoader(Changing(lambda index: os.getpid() / 1e6), 4)
-
-
-def rows_of_environment() -> Any:
-    def change(index: int) -> float:
-        os.environ["PLANTED_ROWS"] = str(int(os.environ.get("PLANTED_ROWS", "0")) + 1)
-        return int(os.environ["PLANTED_ROWS"]) / 1000
-
-    return DataLoader(Changing(change), 4)
 
 
 def rows_of_a_worker() -> Any:
@@ -832,40 +708,33 @@ FAULTS = {
         {
             "attribute": OnInstance,
             "class attribute": OnClass,
-            "module global": InModule,
-            "itertools.count": Itertools,
-            "closure": InClosure,
-            "default argument": InDefault,
-            "attribute of a function": OnFunction,
-            "threading.local": InThreadLocal,
-            "context variable": InContextVariable,
-            "environment variable": InEnvironment,
-            "thread": InThread,
-            "file that survives": InFile,
-            "settings object": InSettings,
+            "module global": in_module,
+            "itertools.count": in_itertools,
+            "closure": in_closure,
+            "threading.local": in_thread_local,
+            "environment variable": in_environment,
+            "file that survives": in_file,
             "forward hook": ForwardHook,
             "optimizer hook": OptimizerHook,
-            "steps since the start": FirstStep,
+            "steps since the start": first_steps,
         },
     ),
     **_group(
         "iterator",
         "loss",
         {
-            "itertools.cycle": Cycle,
-            "list": OverList,
-            "generator function": GeneratorFunction,
-            "offset of a file": OpenFile,
+            "itertools.cycle": over_cycle,
+            "list": over_list,
+            "generator function": over_generator,
         },
     ),
     **_group(
         "cache",
         "loss",
         {
-            "functools.lru_cache": CachedByFunction,
-            "cached_property": CachedByProperty,
+            "functools.lru_cache": cached_by_function,
             "first loss": FirstLoss,
-            "dictionary": Memoized,
+            "dictionary": memoized,
         },
     ),
     **_group(
@@ -874,7 +743,6 @@ FAULTS = {
         {
             "closure": Averages,
             "partial": StalePartial,
-            "bound method": StaleMethod,
             "weakref": StaleReference,
         },
     ),
@@ -889,15 +757,15 @@ FAULTS = {
             "replay buffer": Replay,
             "slow weights": Lookahead,
             "own loss scale": OwnScaler,
-            "history of norms": ClipsByHistory,
+            "history of norms": clipped_by_history,
             "curriculum": Curriculum,
             "gradients of the last step": Accumulates,
             "plain tensor of a module": PlainTensor,
             "rate of dropout": DropoutRate,
             "dropout switched off": DropoutOff,
             "frozen layer": Freezes,
-            "process id": ByProcess,
-            "clock": ByClock,
+            "process id": by_process,
+            "clock": by_clock,
         },
     ),
     **_group(
@@ -906,7 +774,6 @@ FAULTS = {
         {
             "counter": Schedules,
             "itertools.cycle": CyclicRate,
-            "list": RateFromList,
             "plateau": Plateau,
             "warm-up": WarmsUp,
             "clock": RateByClock,
@@ -920,10 +787,8 @@ FAULTS = {
             "NumPy": DrawsNumPy,
             "Python": DrawsPython,
             "seed of torch": SeedsTorch,
-            "seed of NumPy": SeedsNumPy,
             "seed by process": SeedsByProcess,
-            "generator of a module": ModuleGenerator,
-            "random.Random of a module": ModuleRandom,
+            "generator of a module": module_generator,
             "generator made late": NewGenerator,
         },
     ),
@@ -933,14 +798,10 @@ FAULTS = {
             endless,
             order_by_clock,
             order_by_process,
-            order_by_entropy,
             order_by_pass,
-            order_in_module,
             rows_read_once,
             rows_cached,
-            rows_of_clock,
             rows_of_process,
-            rows_of_environment,
             rows_of_a_worker,
             rows_of_a_file,
             collated_by_count,
