@@ -19,7 +19,11 @@ STRATEGIES = {
     "fsdp": {"class_path": "genlight.adapter.FSDP2Strategy", "init_args": {}},
 }
 
-ROWS = [pytest.param(name, marks=[pytest.mark.slow] if "bucket" in name else []) for name in STRATEGIES]
+ROWS = [
+    pytest.param(name, sign, marks=[pytest.mark.slow] if "bucket" in name or sign == signal.SIGSTOP else [])
+    for name in STRATEGIES
+    for sign in (signal.SIGKILL, signal.SIGSTOP)
+]
 
 
 def run_with_lost_rank(folder, strategy, lost, sign):
@@ -59,8 +63,7 @@ def run_with_lost_rank(folder, strategy, lost, sign):
     return codes, log, "\n".join(outputs)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("strategy", ROWS)
+@pytest.mark.parametrize(("strategy", "sign"), ROWS)
 def test_a_rank_that_is_killed_or_stops_answering_is_named_in_a_valid_log(tmp_path, strategy, sign):
     codes, log, output = run_with_lost_rank(tmp_path, strategy, 1, sign)
 
@@ -74,9 +77,8 @@ def test_a_rank_that_is_killed_or_stops_answering_is_named_in_a_valid_log(tmp_pa
         assert last["step"] >= LAST_STEP - 1
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(STRATEGIES)[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_killed_rank_zero_ends_the_other(tmp_path, strategy):
     codes, _, output = run_with_lost_rank(tmp_path, strategy, 0, signal.SIGKILL)
 

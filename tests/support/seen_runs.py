@@ -59,9 +59,10 @@ def write_job(folder, run_id, **job):
     """Write the trainer class and a job of it into `folder`; returns the name of the job's file."""
     (folder / "tiny.py").write_text(TRAINER)
     hyperparams = {"lr": 0.1, **job.pop("hyperparams", {})}
+    batches = [[[1.0, 2.0]]] * (50_000 if "pause_s" in hyperparams else 40)  # its test ends a run that pauses
     job = {
         "run_id": run_id, "trainer": "tiny:Tiny", "max_steps": 40, "metric_every": 2, "checkpoint_every": 10,
-        "sample_every": 20, "sample_prompts": ["a <b>cat</b>"], "mock_batches": [[[1.0, 2.0]]] * 100000,
+        "sample_every": 20, "sample_prompts": ["a <b>cat</b>"], "mock_batches": batches,
         "hyperparams": hyperparams, "resume_from_latest": True,
         "lightning": {"accelerator": "cpu", "devices": 1}, **job,
     }  # fmt: skip

@@ -159,8 +159,10 @@ class InWorker(torch.utils.data.IterableDataset):
 
 def test_a_feed_inside_a_foreign_worker_is_refused_instead_of_repeating_every_row(rows_file):
     loader = torch.utils.data.DataLoader(InWorker(ArrowFeed(rows_file(9))), batch_size=None, num_workers=1)
+    batches = iter(loader)
     with refusal(RuntimeError):
-        next(iter(loader))
+        next(batches)
+    batches._shutdown_workers()  # a garbage collection would wait 5 s for the worker
 
 
 def test_workers_outlive_a_sigterm_that_their_parent_did_not_send(rows_file, ids):

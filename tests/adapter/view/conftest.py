@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 
@@ -14,10 +15,22 @@ SCORED = {"validate": {"every_n_steps": 10}, "checkpoints": {"monitor": "score",
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """A folder with the runs ``done``, ``broken`` (an error after 15 steps) and ``killed``."""
-    folder = tmp_path_factory.mktemp("seen")
+    """A folder with the runs ``done``, ``broken`` (an error after 15 steps) and ``killed``; no test writes to it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return make_runs(tmp_path_factory.mktemp("seen"))
+    folder = tmp_path_factory.getbasetemp().parent / "seen"  # all processes of pytest-xdist share it
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            folder.mkdir()
+            make_runs(folder)
+            (folder / "complete").touch()
+    return folder / "runs"
+
+
+def make_runs(folder):
     done, broken = start(folder, "done", **SCORED), start(folder, "broken", hyperparams={"fails_at": 15, "lr": 0.2})
-    killed = start(folder, "killed", max_steps=100000, hyperparams={"pause_s": 0.002})
+    killed = start(folder, "killed", max_steps=50_000, hyperparams={"pause_s": 0.002})
     try:
         wait_for_step(folder / "runs/killed", 12)
     finally:

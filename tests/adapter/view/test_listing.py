@@ -118,7 +118,7 @@ for words in (["ls", sys.argv[1]], ["stop", sys.argv[1] + "/done"], *([name, "--
 
 
 def test_a_live_run_stops_saves_and_continues_when_started_again(tmp_path, capsys):
-    process = start(tmp_path, "live", max_steps=100000, hyperparams={"pause_s": 0.002})
+    process = start(tmp_path, "live", max_steps=50_000, hyperparams={"pause_s": 0.002})
     folder = tmp_path / "runs/live"
     wait_for_step(folder, 4)
     assert summary_of(folder).state == "running"

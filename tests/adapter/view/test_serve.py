@@ -259,8 +259,8 @@ def test_a_proxy_may_show_the_page_below_a_path(folder):
     (folder / "a b/done/.stop").unlink()
 
 
-def test_a_thousand_runs_are_read_once(tmp_path):
-    for number in range(1000):
+def test_many_runs_are_read_once(tmp_path):
+    for number in range(200):
         log = tmp_path / f"sweep-{number:04}" / "metrics" / "events.jsonl"
         log.parent.mkdir(parents=True)
         if number:
@@ -274,10 +274,10 @@ def test_a_thousand_runs_are_read_once(tmp_path):
     runs = Runs(tmp_path)
     first = runs.listing()
     give_up_at = time.monotonic() + 60
-    while sum(each["size_bytes"] > 0 for each in runs.listing()) < 1000:
+    while sum(each["size_bytes"] > 0 for each in runs.listing()) < 200:
         assert time.monotonic() < give_up_at, "files are not counted"
     before = {address: summary for address, (summary, _) in runs._listed.items()}
-    assert len(runs.listing()) == len(first) == 1000
+    assert len(runs.listing()) == len(first) == 200
     assert all(summary is before[address] for address, (summary, _) in runs._listed.items()), "nothing is read again"
     assert {(each["state"], each["step"]) for each in first} == {("completed", 500)}
 
