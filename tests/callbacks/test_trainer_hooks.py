@@ -79,16 +79,6 @@ def test_all_seven_events_come_in_the_order_of_the_training() -> None:
     assert hook.events == ["on_new_training_run", *epoch, *epoch, "on_training_end"]
 
 
-def test_lightnings_own_loop_fires_events_too(fit_plain) -> None:
-    hook = Notes()
-    fit_plain([TrainerHookAdapter(hook)], steps=3)
-
-    assert hook.events == [
-        *("on_new_training_run", "on_mb_end", "on_mb_end", "on_mb_end"),
-        *("on_train_phase_end", "on_epoch_end", "on_training_end"),
-    ]
-
-
 class Epochs(TrainerHook):
     """Records the epoch at the ends of phases and epochs."""
 

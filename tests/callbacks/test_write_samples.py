@@ -109,17 +109,6 @@ def test_a_generator_gets_the_arguments_of_its_signature(fit, sampling, tmp_path
     assert call == {**{name: value for name, value in request.items() if name != "name"}, "step": 4}
 
 
-def test_a_generators_defaults_apply_to_what_a_request_lacks_and_any_keyword_gets_the_rest(fit, sampling, tmp_path):
-    calls = []
-
-    def generate(prompt, *, negative_prompt="blurry", seed=11, instruction, source_image="s.png", **others):
-        calls.append((prompt, negative_prompt, seed, instruction, source_image, set(others)))
-
-    fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[{"prompt": "p"}])], job=JOB)
-
-    assert calls == [("p", "", 11, None, "s.png", {"step", "ctx", "request", "task", "output_dir"})]
-
-
 def test_files_of_a_sample_are_named_in_its_record_and_in_the_event(fit, sampling, tmp_path):
     written = []
 

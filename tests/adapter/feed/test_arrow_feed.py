@@ -1,6 +1,5 @@
 """The feed as its users see it: batches, order, shares of the ranks, position, options."""
 
-import json
 import logging
 
 import pyarrow as pa
@@ -23,23 +22,6 @@ def test_batches_have_exactly_the_size_asked_for_whatever_the_row_groups(rows_fi
 def test_the_last_batch_of_an_epoch_is_short_and_never_mixed_with_the_next_epoch(rows_file, ids):
     feed = ArrowFeed(rows_file(6), batch_size=4)
     assert ids(feed.iter_batches(), 4) == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
-
-
-@pytest.mark.parametrize("shard", ["rows", "row_groups"])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_resumed_feed_goes_on_after_the_last_batch_handed_out(rows_file, ids, shard, shuffle):
-    options = {"batch_size": 4, "epochs": 2, "shard": shard, "shuffle": shuffle, "shuffle_window": 5, "world_size": 2}
-    path = rows_file(11, 2, 20, 9)
-    whole = ids(ArrowFeed(path, **options).iter_batches())
-    for steps in range(len(whole) + 1):
-        feed = ArrowFeed(path, **options)
-        iterator = feed.iter_batches()
-        assert ids(iterator, steps) == whole[:steps]
-        state = json.loads(json.dumps(feed.state_dict()))
-        iterator.close()
-        again = ArrowFeed(path, **options)
-        again.load_state_dict(state)
-        assert ids(again.iter_batches()) == whole[steps:]
 
 
 def test_an_epoch_that_a_loop_sets_applies_unless_a_position_was_loaded(rows_file, ids):

@@ -85,15 +85,6 @@ def test_closing_ends_the_thread_also_when_it_waits_for_room(rows_file, decoders
     assert not decoders()
 
 
-def test_a_feed_that_is_forgotten_takes_its_thread_along(rows_file, decoders):
-    feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4, shuffle=True)
-    iterator = iter(feed)
-    next(iterator)
-    assert len(decoders()) == 1
-    del feed, iterator
-    assert not decoders()
-
-
 def test_a_feed_in_a_cycle_takes_its_thread_along_when_garbage_is_collected(rows_file, decoders):
     feed = ArrowFeed(rows_file(*[4] * 50), batch_size=4)
     feed.itself = iter(feed)

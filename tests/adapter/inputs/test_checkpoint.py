@@ -6,7 +6,7 @@ import pytest
 
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.inputs.http import Transport
-from genlight.adapter.inputs.refs import local_checkpoint, parse_ref
+from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import fetch_checkpoint
 from genlight.adapter.plumbing.http import build_client
 from genlight.adapter.plumbing.urls import origin_of
@@ -90,21 +90,3 @@ def test_a_record_cannot_write_outside_of_its_folder(server, fetch, tmp_path):
     with refusal(InputError):
         fetch(server.put("/c.json", record({"../../outside": b"x"})))
     assert not (tmp_path / "outside").exists()
-
-
-def test_of_a_folder_of_checkpoints_the_final_one_or_the_last_is_meant(tmp_path):
-    for step in (100, 200):
-        (tmp_path / f"step-{step:08d}.json").write_bytes(record())
-    assert local_checkpoint(tmp_path).name == "step-00000200.json"
-    (tmp_path / "final.json").write_bytes(record(final=True))
-    assert local_checkpoint(tmp_path).name == "final.json"
-
-
-def test_a_local_checkpoint_is_named_by_its_record_its_folder_or_its_name(tmp_path):
-    (tmp_path / "step-00000200").mkdir()
-    written = tmp_path / "step-00000200.json"
-    written.write_bytes(record())
-    assert local_checkpoint(written) == written
-    assert local_checkpoint(tmp_path / "step-00000200") == written
-    with refusal(InputError):
-        local_checkpoint(tmp_path / "step-00000300")

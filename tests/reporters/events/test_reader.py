@@ -24,15 +24,6 @@ def write_run(path, steps: int = 2, run_id: str = "r") -> None:
         log.completed(step=steps, final_checkpoint=None)
 
 
-@pytest.mark.parametrize("tail", [b'{"event":"met', b'{"event":"completed"}', b"\0\0\0", b"\xff"])
-def test_a_last_line_without_its_newline_is_left_out(path, tail):
-    write_run(path)
-    whole = list(read_events(path))
-    with path.open("ab") as file:
-        file.write(tail)
-    assert list(read_events(path)) == whole
-
-
 def test_a_kind_that_is_no_text_does_not_end_the_reading(path):
     with path.open("ab") as file:
         file.write(b'{"event":["completed"]}\n')

@@ -468,14 +468,6 @@ def test_parameters_that_the_trainer_keeps_outside_of_modules_are_replaced(mesh)
     assert isinstance(state["clip"](), DTensor)
 
 
-def test_parameters_in_a_container_without_forward_stay_whole(mesh):
-    state = trained({"model": nn.ParameterDict({"a": torch.ones(2, 2)})})
-
-    shard(discover(state), mesh)
-
-    assert type(state["model"]["a"]) is nn.Parameter
-
-
 def test_metrics_of_sharded_values_are_whole_and_others_are_left_alone(mesh):
     state = trained({"model": network()})
     shard(discover(state), mesh)
