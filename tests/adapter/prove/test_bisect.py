@@ -219,8 +219,8 @@ def test_a_planted_difference_is_found_by_step_and_kind(train, usual, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", KIND_OF)
 def test_differences_of_each_kind_are_found_in_any_step(train, usual, tmp_path, plant):
-    for at in random.Random(plant).sample(range(1, STEPS + 1), 2):
-        assert_found(usual, train(plant=plant, at=at), tmp_path / "scratch", plant, at)
+    at = random.Random(plant).randint(1, STEPS)
+    assert_found(usual, train(plant=plant, at=at), tmp_path / "scratch", plant, at)
 
 
 def test_equal_runs_are_equal_and_nothing_is_trained(train, usual, tmp_path, capfd):
