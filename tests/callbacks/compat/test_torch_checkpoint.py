@@ -11,6 +11,7 @@ import torch
 
 from genlight.adapter import BrokenCheckpointError, CheckpointError
 from genlight.callbacks.compat import load_checkpoint, save_checkpoint
+from support.forked import run_forked
 from support.messages import refusal
 
 COMPLETE = {"model_state_dict": {"weight": torch.ones(3)}, "optimizer_state_dict": {}, "global_step": 3}
@@ -75,3 +76,22 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "x.pt")
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "absent.pt")
+
+
+def test_a_full_disk_leaves_only_the_old_file(tmp_path: Path) -> None:
+    script = (
+        "import resource, sys, torch\n"
+        "from genlight.callbacks.compat import save_checkpoint\n"
+        "whole = {'model_state_dict': {'w': torch.ones(3)}, 'optimizer_state_dict': {}, 'global_step': 3}\n"
+        "save_checkpoint(sys.argv[1], whole)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
+        "try:\n    save_checkpoint(sys.argv[1], {**whole, 'model_state_dict': {'w': torch.ones(100_000)}})\n"
+        "except Exception as error:\n    print(type(error).__name__, str(error).splitlines()[0])\n"
+    )
+    target = tmp_path / "c" / "x.pt"
+    (program := tmp_path / "full.py").write_text(script)
+    done = run_forked(target, folder=tmp_path, program=str(program))
+
+    assert done.stdout.startswith(f"CheckpointError the checkpoint {target} could not be written"), done.stderr
+    assert [path.name for path in target.parent.iterdir()] == ["x.pt"]
+    assert load_checkpoint(target)["global_step"] == 3
