@@ -146,6 +146,21 @@ def test_a_path_that_cannot_be_a_regular_file_is_refused_by_name(tmp_path, make)
         EventLog(path, run_id="r")
 
 
+@pytest.mark.parametrize("end", [{"final_checkpoint": None}, {"error": "boom"}], ids=["completed", "failed"])
+def test_an_attempt_has_one_terminal_event(path, end):
+    with EventLog(path, run_id="r") as log:
+        log.started()
+        (log.failed if "error" in end else log.completed)(step=1, **end)
+        for again in (
+            log.started,
+            lambda: log.metric(name="a", value=1, step=1),
+            lambda: log.failed(step=1, error="x"),
+        ):
+            with pytest.raises(EventLogError, match="already has its terminal event"):
+                again()
+    assert len(lines(path)) == 2
+
+
 def test_lines_are_completed_after_a_short_write_with_a_clock_before_1970(path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data)[:100]))

@@ -87,6 +87,18 @@ def test_a_token_that_expired_is_final_and_the_next_start_with_a_new_one_deliver
     assert [message["step"] for message in chaos.messages("/metrics")] == [3]
 
 
+def test_what_has_arrived_is_not_sent_again_when_the_rest_fails_or_the_process_ends(chaos, uploader_for, enqueue):
+    chaos.control(script=["500"] * 1000, script_paths="/checkpoint?")
+    uploader = uploader_for(chaos, checkpoint_url=f"{chaos.url}/checkpoint?")
+    enqueue(uploader)
+    wait_until(lambda: chaos.requests("/checkpoint?"))
+    assert uploader.settle(0.1) is not None
+    uploader.close()
+    chaos.control(script=[])
+    assert uploader_for(chaos).settle() is None
+    assert len(chaos.requests("/api/")) == 3
+
+
 def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploader_for, enqueue, monkeypatch):
     chaos.control(script=["wrong-digest"] * 2)
     uploader = uploader_for(chaos, start=False)
