@@ -52,7 +52,7 @@ def run_training_loop(
     Args:
         job: Identity, step limit and cadences.
         ctx: Context for the trainer; ``device``, ``rank``, ``world_size`` and ``run_state`` are filled in, and
-            ``dataset`` becomes `batches` if it has none.
+            If its ``dataset`` is None, it becomes `batches`.
         trainer: The trainer.
         batches: One pass of raw batches, from an iterable or its ``iter_batches()``.
         reporter: Receives events; its ``is_canceled()`` is called before the first step and after every step.

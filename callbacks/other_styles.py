@@ -1,4 +1,4 @@
-"""What trainer hooks and six-hook callbacks share: neither is a Lightning callback, and an adapter runs each as one."""
+"""Common code of trainer hooks and six-hook callbacks, which an adapter runs as Lightning callbacks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StyleAdapter(Hook):
         return str(getattr(self.callback, "instance_name", type(self.callback).__name__))
 
     def argument(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
-        """Return what the methods of the callback take."""
+        """Return the argument that the methods of the callback take."""
         raise NotImplementedError
 
     def tell(self, event: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

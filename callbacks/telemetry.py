@@ -188,7 +188,7 @@ class Heartbeat(Hook):
             return
         counter = self._end_count()
         if counter is not None:
-            self._flops = counter.flops or None  # a trainer that does nothing that torch counts may do anything else
+            self._flops = counter.flops or None  # 0 means that torch knows no formula for its operations
         self._batches += 1
         if self._first_step_s is None:
             self._first_step_s = time.monotonic() - self._set_up_at

@@ -106,7 +106,7 @@ class UploadArtifacts(Hook):
             log.warning("%s", lacking)
         self._uploader = Uploader(config).__enter__()
         run = self._run
-        if run is not None and run.uploader is None:  # from here on the run owns it
+        if run is not None and run.uploader is None:  # from now on the run settles and closes it
             run.uploader = self._external = self._uploader
             run.requires_uploads, run.deadline_s = self.critical, config.deadline_s
 

@@ -30,7 +30,7 @@ OTHERS_TIMEOUT_S = 2 * MAX_PAUSE_S
 """Time that a rank which ends the run waits for the stacks of the others before they are killed."""
 OTHERS_POLL_S = 0.1
 WORK_FRESH_S = 6 * MAX_PAUSE_S
-"""Time for which a touch of another rank's file counts; its clock may differ, and the file system may be slow."""
+"""Seconds for which another rank counts as working after it touched its file; clocks differ, file systems are slow."""
 SMOOTHING = 0.9
 """Weight of earlier steps in the running mean of step times."""
 

@@ -33,7 +33,7 @@ from .hook.hook import Hook, skippable
 log = logging.getLogger(__name__)
 
 _SAMPLES_DUE = "samples_due"
-"""Entry of a checkpoint's own part: the samples of its step are made after it."""
+"""Entry in genlight's part of a checkpoint: samples are due at its step, and are made after the save."""
 _REQUEST_FIELDS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
 
 

@@ -168,7 +168,7 @@ def leaves(path: str, value: Any, *, gather: bool = False) -> Iterator[tuple[str
 
 
 def _copy(value: Any, *, gather: bool) -> Any:
-    """A copy, not sparse; of a sharded tensor all of it, for which every rank has to ask, or its shard."""
+    """Return a dense copy; of a sharded tensor either the complete tensor, which is collective, or the shard."""
     if not isinstance(value, Tensor):
         return copy.copy(value)
     if isinstance(value, DTensor):

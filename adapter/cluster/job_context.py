@@ -281,9 +281,9 @@ def _names(word: str) -> Iterator[str]:
         raise ValueError(f"{word!r} is not the name of a host, with numbers such as [9-10,12] in brackets.")
     parts = re.split(r"[\[\]]", word)
     brackets = range(1, len(parts), 2)
-    # scontrol expands the last bracket within all others, and those from the right: the last but one varies slowest.
+    # Like scontrol: the last bracket varies fastest, and among the others the last one varies slowest.
     order = [*reversed(brackets[:-1]), *brackets[-1:]]
-    # No bracket is counted out beyond what is refused anyway.
+    # Stop expanding a bracket once it has more hosts than the limit.
     choices = [list(itertools.islice(_numbers(parts[place]), MOST_HOSTS + 1)) for place in order]
     for numbers in itertools.product(*choices):
         filled = {**dict(enumerate(parts)), **dict(zip(order, numbers, strict=True))}

@@ -70,7 +70,7 @@ class CheckpointingTrainerPlugin(Protocol):
 class TrainerEndpointContract(CheckpointingTrainerPlugin, Protocol[StateT, RawBatchT, PreparedBatchT]):  # type: ignore[misc]
     """All hooks of a trainer class, generic in its state and its batches, as a base to inherit from.
 
-    A hook that a subclass does not define counts as missing: the ones here do nothing.
+    A hook that a subclass does not define counts as missing, because the hooks of this class do nothing.
     """
 
     def setup(self, ctx: StepContext) -> None:

@@ -351,7 +351,7 @@ class ReplayFeed:
         ValueError: Arguments are out of range.
     """
 
-    begins_anew = True  # a pass has no position of its own
+    begins_anew = True  # a pass has no position besides the state of the generator
 
     def __init__(
         self, buffer: ReplayBuffer, batch_size: int, *, start_after: int | None = None, wait_s: float = 60.0

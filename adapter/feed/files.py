@@ -1,8 +1,8 @@
 """Find Parquet files: by local paths, folders, patterns, and URLs of any file system.
 
-A plain path is local. So is a ``file:`` URL; ``%20`` in it means a blank. Any other URL belongs to the file system that
-Arrow has for its scheme (``s3://``, ``gs://``, ``hdfs://``), otherwise to fsspec's (``hf://``, ``memory://``, ``az://``,
-…).
+A plain path is local, and so is a ``file:`` URL, in which ``%20`` means a blank. Any other URL is opened by Arrow if it
+has a file system for the scheme (``s3://``, ``gs://``, ``hdfs://``), otherwise by fsspec (``hf://``, ``memory://``,
+``az://``, …).
 
 Names in a folder that begin with a dot or an underscore are not data, as in Spark, Hive and Arrow: ``_SUCCESS``,
 ``_temporary``, ``._part-0.parquet``.

@@ -393,7 +393,7 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -
     """Return the source for paths, tables, record batches or a data frame.
 
     Raises:
-        TypeError: `given` is none of these.
+        TypeError: `given` is something else.
         InputError: The data cannot be used; lists every error that metadata shows.
     """
     if hasattr(given, "__arrow_c_stream__") and not isinstance(given, pa.Table):

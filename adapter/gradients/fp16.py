@@ -196,7 +196,7 @@ class TrueUnitScaler(GradScaler):
     def may_update(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of `optimizer` are finite; waits for the device, and adapts the scale."""
         after_backward, found = self._overflows.pop(id(optimizer), None), self._find(optimizer)
-        if found is None:  # without gradients, the update changes nothing
+        if found is None:  # no parameter has a gradient, so the update changes nothing
             return True
         if after_backward is not None:
             found = torch.maximum(found, after_backward.to(found.device))

@@ -59,9 +59,9 @@ class Trigger(enum.IntEnum):
 
 
 AFTER_STEP = frozenset({Trigger.END_OF_STEP, Trigger.NOTHING, Trigger.LAST, Trigger.SAVE})
-"""Reasons that arise after `train_step` has returned, so that no line of it belongs to them."""
+"""Reasons that arise after `train_step` has returned, so that no line of `train_step` can be named."""
 _ALL_OR_NONE = frozenset({Trigger.NOTHING, Trigger.LAST, Trigger.AGAIN, Trigger.SAVE})
-"""Reasons that all ranks must share: either all have this one or none."""
+"""Reasons that all ranks must share: if one rank has such a reason, all must have it."""
 
 _TEXTS = {
     Trigger.UPDATE: "updates {what}",

@@ -207,7 +207,7 @@ def _prove() -> None:
 
 def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     interceptor = _active.get(threading.get_ident())
-    if interceptor is None and current_graph_task_id() != -1:  # on a device, backward runs in another thread
+    if interceptor is None and current_graph_task_id() != -1:  # in the thread that runs backward on a device
         interceptor = next((each for each in _active.values() if each.in_backward), None)
     if interceptor is None:
         return run_backward(outputs, grads, *args, **kwargs)

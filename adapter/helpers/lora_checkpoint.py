@@ -74,7 +74,7 @@ def save_trainable_module_checkpoint(
     Raises:
         CheckpointError: The module has no trainable parameter.
         UnstorableStateError: A checkpoint cannot hold a value; nothing was written.
-        ValueError: One of your facts has the name of an entry that loading needs.
+        ValueError: An entry of `metadata` has a name that loading needs for itself.
     """
     from safetensors.torch import save as safetensors_of
 

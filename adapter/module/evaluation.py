@@ -1,9 +1,9 @@
 """Run a trainer's own ``evaluate`` for ``Trainer.validate``, ``Trainer.test`` and the validations within a training.
 
 For these Lightning needs a step and a loader, and a trainer class has neither. `host_evaluation` gives the module both
-for the length of such a run: one batch, before which the trainer evaluates itself. It runs as in training: without
-autocast, with gradients enabled, and with modules in the modes that training set; but with averaged weights if a
-callback puts them in place for a validation.
+for the length of such a run: a loader of one batch. Before that batch, the trainer evaluates itself as in training:
+without autocast, with gradients enabled, and with modules in the modes that training set; but with averaged weights if
+a callback puts them in place for a validation.
 """
 
 from __future__ import annotations

@@ -452,7 +452,7 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
     compared = {name: own[name] for name in _CONTRACT_KEYS if name in own}
     compared |= {name: checkpoint[name] for name in _LIGHTNING_KEYS if name in checkpoint}
     if "optimizer_states" in compared:
-        # Only rank zero has a consolidated state; as in Lightning, every rank gets all of it back.
+        # Only rank zero has a consolidated state. A resume gives all of it to every rank, as Lightning does.
         compared["optimizer_states"] = [
             None if hasattr(optimizer, "consolidate_state_dict") else state
             for optimizer, state in zip(trainer.optimizers, compared["optimizer_states"], strict=True)

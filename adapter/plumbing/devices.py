@@ -75,7 +75,7 @@ def random_states() -> dict[str, list[torch.Tensor]]:
     # Reading an unused device would initialize it and take its memory.
     if device is None or not getattr(module, "is_initialized", lambda: True)():
         return {}
-    whole = getattr(module, "get_rng_state_all", None)  # Apple's lacks it; a machine has one
+    whole = getattr(module, "get_rng_state_all", None)  # Apple's module has none: a machine has one device
     return {device.type: list(whole()) if whole is not None else [module.get_rng_state()]}
 
 

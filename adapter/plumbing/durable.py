@@ -118,7 +118,7 @@ def create_file(path: Path) -> None:
 def _fsync_if_readable(directory: Path) -> None:
     try:
         fsync_directory(directory)
-    except PermissionError:  # a folder in which this user may create but not list files cannot be synced
+    except PermissionError:  # this user may create files in the folder but not list them: then it cannot be synced
         return
 
 

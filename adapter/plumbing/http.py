@@ -57,7 +57,7 @@ def failure_text(error: BaseException) -> str:
 
 
 def _through_proxy(error: httpx2.RequestError) -> str:
-    """Describe the proxy that the environment sets for a failed request; empty if there is none."""
+    """Return a text about the proxy that the environment sets, for the error of a request; empty if there is none."""
     try:
         url = error.request.url
     except RuntimeError:  # it belongs to no request
@@ -93,7 +93,7 @@ class _OriginAuth(httpx2.Auth):
 
 
 def _leave_token_behind(request: httpx2.Request) -> None:
-    """Drop the token from a redirect to another origin than the one it was added for.
+    """Drop the token if a redirect leads to another origin.
 
     The client itself drops it for another host, but keeps it from http to https and does not know our origins.
     """

@@ -32,7 +32,7 @@ SHORTEST_OF_ANY_NAME = 16
 LONGEST_TEXT = 64 * 1024
 """Maximum number of characters read of an exception's text: 200 MB would be copied a dozen times on the way."""
 LONGEST_WORD = 4096
-"""Maximum number of characters by which a text is cut further, so that it ends between two words."""
+"""A longer text is cut by at most this many more characters, so that it ends between two words."""
 MOST_LINES = 400
 """Maximum number of entries kept of a traceback, half from its beginning and half from its end."""
 
@@ -55,9 +55,9 @@ _KINDS_OF_TOKENS = frozenset(
         *("prompt", "sep", "special", "start", "stop", "unk", "word"),
     ]
 )
-"""Words that make a ``…_token`` one of a vocabulary."""
+"""Words that show that a name ending in ``token`` means a token of a vocabulary and not a secret."""
 
-# Each pattern decides after a bounded number of characters, so that no text takes longer than another of its length.
+# Each pattern decides after a bounded number of characters, so that a match takes time in proportion to the length.
 _ASSIGNED = re.compile(
     r"(?<![\w.-])(?P<name>[\w.-]{1,200}+)[\"']?\s{0,4}(?:=|:(?=\s{0,4}(?:[bru]?[\"']|\S{0,64}\d)))\s{0,4}"
     r"(?:[bru]?(?P<quote>[\"']))?"

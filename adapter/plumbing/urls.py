@@ -87,7 +87,7 @@ def _is_sound(host: str, port: str | None) -> bool:
         if host.startswith("[") or host.replace(".", "").isdigit():
             ipaddress.ip_address(host.strip("[]"))
         else:
-            host.encode("ascii").decode("idna")  # an xn-- name may be none
+            host.encode("ascii").decode("idna")  # a name that starts with xn-- may be invalid
     except ValueError:
         return False
     return not port or 0 < int(port) < 65_536

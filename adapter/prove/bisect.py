@@ -36,7 +36,7 @@ from .repetition import Done, PastRun, Repetition, Traces, open_run, read_traces
 log = logging.getLogger(__name__)
 
 MOST_DIGESTS = 64
-"""Number of steps after which one repetition takes digests; of more steps, the interval is narrowed first."""
+"""Maximum number of steps whose digests one repetition takes. A longer interval is narrowed first."""
 NAMES = ("RUN_A", "RUN_B")
 _KINDS = ("rows", "random numbers", *KINDS, "value")
 """Kinds of values in the order in which a step makes them, so that a cause precedes its effects."""
@@ -49,7 +49,7 @@ class Bisection:
     facts: Sequence[ChangedFact] = ()
     """What differs before a step is trained: configuration, data, code, versions, machine."""
     notes: list[str] = field(default_factory=list)
-    """What was compared, with which result, and what could not be compared; a phrase each."""
+    """Phrases about each comparison and its result, and about values that could not be compared."""
     after: int = 0
     """The last step after which the runs are known to be equal."""
     step: int | None = None

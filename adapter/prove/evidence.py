@@ -1,4 +1,4 @@
-"""The evidence that a rehearsal leaves, the witness of its steps and its final state; how two of them differ first."""
+"""The evidence that a rehearsal leaves (the witness of its steps, its final state), and its comparison."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ IN_USE, INVALID = "startup.artifacts_in_use", "startup.invalid_artifact_paths"
 WAY_OUT = "Choose another folder with `TRAINER_ARTIFACTS_DIR` or `--set artifacts_dir=...`."
 SHARING = "If everyone who can write to it is trusted, as in a team's folder, set `TRAINER_SHARED_ARTIFACTS=1`."
 PRIVATE_FOLDERS = ("checkpoints_dir", "samples_dir")
-"""Directories in which a file's name makes it ours, so nobody else may even add a file."""
+"""Directories in which every file with the right name counts as ours, so nobody else may even add a file."""
 TRIES = 5
 LARGEST_NOTE_BYTES = 4096
 

@@ -37,7 +37,7 @@ def explain_memory(
 ) -> GenlightError | None:
     """Return an error with the sizes of parameters, gradients, optimizer states and the rest; None for other errors.
 
-    The rest is the peak that the device has counted, less the other parts; on the CPU, which does not count, it is
+    The rest is the peak that the device has counted, minus the other parts. The CPU counts no peak, so there it is
     unknown. To count what each module keeps for its backward would cost every step, so the error names the command that
     trains the step once more and counts.
     """

@@ -65,7 +65,7 @@ class EndRecord(msgspec.Struct, frozen=True):
 
 
 class RankFiles:
-    """The files of one launch. Ranks that share no folder notice a failure only by the connection that it closes.
+    """The files of one launch. Without a common folder, ranks notice a failure only because a connection closes.
 
     Args:
         artifacts_dir: The run's folder.
@@ -129,7 +129,7 @@ class RankFiles:
             lock.release()
 
     def scan_locks(self) -> None:
-        """Note which locks are held. A lock that was never held proves nothing: some file systems show none."""
+        """Note which locks are held. A lock that never seemed held proves nothing: some file systems show no locks."""
         for path in set(self.folder.glob("rank-*.lock")) - self._present:
             if is_held(path):
                 self._present.add(path)

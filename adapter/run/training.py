@@ -103,7 +103,7 @@ def _read_ahead(record: CheckpointRecord) -> None:
 def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
     """Set the seed and import the job's trainer. Set the seed again before constructing the trainer."""
     if config.seed is not None:
-        importlib.import_module("lightning.pytorch")  # rich, which it imports, draws a random number then
+        importlib.import_module("lightning.pytorch")  # it imports rich, which draws a random number
         seed_everything(config.seed)
     with on_sys_path(here):
         return imported_trainer(config)

@@ -1,8 +1,8 @@
 """Reads from an event log what a listing shows, without decoding the whole log.
 
-That is its end, its newest start, the device time of its attempts, and a few values of a metric. A log is searched only
-once: a later search begins where the last one ended. Lines that cannot be read are skipped: the log may be torn,
-written by another release, or still being written.
+A listing shows how the run ended, its newest start, the device time of its attempts, and a few values of a metric. A
+log is searched only once: a later search begins where the last one ended. Lines that cannot be read are skipped: the
+log may be torn, written by another release, or still being written.
 """
 
 from __future__ import annotations

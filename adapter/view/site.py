@@ -179,7 +179,7 @@ class _Guard:
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
         request = Request(scope)
         answer = self._refusal(request)
-        if answer is None and not scope["path"]:  # relative addresses need the slash
+        if answer is None and not scope["path"]:  # relative addresses on the page need the slash at the end
             answer = RedirectResponse(f"{self._prefix}/", 307)
 
         async def send_with_headers(message: Message) -> None:

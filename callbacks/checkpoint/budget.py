@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 log = logging.getLogger(__name__)
 
 FIRST_INTERVAL_S = 10.0
-"""Seconds until the first save, which measures; less if the budget asks for less."""
+"""Seconds until the first save, from which the budget learns what a save costs; less if the budget is smaller."""
 _FADES = 0.9
 """Factor on a measured time at each later save, so that one slow save does not count forever."""
 _CHANGED = 1.25
@@ -62,8 +62,8 @@ class Budget:
     def interval_s(self) -> float:
         """Seconds between the starts of two saves.
 
-        The shortest interval whose stalls are paid for, but at most what a crash may cost, less the time until a save
-        is durable. Without a limit on the stalls, the latter.
+        It is the shortest interval with which saves stall training for at most `pay_at_most`; but at most
+        `lose_at_most` minus the time until a save is durable, and exactly that without `pay_at_most`.
         """
         if not self.durable_s:
             return min(FIRST_INTERVAL_S, self.lose_at_most_s / 2)
@@ -79,7 +79,7 @@ class Budget:
         """Note how long a save took until it was durable.
 
         Returns:
-            If the interval has changed since the last report: whether the budget is kept, and what it gives.
+            If the interval has changed since the last report: whether the budget is kept, and the figures in words.
         """
         self.durable_s = max(seconds, _FADES * self.durable_s)
         interval_s = self.interval_s
@@ -96,7 +96,7 @@ class Budget:
         return "warn" if faults else "ok", text
 
     def __str__(self) -> str:
-        """Return what this interval gives, and what half and twice of it would give."""
+        """Return in words what this interval costs, and what half and twice this interval would cost."""
         intervals = [self.interval_s * factor for factor in (1, 0.5, 2)]
         given = [
             f"{interval_s:.3g} s loses at most {interval_s + self.durable_s:.3g} s and stalls for "

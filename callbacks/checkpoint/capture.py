@@ -151,7 +151,7 @@ def capture(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Start no garbage collection: the objects of a walk over many tensors would cause one of all of the process."""
+    """Start no garbage collection in this block: a walk over many tensors makes enough objects to cause a full one."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -206,8 +206,8 @@ class Overlap:
     and the copy cannot be torn. Other memory costs more time than a copy. Therefore the next update of an optimizer, or
     the end of the step, waits for the thread. Later saves copy a tensor at once if something else wrote to it before.
 
-    A write past torch, to an address taken earlier, would not be noticed. Tensors with a NumPy array of their memory
-    are therefore not taken, nor those whose memory belongs to a file, to several processes or to another library.
+    A write without torch, to an address that was read earlier, would not be noticed. Therefore a tensor is copied at
+    once if a NumPy array shares its memory, or if that memory belongs to a file, several processes or another library.
 
     Giving a tensor other memory is not safe against other threads that use it or release its clone. So the clones are
     released in the training thread, and nothing is taken while other threads run code of the program.
@@ -341,7 +341,7 @@ class HostBuffer:
         self._made_for = "cpu"
         """The kind of device from which copies to this memory are fast."""
         self._entries: Sequence[Entry] = ()
-        """The tensors of the last snapshot; one of the same tensors has the same layout."""
+        """The tensors of the last snapshot; the next snapshot has the same layout if it has the same tensors."""
         self._devices: set[torch.device] = set()
         self._files: list[TensorFile] = []
         self._targets: list[torch.Tensor] = []

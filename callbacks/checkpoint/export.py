@@ -58,7 +58,7 @@ _WEIGHTS_FILE = "model.safetensors"
 _ADAPTERS = "peft"
 """Folder of a model's adapters, each in a folder of its name."""
 _ADAPTER_OVERRIDES = {"init_lora_weights": True, "megatron_config": None, "megatron_core": None}
-"""Settings of an adapter that would compute weights, which the checkpoint has, or import a module by its name."""
+"""Overridden settings of an adapter: they would compute weights that the checkpoint has, or import a module by name."""
 _LARGEST_BYTES = 512 << 20
 """Limit on the size of a configuration file; a tokenizer is the largest."""
 

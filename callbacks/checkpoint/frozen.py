@@ -55,7 +55,7 @@ def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
 
 
 def describe_omitted(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
-    """Return the entries of a record for tensors that it omits; none for those that this process holds only in part."""
+    """Return the entries of a record for tensors that it omits, except those of which this process has only a part."""
     return {
         key: LeftOut(key, *entry_of(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
         for key, tensor in tensors.items()

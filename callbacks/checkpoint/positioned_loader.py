@@ -89,7 +89,7 @@ def is_own_position(state: Any) -> bool:
 
 
 def without_order(workers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state for `WORKERS` without the order of rows, which is another one on another number of ranks."""
+    """Return a state for `WORKERS` without the order of rows, which depends on the number of ranks."""
     return {name: value for name, value in workers.items() if name not in _ORDER}
 
 
@@ -121,7 +121,7 @@ class PositionedLoader(DataLoader[Any]):
         self._batches = 0
         self._order = SamplerOrder(self.sampler if self.batch_sampler is None else self.batch_sampler)
         self._source: dict[str, Any] | None = None
-        """What else decided the order of this epoch."""
+        """Everything but random numbers that decided the order of this epoch."""
         self._progress: dict[str, Any] | None = None
         """What the order had handed out at the checkpoint; None if that is unknown."""
         self._resumes = False
@@ -303,7 +303,7 @@ class PositionedLoader(DataLoader[Any]):
         self._source, self._progress = saved.get("source"), saved.get("progress")
         if self._begun is not None:
             self._begun = saved.get("begun", self._begun)  # a sampler may draw other numbers on each rank
-            if saved["started"] is None:  # with this pass
+            if saved["started"] is None:  # the workers were started at the beginning of this pass
                 self._to_restore = saved = {**saved, "started": self._begun}
         elif self._source is not None:
             self._order.set_source_state(self._source)
@@ -527,7 +527,7 @@ def _random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _restore_random_states(states: dict[str, Any], generators: Sequence[Any] = ()) -> None:
-    """Restore a result of `_random_states`, or what is left of one."""
+    """Restore a result of `_random_states`; parts of it may be absent."""
     if "python" in states:
         set_state(random, states["python"])
         np.random.set_state(states["numpy"])

@@ -42,7 +42,7 @@ class SamplerOrder:
         """Indices that were handed out, and whose batch was not yet delivered."""
 
     def begin(self) -> dict[str, Any]:
-        """Begin a pass; return what decides its order, apart from the random numbers of the process."""
+        """Begin a pass; return everything that decides its order except the random numbers of the process."""
         self._begins = 0
         return self.source_state()
 
@@ -74,8 +74,8 @@ class SamplerOrder:
         self._waiting.popleft()
 
     def source_state(self) -> dict[str, Any]:
-        """Return what will decide the next order, apart from the random numbers of the process."""
-        # Not what never changes: settings, which may have other values on a resume, and the lengths of all rows.
+        """Return everything that will decide the next order except the random numbers of the process."""
+        # Values that never change are skipped: settings, which may differ at a resume, and the lengths of all rows.
         made: chain[dict[str, Any]] = chain(self._as_made, repeat({}))  # samplers made later have changed altogether
         changed = [
             {name: value for name, value in kept.items() if not _is_same(value, as_made.get(name, _OTHER))}

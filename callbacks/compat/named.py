@@ -88,7 +88,7 @@ class _Periodic(NeedsFit):
             self.act(trainer)
 
     def act(self, trainer: TrainerView) -> None:
-        """A step has ended at which this is due."""
+        """Do the work of this callback, at the end of a step at which it is due."""
         raise NotImplementedError
 
 
@@ -253,7 +253,7 @@ class HeartbeatCallback(_NamesRun, Heartbeat):
         interval_steps: Cadence in steps; 0 turns it off.
         scenario: Name of the scenario in the events.
         run_id: Id of a run that has none.
-        metrics_path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, else ``.worldflux/metrics.jsonl``.
+        metrics_path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, or ``.worldflux/metrics.jsonl``.
 
     Raises:
         ValueError: `interval_steps` is negative, or `scenario` is empty.

@@ -87,7 +87,7 @@ class TrainerView:
 
     @property
     def model(self) -> Any:
-        """The trainer's ``model``, else its only module, else the LightningModule."""
+        """The trainer's ``model``, otherwise its only module, otherwise the LightningModule."""
         return model_of(self.module)
 
     @property
@@ -215,7 +215,7 @@ class TrainerView:
             self._note_loss(loss)
 
     def _note_loss(self, loss: Any) -> None:
-        """Keep the smallest loss; a NaN is none."""
+        """Keep the smallest loss; nan does not count."""
         if isinstance(loss, torch.Tensor) or isinstance(self._best_loss, torch.Tensor):
             self._best_loss = torch.fmin(torch.as_tensor(self._best_loss), torch.as_tensor(loss))
         else:

@@ -1,6 +1,6 @@
 """The callbacks that notice training that goes wrong.
 
-`WatchNonfinite` looks for values that are not finite; `Diagnosis` says what is wrong, since when, and what to try.
+`WatchNonfinite` looks for values that are not finite; `Diagnosis` names faults with their first step and a remedy.
 """
 
 from __future__ import annotations

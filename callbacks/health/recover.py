@@ -412,7 +412,7 @@ def _restore_callbacks(
     for callback in callbacks_of(trainer):
         if callback is keeps:
             continue
-        if not isinstance(callback, Checkpoint):  # of which a roll-back puts the parts back by itself
+        if not isinstance(callback, Checkpoint):  # `_restore` puts back the parts of a `Checkpoint` itself
             callback.on_load_checkpoint(trainer, pl_module, checkpoint)
         if state := states.get(callback.state_key):
             callback.load_state_dict(copy.deepcopy(state))

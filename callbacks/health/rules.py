@@ -133,7 +133,7 @@ class History:
         """Add the faults of a check.
 
         Returns:
-            The faults that begin, and those that are over, as each was when it began.
+            The faults that begin, and the faults that are over, with the facts of their beginning.
         """
         now = {fault.kind: fault for fault in found}
         begins = [fault for kind, fault in now.items() if kind not in self.active]

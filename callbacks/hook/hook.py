@@ -232,7 +232,7 @@ class Hook(pl.Callback):
         """`Recover` has rolled the run back to ``trainer.global_step``; counters of steps continue from there."""
 
     def on_fault(self, trainer: pl.Trainer, pl_module: pl.LightningModule, fault: Fault) -> None:
-        """`Diagnosis` has found a fault, alike on all ranks; ``fault.is_over`` is true when it has ended."""
+        """`Diagnosis` has found a fault, the same on all ranks; ``fault.is_over`` is true when it has ended."""
 
     def on_hold_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str | None) -> None:
         """`what` holds training up from now on, as in ``on_time_spent``, or a pause; None: training continues."""

@@ -212,7 +212,7 @@ def hand_over_error(problem: str) -> InputError:
 
 
 def _end_with(leash: Connection, parent: int) -> None:
-    """End this worker at a message, or some time after the other end is closed, if only by the end of its process."""
+    """End this worker at a message, or some time after the training process has closed the pipe or ended."""
     patience_s = PATIENCE_S
     with contextlib.suppress(EOFError, OSError):
         leash.recv_bytes()

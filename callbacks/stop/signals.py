@@ -165,7 +165,7 @@ class StopSignals:
 
         Args:
             number: The signal.
-            is_late: Whether the time in which the first signal may be repeated is certainly over.
+            is_late: Whether this signal certainly came too late to be a repetition of the first one.
         """
         # Append first, in one operation: the next signal may interrupt a handler anywhere.
         self._received.append((number, time.monotonic()))

@@ -164,7 +164,7 @@ def _refuse_linked_folder(path: Path) -> None:
 
 
 class WitnessFile:
-    """The file of this rank, open for its attempt. A disk that takes no more of it is no reason to end a training.
+    """The file of this rank, open for its attempt. A full disk ends the recording, but not the training.
 
     Args:
         path: The file.
@@ -187,7 +187,7 @@ class WitnessFile:
         if self._descriptor is None:
             return
         try:
-            # A part of it, on a full disk, is a torn end.
+            # If the disk is full, a part of the entry may be written: readers ignore it as a torn end.
             os.write(self._descriptor, entry.pack())
         except OSError as error:
             self._give_up(error)
@@ -290,7 +290,7 @@ def compare(
     generators = [RANDOM_STATES[at] for at in states if at not in left_out]
     has_other_loss = with_values and earlier.losses != now.losses
     if has_other_loss and OF_MODEL in states and not generators:
-        # By itself no difference: a model may make and seed a generator at any time.
+        # This is not a difference yet: a model may make and seed a generator at any time.
         generators = [RANDOM_STATES[OF_MODEL]]
 
     def differing(kind: Kind, text: str) -> StepDifference:

@@ -1,6 +1,6 @@
 """The values of a state by path, their digests, and the values in which two checkpoints of a training differ.
 
-Of sharded tensors each rank compares its own slices, which it reads from the files of a checkpoint.
+Each rank compares its own slices of sharded tensors; it reads the saved ones from the files of a checkpoint.
 """
 
 from __future__ import annotations

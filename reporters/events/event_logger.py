@@ -139,7 +139,7 @@ class EventLogger(Logger):
             self._trainer = model.trainer
             self._recorder = RecordEvents(self._started_log())
             self._trainer.callbacks.append(self._recorder)  # type: ignore[attr-defined]
-        elif stage in ("validate", "test"):  # here and not at its first metric, which comes when it has ended
+        elif stage in ("validate", "test"):  # now, because its first metric comes only when it has ended
             self._started_log()
 
     @override

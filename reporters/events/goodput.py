@@ -166,7 +166,7 @@ class Ledger:
 
 
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
-    """Return the parts of one attempt, none of them negative.
+    """Return the seconds of each part of one attempt; a part is never negative.
 
     They sum to the time from the start of its process to its last event, unless the clock was set back meanwhile. The
     measured seconds do not depend on that clock, so they count in full.

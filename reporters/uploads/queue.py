@@ -194,7 +194,7 @@ class Queue:
         self.changed = threading.Condition()
         self._closed = False
         self._refusal: OSError | None = None
-        """The error because of which the disk lacks something that is in memory."""
+        """The error of a write that the disk refused, so that an entry is only in memory; None if all are on disk."""
         try:
             make_directory(self.directory / DELIVERED)
             self._lock = FileLock(self.directory / LOCK)

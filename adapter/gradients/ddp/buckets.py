@@ -108,7 +108,7 @@ class Bucket:
         self.send_unchanged()
 
     def send_unchanged(self) -> None:
-        """Send the flat tensor with its present contents; by itself only useful for `extra`."""
+        """Send the flat tensor with its present contents; call it directly only to send `extra`."""
         self._work = dist.all_reduce(self._whole, group=self._group, async_op=True)
 
     def wait(self) -> None:
@@ -137,8 +137,8 @@ def grouped(
 ) -> Iterator[list[Tensor]]:
     """Yield `tensors`, in order, in groups of one device and dtype, as DDP makes its buckets.
 
-    The tensor with which a group reaches its size still belongs to it: an additional message costs more than a larger
-    one.
+    The tensor that makes a group reach its size is its last one: an additional message costs more than a larger
+    message.
 
     Args:
         tensors: Tensors on any devices, of any dtypes.

@@ -90,7 +90,7 @@ def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data
 
 
 def hash_of(text: str) -> str:
-    """Return the source of a script or style for a content policy; the browser then runs and applies nothing else."""
+    """Return the digest of a script or style for a content policy, by which the browser refuses any other."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

@@ -55,7 +55,7 @@ class Entry:
     nbytes: int
     """Number of bytes in the file."""
     device: torch.device
-    """Where the values are before the save."""
+    """The device of the values before the save."""
     box: Box | None = None
     """Its position in a sharded tensor, if it is only this rank's slice of one."""
 
@@ -80,7 +80,7 @@ class _Group:
     paths: list[Path]
     keys: list[Any]
     json: msgspec.Raw
-    """A dictionary of them, encoded."""
+    """The encoded dictionary of these tensors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class TensorTable:
     """Collects the tensors to write while a tree is encoded.
 
     Args:
-        earlier: The layout of an earlier tree, which this one is expected to have too. `settle` tells whether it has.
+        earlier: The layout of an earlier tree, which this tree probably has too. `settle` returns whether it has.
             That takes a tenth of the time, and makes no objects that the garbage collector would have to visit.
     """
 
