@@ -27,7 +27,7 @@ class StopVote:
     """A stop that any rank may request; all ranks stop after the same step, at most `AGREE_EVERY` steps later.
 
     Args:
-        hook: The hook that counts.
+        hook: The hook that calls `is_due`; its ``next_due_step`` is set.
         step: The step that was completed last.
     """
 

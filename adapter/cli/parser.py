@@ -19,7 +19,7 @@ from .terminal import visible
 Number = TypeVar("Number", int, float)
 
 LONGEST_USAGE = 10
-"""Lines. The usage of `genlight fit` has forty lines and would hide the error."""
+"""Maximum lines of a usage that is printed above an error; the forty lines of `genlight fit` would hide the error."""
 
 _MEANT = {
     **dict.fromkeys(("train", "start", "resume", "launch", "execute"), "run"),

@@ -275,7 +275,7 @@ class _Transfer:
             raise InputError(f"{request.label} has {size:,} bytes or more, but {limit:,} were expected.")
 
     def _drop_part(self) -> None:
-        # The note goes first: without a part it would describe the file in place.
+        # Remove the note first: a note without a part is taken for the version of the complete file.
         self.note_path.unlink(missing_ok=True)
         self.part.unlink(missing_ok=True)
 

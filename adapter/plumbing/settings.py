@@ -48,7 +48,7 @@ class Rule:
     secret: bool = False
     """Whether no message may show the value."""
     code: str = "startup.invalid_job_spec"
-    """The startup code of a value that does not hold."""
+    """The startup code of the error about an invalid value."""
     way_out: str = ""
     relative: Literal["", "path", "reference"] = ""
     """Whether a relative path is made absolute: always (except URLs), or only if the text can be a path."""

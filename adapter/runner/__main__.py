@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
             context = context if options.job_dir is None else replace(context, output_dir=options.job_dir)
             begin = replace(begin, job_context=context)
             prepare_output(options.output_file, context.rank or 0, context.world_size or 1)
-        finally:  # so that the callbacks are called, and before anything of the job is imported
+        finally:  # callbacks hear of a failure too; they are loaded before the job imports anything
             callbacks = travelling(read_pickle(options.callbacks_file))
             emit(callbacks, "on_begin_run_job_ctx", begin)
         args = tuple(read_pickle(options.args_file)) if options.args_file else ()

@@ -36,7 +36,7 @@ Kernels choose by the address how they add up a norm or multiply: other alignmen
 """
 
 SMALL_NUMBERS = 8192
-"""Mean size of a bucket's gradients below which a call for each costs more than a second pass over the memory."""
+"""For gradients of fewer numbers on average, one call for each costs more than a second pass over the memory."""
 
 WIRE_TYPES = {"allreduce_hook": None, "fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 """Torch's communication hooks that only send gradients in another type, and that type."""

@@ -88,7 +88,7 @@ class Layout:
     """Everything about the tensors of a tree except their values."""
 
     facts: tuple[Any, ...]
-    """All that the rest depends on."""
+    """Everything that determines the other fields."""
     references: list[dict[str, Any]]
     """One for each tensor of the tree, in the order of the walk."""
     entries: list[Entry]
@@ -102,8 +102,8 @@ class TensorTable:
     """Collects the tensors to write while a tree is encoded.
 
     Args:
-        earlier: The layout of an earlier tree, which this tree probably has too. `settle` returns whether it has.
-            That takes a tenth of the time, and makes no objects that the garbage collector would have to visit.
+        earlier: The layout of an earlier tree, which this tree probably has too; `settle` returns whether it has. Then
+            a walk takes a tenth of the time, and makes no objects that the garbage collector would have to visit.
     """
 
     def __init__(self, earlier: Layout | None = None) -> None:
@@ -147,7 +147,7 @@ class TensorTable:
         return group.json
 
     def settle(self) -> bool:
-        """End the walk; return whether all references that it got hold. If not, a table without `earlier` is needed."""
+        """End the walk; return whether its references are right. If not, walk again with a table without `earlier`."""
         facts, earlier = _facts_of(self._tensors, self._paths), self.layout
         if earlier is None:
             groups = _groups_of(self._paths, self._returned)
@@ -209,7 +209,7 @@ class TensorTable:
 
 
 def _groups_of(paths: list[Path], references: list[dict[str, Any]]) -> dict[Path, _Group]:
-    """Return the tensors by parent, in the order of the walk; keys with a meaning of their own are not grouped."""
+    """Return the tensors by parent, in the order of the walk; a parent with keys that need an encoding is skipped."""
     groups = {}
     for path, members in itertools.groupby(range(len(paths)), lambda number: paths[number][:-1]):
         numbers = list(members)
@@ -221,7 +221,7 @@ def _groups_of(paths: list[Path], references: list[dict[str, Any]]) -> dict[Path
 
 
 def _facts_of(tensors: list[torch.Tensor], paths: list[Path]) -> tuple[Any, ...] | None:
-    """Return all facts about tensors on which their layout depends; None if some have a layout of another kind.
+    """Return everything that determines the layout of `tensors` in files; None if one is not a plain dense tensor.
 
     One pass for each fact is several times as fast as one pass for all.
     """
@@ -229,7 +229,7 @@ def _facts_of(tensors: list[torch.Tensor], paths: list[Path]) -> tuple[Any, ...]
     if not set(kinds) <= _KINDS or {tensor.layout for tensor in tensors} != {torch.strided}:
         return None
     if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
-        return None  # resolved, they have other memory
+        return None  # these are stored as resolved copies, which share no memory
     shapes = [tensor.shape for tensor in tensors]
     strides = [tensor.stride() for tensor in tensors]
     dtypes = [tensor.dtype for tensor in tensors]
