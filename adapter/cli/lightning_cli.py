@@ -113,7 +113,7 @@ class GenlightParser(LightningArgumentParser):
         suggestion = suggest_name(parser, message)
         if message.startswith("unrecognized arguments: ") and message.endswith((".json", ".yaml", ".yml")):
             suggestion = ". Name a configuration by --config"
-        elif message.startswith('Parser key "trainer":\nUnable to load config'):  # a job has the name of a class there
+        elif message.startswith('Parser key "trainer":\nUnable to load config'):  # in a job, `trainer` names a class
             suggestion = "\nIf the configuration is a job, start it with `genlight run`"
         refuse(parser, message, suggestion)
 
@@ -140,7 +140,7 @@ class SaveAttemptConfig(SaveConfigCallback):
 
 
 class EndedError(SystemExit):
-    """A subcommand has ended otherwise than planned, and was reported; its code is genlight's exit code."""
+    """A subcommand failed or was stopped, which is already reported; the code is genlight's exit code."""
 
 
 class GenlightCLI(LightningCLI):
@@ -219,7 +219,7 @@ class GenlightCLI(LightningCLI):
             raise EndedError(code)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Spawned processes get a copy of the parser, and with it of this object; the session stays here.
+        # The parser refers to this object, and spawned processes get a copy of the parser. The session stays here.
         return {name: value for name, value in vars(self).items() if name != "_session"}
 
     @override

@@ -80,7 +80,7 @@ class HostedTrainer:
         self.restored_step = 0
         """The completed steps of the checkpoint that was loaded last."""
         self.rank_channel = ALONE
-        """How the ranks of this training compare what they save."""
+        """The channel through which the ranks of this training compare the states that they save."""
         has_rollout = optional_hook(self.plugin, "rollout") is not None
         self.rollouts = RolloutBatches(self.plugin, module) if has_rollout else None
         self.to_restore: ToRestore | None = None

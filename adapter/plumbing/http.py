@@ -1,8 +1,8 @@
 """One HTTP client for uploads and downloads. It decides who receives the token, also after redirects.
 
-The bearer token is a capability of its own origin (scheme, host, port). It is attached to a request only when the
-request's origin is trusted, and it is dropped when a redirect leaves that origin, even if the new
-origin is trusted too: a redirect is the server's decision, not the operator's.
+The bearer token belongs to an origin (scheme, host, port). It is added to a request only if the origin of the request
+is trusted. It is dropped when a redirect leaves that origin, even if the new origin is trusted too, because the server
+and not the operator decides about a redirect.
 
 Usage::
 
@@ -119,15 +119,15 @@ def build_client(
 ) -> httpx2.Client:
     """Make a client that follows redirects and sends `token` only to `origins`.
 
-    Each request uses a new connection. On a reused one, the second answer of a server (or a proxy) that answers twice
-    would count as the answer to the next request, and an upload that never arrived as delivered.
+    Each request uses a new connection. If a server or a proxy answers a request twice, a reused connection would take
+    the second answer for the answer to the next request. An upload that never arrived would then count as delivered.
 
     Args:
         token: The bearer token; None or empty sends none.
         origins: The result of `trusted_origins` (`urls.py`).
         timeout_s: Seconds without a byte in either direction after which a transfer counts as stalled.
         max_connections: Maximum number of open connections.
-        verify: The authorities that count; True means those of the system.
+        verify: The certificate authorities to accept; True means those of the system.
 
     Raises:
         StartupContractError: A proxy or certificate from the environment cannot be used.

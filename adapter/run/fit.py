@@ -199,7 +199,7 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool, versio
     If the training resumes, each logger continues its earlier run, and logs each step once.
 
     Args:
-        trainer: The trainer; loggers of other classes are not touched.
+        trainer: The trainer. Loggers of classes that genlight does not know are not touched.
         directory: The folder of `RUNS_FILE`, which records the run of each logger.
         resumes: Whether loggers continue their earlier runs instead of starting new ones.
         versions: Whether loggers that write files also continue, in the folder of their earlier ``version``. Parts of

@@ -38,7 +38,7 @@ LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
 LAUNCH = (LAUNCH_ID, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 """Variables that distinguish one launch from the next; none is set if rank zero starts the others."""
 RESTART = "TORCHELASTIC_RESTART_COUNT"
-"""Distinguishes restarts by one agent of torchrun; an agent that came later has counted fewer restarts."""
+"""Number of restarts by this agent of torchrun; agents that joined later have a smaller number."""
 LAUNCHED_WITHIN_S = 10.0
 """How much sooner than rank zero another rank of the same launch may have started, and failed."""
 LONGEST_BYTES = 1 << 20

@@ -58,7 +58,7 @@ class StopSignals:
         self.before_exit: Callable[[], None] = _do_nothing
         """Called in the same way before a second signal ends the process: ends processes that would be orphaned."""
         self.what_next = ""
-        """Consequence of a first signal at this time, printed to standard error if one comes; empty prints nothing."""
+        """The effect of a first signal at this moment; printed to standard error if one comes, unless empty."""
         self.exit_code: int | None = None
         """The reported exit code once the run has ended; later signals do not change it."""
         self._unsaid = threading.Lock()
@@ -89,7 +89,7 @@ class StopSignals:
 
     @property
     def killed_at(self) -> float | None:
-        """Time at which the launcher kills this process, on the same clock; None before a signal, or if it does not."""
+        """Time at which the launcher kills this process, on the same clock; None before a signal, or if unknown."""
         grace_s = launcher_grace_s()
         return None if self.received_at is None or grace_s is None else self.received_at + grace_s
 

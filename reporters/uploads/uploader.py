@@ -267,7 +267,7 @@ class Uploader:
             "final_checkpoint_sha256": sha256,
             "error": error,
         }
-        digest = sha256 or "" if status == "completed" else uuid.uuid4().hex  # each attempt may fail once
+        digest = sha256 or "" if status == "completed" else uuid.uuid4().hex  # the failure of each attempt is sent
         key = idempotency_key(self.config.run_id, "terminal", step, status, digest)
         if any(entry.key == key for entry in self._delivered("terminal")):
             return None
@@ -361,7 +361,7 @@ class Uploader:
                     self._deliver(entry, lane, RETRIES)
 
     def _next(self, kind: Kind, lane: Lane) -> Entry | None:
-        """Return the oldest entry with parts left for `lane`, or with no parts left for any lane."""
+        """Return the oldest entry with parts left for `lane`, or with no parts left, which `_deliver` finishes."""
         waiting = (entry for entry in self.queue.entries(kind) if not entry.refused)
         return next((each for each in waiting if self._left(each, lane) or not self._left(each, each.to)), None)
 

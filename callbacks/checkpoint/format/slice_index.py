@@ -78,7 +78,7 @@ class SlicedTensor(msgspec.Struct, frozen=True):
     """A sharded tensor."""
 
     file: str
-    """Name of its file in each rank's folder, and of the file in its reference."""
+    """Name of its file in the folder of each rank; a reference to the tensor has the same name."""
     key: str
     dtype: str
     """Torch's name for it."""
@@ -107,7 +107,7 @@ def parse_slices(data: bytes, sizes: Mapping[str, int]) -> list[SlicedTensor]:
     """Return the sharded tensors of an index.
 
     Args:
-        data: The index, a list of them as `msgspec.json` encodes it.
+        data: The index: a list of `SlicedTensor` as JSON.
         sizes: Sizes of the checkpoint's files, by name.
 
     Raises:
