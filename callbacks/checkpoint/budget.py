@@ -1,4 +1,4 @@
-"""The interval between checkpoints that keeps a budget: how much a crash may cost, and how much saving may cost.
+"""When a save is due by the clock: after a period, or so that a budget is kept for the costs of crashes and saves.
 
 A save stalls training while the tensors are copied, and is durable some time later. A crash just before that costs the
 interval and this time. Both are measured for every save, and the slowest recent ones count.
@@ -9,9 +9,17 @@ from __future__ import annotations
 import logging
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ..hook.cadence import Pace, suppressed
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ..hook.hook import Hook
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +27,8 @@ FIRST_INTERVAL_S = 10.0
 """Seconds until the first save, from which the budget learns what a save costs; less if the budget is smaller."""
 _FADES = 0.9
 """Factor on a measured time at each later save, so that one slow save does not count forever."""
+_LOOK_EVERY_S = 1.0
+"""Seconds between readings of the clock, at the pace of the last steps."""
 _CHANGED = 1.25
 """Factor by which the interval must change to be reported again."""
 
@@ -112,3 +122,38 @@ class Budget:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the measured times of an earlier attempt."""
         self.stall_s, self.durable_s = float(state["stall_s"]), float(state["durable_s"])
+
+
+class SaveClock:
+    """Decides whether a save is due by the clock. Rank zero decides for all; all ranks check in the same steps.
+
+    Args:
+        every_minutes: Minutes between saves, counted from now.
+        step: Training begins after this step.
+        budget: Decides the time between saves instead.
+    """
+
+    def __init__(self, every_minutes: float, step: int, budget: Budget | None = None) -> None:
+        self._every_s = 60 * every_minutes
+        self._budget = budget
+        self._pace = Pace(_LOOK_EVERY_S)
+        self.rewind(step)
+        self.note_save()
+
+    def rewind(self, step: int) -> None:
+        """Continue from `step`, to which the run was put back."""
+        self._next_look = step + 1
+
+    def note_save(self) -> None:
+        """Restart the interval: a save begins, for any reason."""
+        self._saved_s = time.monotonic()
+
+    def is_due(self, hook: Hook, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Whether `hook` must save after this step, the same on all ranks; it is called again at the next check."""
+        step, is_due = trainer.global_step, False
+        if step >= self._next_look and not suppressed(pl_module):
+            every_s = self._every_s if self._budget is None else self._budget.interval_s
+            answer = time.monotonic() - self._saved_s >= every_s, self._pace.next_look(step)
+            is_due, self._next_look = trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
+        hook.next_due_step = min(hook.next_due_step, self._next_look)
+        return is_due

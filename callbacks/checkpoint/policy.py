@@ -32,7 +32,7 @@ from ...adapter.contract.exceptions import (
 from ...adapter.contract.types import RunState
 from ...adapter.plumbing.text import require
 from ...reporters.events.run_metadata import metadata_of_module
-from ..hook.cadence import Boundaries, Pace, crossed, step_cadence, suppressed
+from ..hook.cadence import Boundaries, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed
 from ..hook.hook import Hook, RunContext, ending_the_run, judge, skippable
 from ..lightning_internals import checkpoint_connector
@@ -40,7 +40,7 @@ from ..rank_channel import ALONE, Channel, RankGroups
 from ..witness.entry import Proof
 from ..witness.state import compare_with_checkpoint
 from ..witness.witness import Witness
-from .budget import Budget, seconds_of
+from .budget import Budget, SaveClock, seconds_of
 from .capture import CONTRACT_KEY
 from .export import keep_configurations
 from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path, read_record, step_name
@@ -59,8 +59,6 @@ log = logging.getLogger(__name__)
 
 _ADAM_STATES = 2
 """Copies of the parameters in the usual optimizer's state; for an estimate before that state exists."""
-_LOOK_EVERY_S = 1.0
-"""Seconds between readings of the clock, at the pace of the last steps."""
 
 _trained_here: set[Path] = set()
 """Directories of checkpoints that trainings in this process write to."""
@@ -811,41 +809,6 @@ class Scores(dict[int, float]):
         """Forget the scores of steps after `step`, to which the run was put back."""
         for later in [scored for scored in self if scored > step]:
             del self[later]
-
-
-class SaveClock:
-    """Decides whether a save is due by the clock. Rank zero decides for all; all ranks check in the same steps.
-
-    Args:
-        every_minutes: Minutes between saves, counted from now.
-        step: Training begins after this step.
-        budget: Decides the time between saves instead.
-    """
-
-    def __init__(self, every_minutes: float, step: int, budget: Budget | None = None) -> None:
-        self._every_s = 60 * every_minutes
-        self._budget = budget
-        self._pace = Pace(_LOOK_EVERY_S)
-        self.rewind(step)
-        self.note_save()
-
-    def rewind(self, step: int) -> None:
-        """Continue from `step`, to which the run was put back."""
-        self._next_look = step + 1
-
-    def note_save(self) -> None:
-        """Restart the interval: a save begins, for any reason."""
-        self._saved_s = time.monotonic()
-
-    def is_due(self, hook: Hook, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        """Whether `hook` must save after this step, the same on all ranks; it is called again at the next check."""
-        step, is_due = trainer.global_step, False
-        if step >= self._next_look and not suppressed(pl_module):
-            every_s = self._every_s if self._budget is None else self._budget.interval_s
-            answer = time.monotonic() - self._saved_s >= every_s, self._pace.next_look(step)
-            is_due, self._next_look = trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
-        hook.next_due_step = min(hook.next_due_step, self._next_look)
-        return is_due
 
 
 def _estimated_bytes(pl_module: pl.LightningModule) -> int:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from genlight.callbacks import Checkpoint
-from genlight.callbacks.checkpoint import policy
+from genlight.callbacks.checkpoint import budget, policy
 from genlight.callbacks.hook import cadence
 from support.rank import Rank
 
@@ -44,7 +44,7 @@ class Noting(Checkpoint):
 
 def train(checkpoint: Noting) -> list[int]:
     clock = SimpleNamespace(now=1000.0)
-    policy.time = cadence.time = SimpleNamespace(monotonic=lambda: clock.now)
+    budget.time = cadence.time = policy.time = SimpleNamespace(monotonic=lambda: clock.now)
     trainer = RANK.trainer(checkpoint, max_steps=30)
     trainer.fit(Net(clock), torch.utils.data.DataLoader(list(range(30))))
     return checkpoint.steps

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from genlight.callbacks import Checkpoint, Hook
-from genlight.callbacks.checkpoint import list_checkpoints, policy
+from genlight.callbacks.checkpoint import budget, list_checkpoints, policy
 from genlight.callbacks.hook import cadence
 from support.rank_processes import run_ranks
 
@@ -23,7 +23,7 @@ def saved(directory) -> list[int]:
 def clock(monkeypatch):
     """The clock of the triggers; a test sets it."""
     clock = SimpleNamespace(now=1000.0)
-    for module in (policy, cadence):
+    for module in (budget, cadence, policy):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
