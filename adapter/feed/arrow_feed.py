@@ -84,7 +84,7 @@ class ArrowFeed(FeedOptions):
         self.wait_seconds = 0.0
         """Seconds that the consumer has waited for batches so far."""
 
-    # --- what the data is
+    # --- the data
 
     def check(self) -> None:
         """Read the metadata, once.
@@ -223,7 +223,7 @@ class ArrowFeed(FeedOptions):
             return iter(())
         source, opened = self._source, self._opened
         spec = Spec(source, self._layout, self.rank, self._collate)
-        own = getattr(source, "batches", None)  # if the rows are not Arrow data
+        own = getattr(source, "batches", None)  # only sources of rows that are not Arrow data have it
         if own is not None:
             return self._timed(own(spec, position, self.workers, opened=opened))
         if self.workers:

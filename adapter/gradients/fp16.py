@@ -137,8 +137,8 @@ class TrueUnitScaler(GradScaler):
     """A gradient scaler for gradients that are unscaled before they are accumulated.
 
     Nothing calls its `unscale_`. `may_update` uses the infinities that `check` found after the last backward call,
-    before the trainer could clip them, and infinities in the gradients of the update itself: the trainer may have added
-    gradients of earlier backward calls to them.
+    before the trainer could clip them. It also looks for infinities in the gradients of the update, to which the
+    trainer may have added gradients of earlier backward calls.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
@@ -224,7 +224,7 @@ def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         values = _real_values(grad)
-        if 0 in values.stride():  # the gradient of a sum from torch.autograd.grad; the kernel writes to it
+        if 0 in values.stride():  # the kernel writes to it; torch.autograd.grad returns such a gradient for a sum
             values = values.clone()
         by_kind.setdefault((values.device, values.dtype), []).append(values)
     total: Tensor | None = None
@@ -267,7 +267,7 @@ def _register_first(parameter: Tensor, hook: Callable[[Tensor | None], Tensor | 
     handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks
     assert hooks is not None
-    # The engine walks the underlying dict, and an OrderedDict's move_to_end does not change its order.
+    # The engine walks the dict below an OrderedDict, whose order `move_to_end` does not change.
     others = {key: other for key, other in hooks.items() if key != handle.id}
     hooks.clear()
     hooks[handle.id] = hook

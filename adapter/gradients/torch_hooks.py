@@ -54,7 +54,7 @@ _WITHOUT_GRAPHS = tuple(
         *(f"ddp.{name}" for name in ("averaging", "buckets", "buffers")),
     )
 )
-"""Modules that run in a trainer's backward calls and updates, but not in its forward: that has to be traced."""
+"""Modules that torch.compile does not trace. They run in backward calls and updates, and never in a forward."""
 
 run_backward = engine_run_backward
 """Torch's entry. Arguments: outputs, their gradients, then the other arguments of the engine."""
@@ -226,7 +226,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # n
 
 
 class GradientGuard:
-    """Calls a function before a gradient of a parameter is read, and before one is written.
+    """Calls a function before the gradient of a parameter is read, and another one before it is written.
 
     While a parameter is guarded, its class is a subclass of its original class; it stays the same object. A parameter
     of a custom class cannot be guarded.

@@ -60,7 +60,7 @@ class RolloutBatches:
     Attributes:
         state: The result of ``configure``.
         ctx: The context that ``rollout`` gets.
-        channel: How the ranks of the training agree.
+        channel: The channel by which the ranks of the training agree.
     """
 
     begins_anew = True
@@ -75,7 +75,7 @@ class RolloutBatches:
         """Why the phase of the checkpoint cannot be continued."""
         self._has_warned_of_unequal_passes = self._has_warned_of_environments = False
         self._counted = 0
-        """Environment steps of all ranks that the run state had when they were last summed."""
+        """The run state's environment steps, of all ranks, when they were last added up."""
         self.metrics: dict[str, float] = {}
         """Seconds of the last rollout and of the last update, and environment steps if the trainer counts them."""
 

@@ -95,7 +95,7 @@ class Listed:
 
     @property
     def error(self) -> OSError | None:
-        """The error that left open whether the record is broken: this user may not read it, for example."""
+        """The error that hides whether the record is broken; for example, this user may not read it."""
         return self._content[2]
 
     @property
@@ -107,7 +107,7 @@ class Listed:
     def age(self) -> tuple[int, int, int]:
         """Key that sorts checkpoints by step, the final one last, then by time of commit.
 
-        A name of the `Checkpoint` callback says the step. An unreadable ``final`` counts as newest.
+        If the `Checkpoint` callback gave the name, the step comes from there. An unreadable ``final`` counts as newest.
         """
         name = name_of(self.path)
         step = step_of_name(name) if is_record_of_callback(self.path) else None
@@ -218,7 +218,8 @@ def checkpoint_files(directory: str | os.PathLike[str]) -> list[Path]:
 def count_folder_names(listed: Sequence[Listed]) -> Counter[str]:
     """Count how many records of a directory name each folder in it.
 
-    A link names nothing beyond its target's folder. For a broken record, every folder of its name may be the data.
+    A link to a record names the same folder as the record, so it is not counted. For a broken record, every folder of
+    its name may be its data.
     """
     own = [entry for entry in listed if not entry.path.is_symlink()]
     found = Counter(entry.record.folder or "" for entry in own if entry.record is not None)

@@ -113,7 +113,7 @@ def _trained_tensors(module: pl.LightningModule) -> Iterator[tuple[str, torch.Te
 def _gather_gradients(
     gradients: dict[str, torch.Tensor | None], channel: Channel
 ) -> list[dict[str, torch.Tensor] | dict[str, torch.Tensor | None]]:
-    """Return the gradients of every rank on rank zero; for other ranks only those that differ from its own. Collective.
+    """Return the gradients of all ranks, on rank zero; of other ranks only those that differ from its own. Collective.
 
     After an update the gradients of replicas are equal, and bringing all of them to rank zero would multiply the memory
     by the number of ranks. None stands for a gradient that a rank does not have.
@@ -244,7 +244,8 @@ class ResumeState:
         self.is_within_epoch = False
         """Whether the run resumes between two batches of an epoch.
 
-        After the last batch, Lightning's loop continues with a new epoch, whose iterator draws as it would have.
+        After the last batch, Lightning's loop begins a new epoch, whose iterator draws the same numbers as without a
+        resume.
         """
         self.run = ""
         """Identity of the training that the checkpoint belongs to; empty if it keeps no witness."""
@@ -308,7 +309,7 @@ class Differing:
     """A value on a rank that differs from rank zero's."""
 
     path: Path
-    """The member, and the key or index of the entry; only the member if ranks have other entries in it."""
+    """The member, and the key or index of the entry; only the member if the ranks have different entries in it."""
     value: Any
 
     def __str__(self) -> str:

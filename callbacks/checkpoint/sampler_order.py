@@ -22,7 +22,7 @@ from .codec.tensors import is_storable
 
 _ATOMS = (type(None), bool, int, float, str)
 _OTHER = object()
-"""In place of a value that is not kept."""
+"""Stands for a value that is not kept."""
 
 
 class SamplerOrder:
@@ -76,7 +76,7 @@ class SamplerOrder:
     def source_state(self) -> dict[str, Any]:
         """Return everything that will decide the next order except the random numbers of the process."""
         # Values that never change are skipped: settings, which may differ at a resume, and the lengths of all rows.
-        made: chain[dict[str, Any]] = chain(self._as_made, repeat({}))  # samplers made later have changed altogether
+        made: chain[dict[str, Any]] = chain(self._as_made, repeat({}))  # a sampler that was made later is new
         changed = [
             {name: value for name, value in kept.items() if not _is_same(value, as_made.get(name, _OTHER))}
             for kept, as_made in zip(self._attributes(), made, strict=False)
@@ -136,13 +136,13 @@ class SamplerOrder:
             self._note(each)
         if progress is not None and self._checksum != progress["checksum"]:
             return None
-        first = [] if delivered or waiting else list(islice(order, 1))  # the order is drawn with its first item
+        first = [] if delivered or waiting else list(islice(order, 1))  # a sampler draws its order for the first item
         return self._continued(waiting, first, order)
 
     def _continued(self, waiting: list[Any], first: list[Any], order: Iterator[Any]) -> Iterator[Any]:
         yield from waiting
         yield from self._recorded(iter(first))
-        # Ask for no item earlier than an uninterrupted run: after its last one, a sampler of torch draws once more.
+        # Do not ask for an item earlier than an uninterrupted run: torch's sampler draws once more after the last item.
         yield from self._recorded(order)
 
 

@@ -31,8 +31,8 @@ step reports counts."""
 MOST_COMPARED = 64
 """Maximum number of weights of an optimizer that are compared before and after an update, evenly spread."""
 SAMPLES_OF_TENSOR = 256
-"""Approximate number of elements compared of each: a copy of all would double their memory. With 16,000 elements in
-total the norm is accurate to one percent, more than any rule needs."""
+"""Approximate number of elements compared of each weight: a copy of all would double the memory. With 16,000 elements
+in total the norm is accurate to one percent, more than any rule needs."""
 LOSSES = ("loss", "train/loss", "train_loss")
 """Names of the loss among the results of a step; the first one present counts."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -54,7 +54,7 @@ def _within_step(method: _Method) -> _Method:
 
 
 class Probe:
-    """Reads the steps before a check: the losses of all steps, the times of a few, everything else of the last one.
+    """Reads the steps before a check: the losses of all steps, the times of a few, the rest only in the last step.
 
     - The update is read in hooks that torch's own optimizers call in their ``step``, so gradients are read as they are
       used: averaged over ranks, unscaled, clipped. An update that a gradient scaler skips is not seen.
@@ -100,8 +100,8 @@ class Probe:
     def watch_next(self, *, is_checked: bool) -> None:
         """Time the next step; if it `is_checked`, watch its update and its modules too."""
         if not self._timer and self._first is not None and self._first.is_leaf and not isinstance(self._first, DTensor):
-            # A hook of the node: one of the parameter could be the class's own, and would be refused under DDP. A
-            # parameter holds its node weakly.
+            # A hook of the node, not of the parameter: under DDP, a hook of a parameter counts as the class's own and
+            # is refused. A parameter holds its node weakly.
             self._node = get_gradient_edge(self._first).node
             self._timer = [self._node.register_hook(self._note_last_gradient)]
         self._began = self._now()
@@ -227,7 +227,7 @@ class Probe:
             self._began = None
 
     def _now(self) -> _Moment:
-        if self._device.type in ("cpu", "mps"):  # MPS has events, but none that belong to a stream
+        if self._device.type in ("cpu", "mps"):  # the events of MPS belong to no stream
             return time.perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))

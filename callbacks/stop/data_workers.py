@@ -92,7 +92,7 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     and if a signal ends the server, they end after their next batch.
     """
     init = loader.worker_init_fn
-    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # the latter by a subclass that calls its base
+    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # or a subclass prepared it
         return start(loader)
     ours, theirs = multiprocessing.Pipe(duplex=False)[::-1]
     util.register_after_fork(ours, Connection.close)
@@ -153,7 +153,7 @@ def _signals_held_back(loader: DataLoader[Any]) -> Iterator[None]:
     if method == "forkserver":  # every process that it makes later would inherit the mask
         yield
         return
-    if method == "spawn":  # starts a helper first, after which Python 3.11 lets signals through
+    if method == "spawn":  # Python 3.11 starts a helper first, and unblocks signals then
         resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
     try:

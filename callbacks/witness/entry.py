@@ -90,7 +90,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def unpack(data: bytes) -> Entry | None:
-    """Return the entry of `pack`, or None if the bytes are not one."""
+    """Return the entry in bytes that `pack` made, or None if the bytes are no entry."""
     body = data[: _BODY.size]
     if len(data) != _SIZE or xxhash.xxh3_64_digest(body) != data[_BODY.size :]:
         return None
@@ -111,7 +111,7 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass
 class Recorded:
-    """The content of a file."""
+    """The content of a witness file."""
 
     header: Header
     entries: dict[Key, Entry] = field(default_factory=dict)

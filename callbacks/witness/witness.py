@@ -1,8 +1,8 @@
 """Keep the witness of this rank while a run trains, and compare the steps that a resumed run repeats.
 
 A run that was killed repeats the steps after its newest checkpoint. It has written an entry for some of them: for the
-first steps after each checkpoint, then at the cadence of metrics, and the more rarely the farther the checkpoint is
-behind. Only the number of the step decides, so that all ranks and all attempts have entries for the same steps. A
+first steps after each checkpoint, then at the cadence of metrics, and more rarely the longer ago the checkpoint
+was. Only the number of the step decides, so that all ranks and all attempts have entries for the same steps. A
 repeated step must have the same entry.
 """
 
@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 FIRST_STEPS = 10
 """Steps after the start and after each checkpoint that have an entry, whatever the cadence."""
 LEAST_CADENCE = 10
-"""If metrics have a shorter cadence, entries have its first multiple from here on, because they cost more."""
+"""If metrics have a shorter cadence, entries have the first multiple of it that is at least this: they cost more."""
 _KEPT_CHECKPOINTS = 2
-"""Checkpoints after whose older one entries are kept: a resume may fall back to it."""
+"""Entries after the oldest of this many newest checkpoints are kept: a resume may fall back to it."""
 _DENSE_ENTRIES = 32
-"""Entries at one cadence after a checkpoint. Then it doubles, and again whenever the distance to the checkpoint has.
+"""Entries at one cadence after a checkpoint. Then the cadence doubles, and again when the checkpoint is twice as far.
 
 So steps of any length take at most 1% longer, the file stays small, and the distance between two entries is at most a
 sixteenth of that to the checkpoint."""
@@ -62,7 +62,7 @@ class Witness:
         trainer: The trainer, about to train its first step.
         directory: The folder of checkpoints.
         run: Identity of the training, from its checkpoint; empty for a new training.
-        channel: How the ranks agree on a difference.
+        channel: The channel by which the ranks agree on a difference.
     """
 
     def __init__(self, trainer: pl.Trainer, directory: Path, run: str, channel: Channel) -> None:

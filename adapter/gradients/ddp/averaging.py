@@ -72,7 +72,7 @@ from .buckets import BUCKET_BYTES, AveragedParameters, Bucket, Plan
 log = logging.getLogger(__name__)
 
 _Place = tuple[int, int]
-"""A point in a step that uses gradients: the updates of the step before it, and the uses since the last update."""
+"""A use of gradients in a step: the number of updates before it in the step, and of uses since the last update."""
 
 _NOTHING_TO_AVERAGE = (
     "The %d ranks train separately: `train_step` changes nothing that genlight could average (no optimizer, and no "
@@ -156,7 +156,7 @@ class Averaging(StepPart):
         self._expected: dict[_Place, int] = {}
         """Number of backward calls before each use in a step."""
         self._not_early: set[_Place] = set()
-        """Uses before which gradients changed after their bucket was sent."""
+        """Uses for which no bucket is sent early, because gradients changed once after their bucket was sent."""
         self._written: set[int] = set()
         """Ids of the parameters whose gradient the trainer has written since the last exchange."""
         self._updated = set(self.shared)
@@ -272,7 +272,7 @@ class Averaging(StepPart):
         self._guard.unguard()
         if not self._was_averaged:
             self._send_header_only(Trigger.NOTHING)
-        elif self._is_last_step():  # no later exchange would find a rank that still makes one
+        elif self._is_last_step():  # otherwise a rank that still makes an exchange would not be noticed
             self._send_header_only(Trigger.LAST)
 
     @override

@@ -48,7 +48,7 @@ from . import tensors
 from .shard import sharding_of
 
 WATCHED_CALLS = 3
-"""First calls of a unit after which its gathered weights are compared with its shards, to find writes to them."""
+"""After so many first calls of a unit, its gathered weights are compared with its shards, to find lost writes."""
 
 
 def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
@@ -127,8 +127,8 @@ class _Unit:
                 self._undo.append(note.remove)
 
     def _take_direct(self, index: int, gradient: DTensor | None) -> DTensor | None:
-        """Return a gradient from outside of calls, as of a penalty, with the placement of the gradients of FSDP 2."""
-        if gradient is None:  # from an autograd function of the trainer
+        """Return a gradient that no call of a unit made, as of a penalty, with the placement of FSDP 2's gradients."""
+        if gradient is None:  # an autograd function of the trainer may return None
             return None
         self.used.add(index)
         wait_for_reduction(self.module)
@@ -435,7 +435,7 @@ class ShardedStep(StepPart):
     def _shard_behind(self, tensor: Tensor) -> tuple[DTensor, Tensor] | None:
         """Return the shard and its gathered tensor, if autograd takes `tensor` for a shard."""
         if id(tensor) not in self._by_shard and tensor.is_leaf and tensor.requires_grad:
-            # A function in a checkpoint gets new tensors back for the ones it saved, with the same node in autograd.
+            # Within a checkpoint, autograd returns saved tensors as new objects with the same node.
             tensor = getattr(get_gradient_edge(tensor).node, "variable", tensor)
         return self._by_shard.get(id(tensor))
 

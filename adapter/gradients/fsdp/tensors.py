@@ -68,7 +68,7 @@ _take_data: Callable[[DTensor], None] | None = None
 _is_saving = False
 _original = DTensor.__dict__["__torch_function__"]
 _stand_ins: dict[int, tuple[DTensor, weakref.ref[Tensor]]] = {}
-"""Shards whose ``.data`` is a slice of a full tensor, and that tensor, by id; a write to one misses the other."""
+"""Shards whose ``.data`` was set to a full tensor, with that tensor, by id; a write to one does not reach the other."""
 
 
 def hold(take_data: Callable[[DTensor], None] | None = None) -> None:
@@ -151,7 +151,7 @@ def is_in_step() -> bool:
 
 
 def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG001  # torch's
-    if WholeTensor in types:  # it calls this function again with the tensor that it represents
+    if WholeTensor in types:  # its own handler calls this function again with the complete tensor
         return NotImplemented
     kwargs = kwargs or {}
     name, first = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor", kwargs.get("input"))
