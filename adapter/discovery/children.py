@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import sys
 import types
@@ -55,7 +56,8 @@ def below(path: str, value: Any) -> Iterable[Reference]:
     if isinstance(value, Tensor | Optimizer | GradScaler):
         return ()
     if isinstance(value, nn.Module):
-        return _attributes_of_module(path, uncompiled(value))
+        attributes = attributes_of_module(path, uncompiled(value))
+        return (reference for reference in attributes if not isinstance(reference.value, Tensor))
     if isinstance(value, LRScheduler):
         return (Reference(f"{path}.optimizer", value.optimizer),)
     return _children(path, value)
@@ -89,7 +91,7 @@ def _children(path: str, value: Any) -> Iterable[Reference]:
         return _closed_over(path, value)
     if isinstance(value, types.MethodType):
         return (Reference(f"{path}.__self__", value.__self__),)
-    if _is_opaque(type(value)):
+    if is_opaque(type(value)):
         return ()
     attributes = _attributes(path, value)
     if isinstance(value, StepContext):  # a trainer may keep it, but its dataset is not part of the trainer
@@ -114,7 +116,20 @@ def _rekey(mapping: MutableMapping[Any, Any], old: Any, new: Any) -> None:
     mapping.update(items)
 
 
-def _is_opaque(cls: type) -> bool:
+def keeps_state(value: Any) -> bool:
+    """Whether `value` is an object with its own ``state_dict()`` and ``load_state_dict(state)``, and no loader."""
+    kind = type(value)
+    if not hasattr(kind, "state_dict") or isinstance(value, _KEPT_ON_CLASSES) or hasattr(kind, "__iter__"):
+        return False
+    try:  # those of a trainer class take more
+        inspect.signature(value.state_dict).bind()
+        inspect.signature(value.load_state_dict).bind({})
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return not isinstance(value, type) and not is_opaque(kind)
+
+
+def is_opaque(cls: type) -> bool:
     """Whether to skip a class: one of the standard library, of numpy, of torch's data loading, or of the host."""
     if any(base.__module__.startswith(_HOSTS) for base in cls.__mro__):
         return True
@@ -152,14 +167,14 @@ def _attributes(path: str, value: Any) -> Iterator[Reference]:
                 yield reference(name, getattr(value, name))
 
 
-def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
+def attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
     """Yield attributes of the module and its submodules other than parameters, buffers and submodules."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
         is_torchs = type(submodule).__module__.startswith("torch.")
         for attribute, value in vars(submodule).items():
             private = is_torchs and attribute.startswith("_")
-            if not private and attribute not in _TORCH_INTERNALS and not isinstance(value, Tensor):
+            if not private and attribute not in _TORCH_INTERNALS:
                 yield Reference(f"{where}.{attribute}", value, functools.partial(setattr, submodule, attribute))
 
 

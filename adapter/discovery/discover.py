@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -25,7 +26,7 @@ from ...callbacks.optimizer_state import parameters_of
 from ..contract.exceptions import ContractError
 from ..plumbing.generators import GENERATORS
 from ..plumbing.text import list_first
-from .children import ATOMS, Reference, below, uncompiled
+from .children import ATOMS, Reference, below, is_opaque, keeps_state, uncompiled
 
 T = TypeVar("T")
 
@@ -60,7 +61,9 @@ class Discovered:
     aliases: tuple[Reference, ...] = ()
     """References to tensors outside of modules, for example in a list, including parameters of found modules."""
     generators: tuple[Found[Any], ...] = ()
-    """Random number generators of torch, NumPy and Python."""
+    """Random number generators of torch, NumPy and Python, also those in the module that defines the trainer class."""
+    stateful: tuple[Found[Any], ...] = ()
+    """Other objects with a ``state_dict`` of their own."""
     roots: tuple[tuple[str, Any], ...] = ()
     """The roots of the search, the state and the trainer, by the names that paths begin with."""
     layout: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
@@ -180,12 +183,19 @@ def discover(
         aliases=tuple(aliases),
         generators=tuple(
             Found(path, path, value)
-            for path, value in found
+            for path, value in [*found, *_globals_of(type(trainer))]
             if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)  # it has no state
         ),
+        stateful=tuple(Found(path, path, value) for path, value in found if keeps_state(value)),
         roots=(("state", state), ("trainer", trainer)),
         layout=_layout(modules, optimizers),
     )
+
+
+def _globals_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield the global variables of the modules that define a trainer class and its bases, with dotted names."""
+    for name in dict.fromkeys(cls.__module__ for cls in kind.__mro__ if not is_opaque(cls)):
+        yield from ((f"{name}.{key}", value) for key, value in vars(sys.modules.get(name, object)).items())
 
 
 def _layout(

@@ -46,6 +46,7 @@ from ..gradients.fsdp.tensors import whole_numbers
 from ..plumbing.generators import set_state, state_of
 from ..plumbing.text import list_first
 from .as_built import SET_BY_SCHEDULERS, BuiltSettings, Replaced, without_functions
+from .found_state import FoundState
 from .plugin_loading import optional_hook
 from .trainer_files import trainer_directory
 
@@ -69,6 +70,12 @@ _ON_DEVICE = "on_device"
 """The member that marks the tensors of the payload that were on a device, in the order of a walk."""
 _GENERATORS = "generators"
 """The member that holds, by path, the states of generators of random numbers."""
+_FOUND = "found"
+"""The member that holds the states of other objects, and attributes of modules, by path."""
+_FOUND_ON_DEVICE = "found_on_device"
+"""The member that marks the tensors of `_FOUND` that were on a device."""
+_CHANGED = "changed"
+"""The member that holds fingerprints of the values that training changed, for a warning of those that are lost."""
 _BUILT = "built"
 """The member that holds the settings with which optimizers, schedulers and scalers were built."""
 _RESIZED = "resized"
@@ -76,7 +83,7 @@ _RESIZED = "resized"
 _RANK_DIFFERENCES = "of_ranks"
 """The member that holds, for each rank, the values that differ from rank zero's."""
 _LIGHTNING_KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
-_CONTRACT_KEYS = (STATE, _ON_DEVICE, _UNMANAGED, _GENERATORS, PHASE)
+_CONTRACT_KEYS = (STATE, _ON_DEVICE, _UNMANAGED, _FOUND, _FOUND_ON_DEVICE, _GENERATORS, PHASE)
 _NAMED_AT_MOST = 8
 
 
@@ -127,6 +134,7 @@ class ConfiguredState:
         self._built_buffers = _buffer_shapes(module)
         self.built_settings = BuiltSettings(discovered, keep)
         self._replaced = Replaced(discovered)
+        self._found = FoundState(discovered, module)
         self._warned_of_ranks = False
 
     def check_unchanged(self) -> Discovered:
@@ -189,7 +197,9 @@ class ConfiguredState:
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
         with keep_sharded_for(trainer.strategy), whole_numbers():
             parts[STATE] = payload = self.payload()
-        parts[_ON_DEVICE] = self._on_device(payload)
+            parts[_FOUND] = self._found.states(now)
+        parts[_ON_DEVICE], parts[_FOUND_ON_DEVICE] = self._on_device(payload), self._on_device(parts[_FOUND])
+        parts[_CHANGED] = self._found.changed_values(now)
         parts[_BUILT] = self.built_settings.record()
         parts[_GENERATORS] = {found.path: state_of(found.value) for found in now.generators}
         resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
@@ -274,6 +284,9 @@ class ConfiguredState:
             if kept.path in unmanaged:
                 kept.load_state_dict(unmanaged[kept.path])
         loaded = self._replaced.load(unmanaged, replaced, self._discover())
+        if _FOUND in parts:
+            _move_to_device(parts[_FOUND], parts[_FOUND_ON_DEVICE], ctx.device)
+            self._found.load(parts[_FOUND], self._discover())
         payload = parts.get(STATE)
         if payload is not None:
             _move_to_device(payload, parts.get(_ON_DEVICE, ()), ctx.device)
@@ -297,6 +310,8 @@ class ConfiguredState:
         for found in now.generators:  # last: generators that the class restores itself have this state already
             if found.path in states:
                 set_state(found.value, states.pop(found.path))
+        if _CHANGED in parts and is_first:
+            self._found.warn_of_lost(parts[_CHANGED], now)
         if states and is_first:
             log.warning(
                 "The checkpoint has the state of %s, which does not exist after `configure` and `load_state_dict`. If "

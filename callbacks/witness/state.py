@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 _OF_AN_ATTEMPT = (RUN_STATE_KEY, "callbacks", "loops", "pytorch-lightning_version", "hyper_parameters")
 """Parts of a checkpoint with the number, the files, the clocks and the settings of an attempt. Of the loops, only the
 positions of loaders are compared: Lightning counts epochs in another way after a resume."""
-_OF_A_START = ("elapsed_s", "is_between_batches", "metrics", WITNESS)
-"""Parts of the state with the duration, the speed and the identity of a training."""
+_OF_A_START = ("elapsed_s", "is_between_batches", "metrics", "changed", WITNESS)
+"""Parts of the state with the duration, the speed and the identity of a training, and what a class does not restore."""
 _NAMED_AT_MOST = 5
 
 
