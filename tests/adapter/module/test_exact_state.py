@@ -239,12 +239,16 @@ class Noisy:
         self.rng = np.random.Generator(np.random.MT19937(5))
 
 
+OF_THIS_FILE = random.Random(4)
+
+
 class Draws(Plain):
-    """Draws from one generator of each kind in each step; they are in the state, on the class and in an object."""
+    """Draws from a generator of each kind in each step: in the state, on the class, in an object and in this file."""
 
     pick = random.Random(7)
 
     def configure(self, ctx: Any) -> Any:
+        OF_THIS_FILE.seed(4)
         self.old = np.random.RandomState(3)
         Draws.pick.seed(7)
         kept = [np.random.default_rng(2), Noisy()]
@@ -254,7 +258,7 @@ class Draws(Plain):
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         drawn = [state["kept"][0].normal(), self.old.uniform(), self.pick.gauss(0, 1), state["kept"][1].rng.normal()]
         noise = torch.randn(batch.shape, generator=state["noise"])
-        return super().loss(batch + noise + float(sum(drawn)), state)
+        return super().loss(batch + noise + float(sum(drawn)) + OF_THIS_FILE.random(), state)
 
 
 class RestoresOneItself(Draws):
@@ -283,6 +287,109 @@ class PutsAnotherInItsPlace(Draws):
         state["step"] = payload["step"]
 
 
+class Averages:
+    """Averages of parameters as libraries keep them; loading takes the state apart."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+        self.shadows, self.count = [p.detach().clone() for p in self.parameters], 0
+
+    def update(self) -> float:
+        self.count += 1
+        for shadow, parameter in zip(self.shadows, self.parameters, strict=True):
+            shadow.lerp_(parameter.detach(), 1 / self.count)
+        return float(sum(shadow.sum() for shadow in self.shadows))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadows": self.shadows, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadows, self.count = state.pop("shadows"), state.pop("count")
+
+
+class AveragesInALibrary(Plain):
+    """Its rate depends on averages that its ``state_dict`` does not return."""
+
+    def configure(self, ctx: Any) -> Any:
+        state = super().configure(ctx)
+        self.averages = Averages(state["model"].parameters())
+        return state
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        state["optimizer"].param_groups[0]["lr"] = 0.01 * (1 + abs(self.averages.update()))
+        return super().loss(batch, state)
+
+
+class Rate:
+    """A schedule as in timm, which is no schedule of torch."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.calls = optimizer, 0
+
+    def step(self) -> None:
+        self.calls += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 / self.calls
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "optimizer"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class RateOfALibrary(Plain):
+    def configure(self, ctx: Any) -> Any:
+        state = super().configure(ctx)
+        return {**state, "rate": Rate(state["optimizer"])}
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        state["rate"].step()
+        return super().loss(batch, state)
+
+
+class Queue(nn.Module):
+    """Keeps its last inputs, its place and what it has counted in attributes, no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.place, self.sums, self.last = torch.zeros(2, 3), 0, [0.0], None
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.rows[self.place] = batch[0]
+        self.place = (self.place + 1) % 2
+        self.sums.append(float(batch.sum()))
+        past, self.last = self.last, batch[:1].detach()
+        return batch + self.rows.mean(0) + len(self.sums) + (0 if past is None else past)
+
+
+class QueueInAModule(Plain):
+    def configure(self, ctx: Any) -> Any:
+        self.queue = nn.ModuleDict({"inner": Queue()})
+        return super().configure(ctx)
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        return super().loss(self.queue["inner"](batch), state)
+
+
+class Forgets(Plain):
+    """Keeps a hidden state, an iterator, a constant and the last loss; returns only a count, by ``state_dict``."""
+
+    def configure(self, ctx: Any) -> Any:
+        self.hidden, self.rates, self.width, self.count = None, iter((1.0, 2.0, 3.0, 4.0, 5.0)), 3, 0
+        return {**super().configure(ctx), "seen": {}}
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        self.hidden, self.count = batch[0] * next(self.rates), self.count + 1
+        state["seen"][self.count] = batch.sum()
+        return super().loss(batch + self.hidden, state)
+
+    def state_dict(self, state: Any) -> dict[str, object]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+        self.count = payload["count"]
+
+
 class Scripted(Plain):
     def configure(self, ctx: Any) -> Any:
         model = torch.jit.script(nn.Linear(3, 1))
@@ -296,6 +403,10 @@ def fit(folder: Path, plugin: Any, resume_from: Path | None = None) -> Any:
     module = ContractModule(plugin, TrainingJobSpec("exact", STEPS, metric_every=0))
     trainer.fit(module, Rows(), ckpt_path=resume_from)
     return module.contract_state
+
+
+def warnings_in(caplog: Any) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
 def assert_equal_weights(whole: Any, resumed: Any) -> None:
@@ -316,7 +427,10 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [*OPTIMIZERS, Draws, RestoresOneItself, PutsAnotherInItsPlace])
+FOUND = [AveragesInALibrary, RateOfALibrary, QueueInAModule]
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, *FOUND, Draws, RestoresOneItself, PutsAnotherInItsPlace])
 def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> None:
     """Resume at the third of five steps. The zoo covers open windows and optimizers keyed by address."""
     whole = fit(tmp_path, kind())
@@ -327,6 +441,38 @@ def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> 
     kept = (leaf for state in (whole, resumed) for leaf in tree_leaves(state["optimizer"].state_dict()))
     types = [leaf.dtype for leaf in kept if isinstance(leaf, torch.Tensor)]
     assert types[: len(types) // 2] == types[len(types) // 2 :]
+
+
+def test_a_resume_names_the_values_that_the_class_does_not_restore(tmp_path: Path, caplog: Any) -> None:
+    fit(tmp_path, Forgets())
+    assert not warnings_in(caplog)
+
+    fit(tmp_path, Forgets(), tmp_path / "step-00000003.json")
+
+    (warning,) = warnings_in(caplog)
+    assert 'does not hold state["seen"], trainer.hidden, trainer.rates, which' in warning
+
+
+def test_an_object_that_has_no_state_or_cannot_load_it_stops_no_run(tmp_path: Path, caplog: Any) -> None:
+    class Unfinished(Averages):
+        def state_dict(self) -> dict[str, Any]:
+            raise NotImplementedError
+
+    class Renamed(Averages):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("shadow")
+
+    class Both(AveragesInALibrary):
+        def configure(self, ctx: Any) -> Any:
+            state = super().configure(ctx)
+            parameters = list(state["model"].parameters())
+            return {**state, "unfinished": Unfinished(parameters), "renamed": Renamed(parameters)}
+
+    fit(tmp_path, Both())
+    fit(tmp_path, Both(), tmp_path / "step-00000003.json")
+
+    (warning,) = warnings_in(caplog)
+    assert 'state["renamed"] could not load its state: KeyError' in warning
 
 
 class OwnLoop(pl.LightningModule):
