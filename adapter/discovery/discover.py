@@ -183,7 +183,7 @@ def discover(
         aliases=tuple(aliases),
         generators=tuple(
             Found(path, path, value)
-            for path, value in [*found, *_globals_of(type(trainer))]
+            for path, value in [*found, *globals_of(type(trainer))]
             if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)  # it has no state
         ),
         stateful=tuple(Found(path, path, value) for path, value in found if keeps_state(value)),
@@ -192,7 +192,7 @@ def discover(
     )
 
 
-def _globals_of(kind: type) -> Iterator[tuple[str, Any]]:
+def globals_of(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield the global variables of the modules that define a trainer class and its bases, with dotted names."""
     for name in dict.fromkeys(cls.__module__ for cls in kind.__mro__ if not is_opaque(cls)):
         yield from ((f"{name}.{key}", value) for key, value in vars(sys.modules.get(name, object)).items())

@@ -18,19 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ...callbacks.checkpoint.codec.tensors import is_storable
 from ...callbacks.witness.state import digest, values_in
 from ..contract.types import StepContext
 from ..discovery.children import SEARCHED_ITEMS, attributes_of_module, uncompiled
-from ..discovery.discover import Discovered, walk
+from ..discovery.discover import Discovered, globals_of, walk
+from ..discovery.wrapped_optimizers import with_inner_optimizers
 from ..plumbing.generators import GENERATORS
 
 log = logging.getLogger(__name__)
 
 _CONTAINERS = (list, tuple, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_OF_OPTIMIZERS = frozenset(vars(Optimizer([torch.zeros(())], {})))
 _SAMPLED = 4096
 """Elements of a large tensor that are compared, only for a warning."""
 _MOVES = itertools.count()
@@ -69,11 +72,13 @@ class FoundState:
                     found.value.load_state_dict(saved["objects"][found.path])
                 except Exception as error:  # noqa: BLE001  # the class may restore the object itself
                     log.warning("%s could not load its state: %s: %s", found.path, type(error).__name__, error)
-        modules = dict(_modules(now))
+        owners = dict(_owners(now))
         for path, value in saved["attributes"].items():
             owner, _, name = path.rpartition(".")
-            if owner in modules:
-                _put(vars(modules[owner]), name, value)
+            if isinstance(owners.get(owner), nn.Parameter):
+                owners[owner].requires_grad_(value)
+            elif owner in owners:
+                _put(vars(owners[owner]), name, value)
 
     def changed_values(self, now: Discovered) -> dict[str, str]:
         """Return fingerprints of the values that training changed, by name."""
@@ -92,22 +97,38 @@ class FoundState:
             )
 
     def _fingerprints(self, now: Discovered) -> dict[str, str]:
-        """Return fingerprints of all values outside of modules, by the first part of their paths."""
+        """Return fingerprints of all values outside of modules, by the names that the class's author knows."""
+        parts: dict[str, list[Any]] = defaultdict(list)
+        for name, path, node in self._values_of(now):
+            # An iterator has moved on, and starts again after a resume; nothing tells its position.
+            moves = isinstance(node, Iterator) and not isinstance(node, io.IOBase)
+            parts[name].append((path, next(_MOVES) if moves else _fingerprint(node, sampled=True)))
+        return {name: digest(repr(part)) for name, part in parts.items()}
+
+    def _values_of(self, now: Discovered) -> Iterator[tuple[str, str, Any]]:
+        """Yield name, path and value of each value that a step may use."""
         seen: dict[int, Any] = {id(self._host): self._host, **{id(each.value): each.value for each in now.modules}}
-        parts, contexts = defaultdict(list), ["-"]
+        contexts = ["-"]
         (state_name, state), (trainer_name, trainer) = now.roots
         for root, name, without in ((state, state_name, trainer), (trainer, trainer_name, None)):
             for path, node in walk(root, name, seen=seen, without=without):
                 if isinstance(node, StepContext):
                     contexts.append(f"{path}.")
-                if not isinstance(node, (Mapping, list, tuple, deque, *GENERATORS)) and not (
-                    path.startswith(tuple(contexts)) or (isinstance(node, Tensor) and node.requires_grad)
-                ):
-                    # An iterator has moved on, and starts again after a resume; nothing tells its position.
-                    moves = isinstance(node, Iterator) and not isinstance(node, io.IOBase)
-                    known = next(_MOVES) if moves else _fingerprint(node, sampled=True)
-                    parts[_NAME.findall(path)[0]].append((path, known))
-        return {name: digest(repr(part)) for name, part in parts.items()}
+                if _is_leaf(node) and not path.startswith(tuple(contexts)):
+                    yield _NAME.findall(path)[0], path, node
+        for found in with_inner_optimizers(now):
+            for name, value in _own_attributes(found.value):
+                for _, node in walk(value, ""):  # without paths, because keys may be addresses
+                    if _is_leaf(node):
+                        yield f"{found.path}.{name}", "", node
+        for name, value in globals_of(type(now.roots[1][1])):
+            if _is_plain(value) and not name.rpartition(".")[2].startswith("__"):
+                yield name, "", value
+
+
+def _is_leaf(node: Any) -> bool:
+    is_parameter = isinstance(node, Tensor) and node.requires_grad
+    return not is_parameter and not isinstance(node, (Mapping, list, tuple, deque, *GENERATORS))
 
 
 def _states_of_objects(now: Discovered) -> Iterator[tuple[str, Any]]:
@@ -121,17 +142,34 @@ def _states_of_objects(now: Discovered) -> Iterator[tuple[str, Any]]:
             yield found.path, state
 
 
-def _modules(now: Discovered) -> Iterator[tuple[str, nn.Module]]:
+def _owners(now: Discovered) -> Iterator[tuple[str, Any]]:
+    """Yield modules, parameters and optimizers by path."""
     for found in now.modules:
-        for name, module in uncompiled(found.value).named_modules():
-            yield f"{found.path}.{name}".removesuffix("."), module
+        module = uncompiled(found.value)
+        for name, owner in (*module.named_modules(), *module.named_parameters()):
+            yield f"{found.path}.{name}".removesuffix("."), owner
+    yield from ((found.path, found.value) for found in with_inner_optimizers(now))
+
+
+def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an optimizer, other than those of each optimizer of torch, by name."""
+    if not type(optimizer).__module__.startswith("torch."):
+        yield from ((name, value) for name, value in vars(optimizer).items() if name not in _OF_OPTIMIZERS)
 
 
 def _plain_attributes(now: Discovered) -> Iterator[tuple[str, Any]]:
+    """Yield attributes of modules and optimizers, modes of modules and flags of parameters, by path."""
     for found in now.modules:
         for reference in attributes_of_module(found.path, uncompiled(found.value)):
             if _is_plain(reference.value):
                 yield reference.path, reference.value
+    for path, owner in _owners(now):
+        if isinstance(owner, nn.Module):
+            yield f"{path}.training", owner.training
+        elif isinstance(owner, nn.Parameter):
+            yield f"{path}.requires_grad", owner.requires_grad
+        else:
+            yield from ((f"{path}.{name}", value) for name, value in _own_attributes(owner) if _is_plain(value))
 
 
 def _is_plain(value: Any) -> bool:

@@ -371,16 +371,55 @@ class QueueInAModule(Plain):
         return super().loss(self.queue["inner"](batch), state)
 
 
-class Forgets(Plain):
-    """Keeps a hidden state, an iterator, a constant and the last loss; returns only a count, by ``state_dict``."""
+class Counting(Momentum):
+    """Counts its steps in an attribute, and lets weights decay by them."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter *= 1 - 0.1 / self.count
+
+
+class CountsInAnOptimizer(Plain):
+    def optimizer(self, parameters: Any) -> Optimizer:
+        return Counting(parameters, torch.float32)
+
+
+class FreezesAtTheSecondStep(Plain):
+    """Freezes a layer and turns off its dropout in one step, for all later ones."""
 
     def configure(self, ctx: Any) -> Any:
-        self.hidden, self.rates, self.width, self.count = None, iter((1.0, 2.0, 3.0, 4.0, 5.0)), 3, 0
+        self.first, self.seen = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), 0
+        state = super().configure(ctx)
+        state["optimizer"].add_param_group({"params": list(self.first.parameters())})
+        return state
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        self.seen += 1
+        if self.seen == 2:
+            self.first.eval().requires_grad_(False)
+        return super().loss(self.first(batch), state)
+
+
+SHARED = {"count": 0}
+ATTEMPTS = iter(range(9))
+
+
+class Forgets(Plain):
+    """Keeps a hidden state, an iterator, a global count and its attempt; returns only a count, by ``state_dict``."""
+
+    def configure(self, ctx: Any) -> Any:
+        self.hidden, self.rates, self.attempt, self.count = None, iter((1.0, 2.0, 3.0, 4.0, 5.0)), next(ATTEMPTS), 0
         return {**super().configure(ctx), "seen": {}}
 
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         self.hidden, self.count = batch[0] * next(self.rates), self.count + 1
         state["seen"][self.count] = batch.sum()
+        SHARED["count"] += 1
         return super().loss(batch + self.hidden, state)
 
     def state_dict(self, state: Any) -> dict[str, object]:
@@ -427,7 +466,7 @@ OPTIMIZERS = [
 ]
 
 
-FOUND = [AveragesInALibrary, RateOfALibrary, QueueInAModule]
+FOUND = [AveragesInALibrary, RateOfALibrary, QueueInAModule, CountsInAnOptimizer, FreezesAtTheSecondStep]
 
 
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, *FOUND, Draws, RestoresOneItself, PutsAnotherInItsPlace])
@@ -450,7 +489,7 @@ def test_a_resume_names_the_values_that_the_class_does_not_restore(tmp_path: Pat
     fit(tmp_path, Forgets(), tmp_path / "step-00000003.json")
 
     (warning,) = warnings_in(caplog)
-    assert 'does not hold state["seen"], trainer.hidden, trainer.rates, which' in warning
+    assert f'does not hold state["seen"], trainer.hidden, trainer.rates, {__name__}.SHARED, which' in warning
 
 
 def test_an_object_that_has_no_state_or_cannot_load_it_stops_no_run(tmp_path: Path, caplog: Any) -> None:
