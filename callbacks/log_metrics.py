@@ -108,7 +108,8 @@ class LogMetrics(Hook):
         hosted = getattr(pl_module, "hosted_trainer", None) if is_due else None  # `hosted_by`, without a call
         if hosted is not None and hosted.step_result is not None and not suppressed(pl_module):
             of_step = hosted.metrics()
-            rollout = run_state_of(trainer).rollout_stats
+            run_state = run_state_of(trainer)
+            rollout = run_state.rollout_stats
             if rollout is not self._sent_rollout:
                 self._sent_rollout = rollout
                 of_rollout = rollout_means(rollout or {})
@@ -119,7 +120,7 @@ class LogMetrics(Hook):
         if self.ranks == "all" and not trainer.is_global_zero:
             return
         if of_step is not None:
-            run_state_of(trainer).loss_stats = of_step
+            run_state.loss_stats = of_step
             for listener in self._listeners:  # like `publish_metrics`, but without calls of empty methods
                 listener(trainer, pl_module, of_step, step)
             metrics = {**of_step, **of_rollout}

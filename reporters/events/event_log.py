@@ -147,7 +147,8 @@ class EventLog:
         """
         # With few calls: in a loop that reports every step, a call costs half a microsecond, because its code has left
         # the processor's caches by then.
-        step, run_id, events = checked_step(step), self.run_id, []
+        step = step if type(step) is int and 0 <= step <= MAX_STEP else checked_step(step)
+        run_id, events = self.run_id, []
         for name, value in values.items():
             number = value if type(value) is float else float_of(name, value)
             name = name if type(name) is str and name else checked_text("name", name)
@@ -288,11 +289,10 @@ class EventLog:
         if phase == "ended" or (phase != "new" and type(first) is Started):
             state = "already has its terminal event" if phase == "ended" else "has already started"
             raise self._refusal(first, f"the attempt {state}")
-        if fault := rules.fault(first, *metrics):
-            raise self._refusal(first, fault[1])
         lines = log.lines
         try:
-            rules.take(first, *metrics)
+            if fault := rules.take(first, *metrics):
+                raise self._refusal(first, fault[1])
             log.append(encode_lines(events), len(events))
         except BaseException:
             if log.lines == lines:

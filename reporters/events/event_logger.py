@@ -147,7 +147,8 @@ class EventLogger(Logger):
         if getattr(rank_zero_only, "rank", 0):  # like the decorator, but without another call in each step
             return
         at = self._completed_steps() if step is None else step
-        event_log = self._started_log()
+        # Once a step was logged, the attempt has begun.
+        event_log = (self._last_step and self._log) or self._started_log()
         self._last_step = max(self._last_step, at)
         values = metrics
         if "epoch" in metrics:  # Lightning's own

@@ -48,58 +48,52 @@ class Rules:
         self._run_id = ""
         self._has_resumed = False
 
-    def fault(self, event: Event, *more: Metric) -> Fault | None:
-        """Return the first rule that the next event, or one of `more` metrics after a metric, would break; else None.
+    def take(self, event: Event, *more: Metric) -> Fault | None:
+        """Take `event` as the next, with `more` metrics after a metric; take none and return the rule if one breaks it.
 
-        An attempt that was killed has no end, so ``started`` is always allowed. A ``failed`` of another run belongs to
-        an attempt that never started.
+        An attempt that was killed has no end, so ``started`` is always allowed. So is ``failed``: an attempt that never
+        started has only that.
         """
-        kind = type(event)
-        if kind is Started or (kind is Failed and event.run_id != self._run_id):
-            return None
-        if self.phase == "ended":
-            return None if isinstance(event, Failed) else ("terminal", "the attempt already has its terminal event")
-        if self.phase == "new":
-            return None if isinstance(event, Failed) else ("started", "the attempt has not started")
-        if event.run_id != self._run_id:
+        if isinstance(event, Started):
+            self.begin(event.run_id)
+        elif isinstance(event, Failed):
+            self.phase = "ended"
+        elif self.phase == "ended":
+            return "terminal", "the attempt already has its terminal event"
+        elif self.phase == "new":
+            return "started", "the attempt has not started"
+        elif event.run_id != self._run_id:
             return "run_id", f"this attempt has {self._run_id!r}, but the event has {event.run_id!r}"
-        for metric in (event, *more) if isinstance(event, Metric) else ():
-            name, step, value = metric.name, metric.step, metric.value
-            if step in self.checkpointed:
-                return "order", (
-                    f"metric {name!r} of step {step} comes after a checkpoint of that step; "
-                    "report the metrics of a step before its checkpoint"
-                )
-            if name == RESUMED_METRIC and (self._has_resumed or value != step):
-                return (
-                    "resumed",
-                    f"{name!r} occurs once in an attempt and its value is its step; got {value} at step {step}",
-                )
-            if name == ROLLED_BACK_METRIC and (value is None or not 0 <= value <= step):
-                return "rolled_back", (
-                    f"the value of {name!r} is a step, and not after its own step; got {value} at step {step}"
-                )
+        elif isinstance(event, Metric):
+            has_resumed, checkpointed = self._has_resumed, self.checkpointed
+            for metric in (event, *more):
+                name, step, value = metric.name, metric.step, metric.value
+                if step in checkpointed:
+                    return "order", (
+                        f"metric {name!r} of step {step} comes after a checkpoint of that step; "
+                        "report the metrics of a step before its checkpoint"
+                    )
+                if name == RESUMED_METRIC:
+                    if has_resumed or value != step:
+                        once = "occurs once in an attempt and its value is its step"
+                        return "resumed", f"{name!r} {once}; got {value} at step {step}"
+                    has_resumed = True
+                elif name == ROLLED_BACK_METRIC:
+                    if value is None or not 0 <= value <= step:
+                        why = f"the value of {name!r} is a step, and not after its own step; got {value} at step {step}"
+                        return "rolled_back", why
+                    checkpointed = {each for each in checkpointed if each <= value}
+            self._has_resumed, self.checkpointed = has_resumed, checkpointed
+        elif isinstance(event, Checkpoint):
+            self.checkpointed.add(event.step)
+        elif isinstance(event, Completed):
+            self.phase = "ended"
         return None
 
     def begin(self, run_id: str) -> None:
         """Begin an attempt of `run_id`."""
         self.checkpointed, self._has_resumed, self._run_id = set(), False, run_id
         self.phase = "started"
-
-    def take(self, event: Event, *more: Metric) -> None:
-        """Take `event` as the next event, with `more` metrics after a metric."""
-        if isinstance(event, Metric):
-            for metric in (event, *more):
-                if metric.name == RESUMED_METRIC:
-                    self._has_resumed = True
-                elif metric.name == ROLLED_BACK_METRIC:
-                    self.checkpointed = {step for step in self.checkpointed if step <= metric.number}
-        elif isinstance(event, Started):
-            self.begin(event.run_id)
-        elif isinstance(event, (Completed, Failed)):
-            self.phase = "ended"
-        elif isinstance(event, Checkpoint):
-            self.checkpointed.add(event.step)
 
 
 _encode_as_before: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
@@ -211,9 +205,8 @@ class _Log:
             expected, found = self._attempts[event.run_id], event.attempt
             if expected != (1 if found is msgspec.UNSET else found):
                 yield "attempt", f"expected {expected} for run {event.run_id!r}, found {found!r}"
-        elif fault := self._rules.fault(event):
+        if fault := self._rules.take(event):
             yield fault
-        self._rules.take(event)
 
     def skip(self, line: dict[str, Any]) -> None:
         """Skip a line that is not a valid event, but note if an attempt begins or ends there."""

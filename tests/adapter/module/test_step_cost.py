@@ -162,7 +162,7 @@ def test_a_step_with_everything_that_a_job_gets_makes_few_calls(tmp_path: Path) 
 
 def test_two_metrics_in_every_step_make_few_calls(tmp_path: Path) -> None:
     """They are read, published and logged, and their lines are written by one system call."""
-    assert calls_of_standard_set(tmp_path, metric_every=1) <= BARE + 40
+    assert calls_of_standard_set(tmp_path, metric_every=1) <= BARE + 36
 
 
 def test_mixed_precision_takes_few_calls(tmp_path: Path) -> None:
