@@ -23,6 +23,7 @@ ROWS = [
     pytest.param(name, sign, marks=[pytest.mark.slow] if "bucket" in name or sign == signal.SIGSTOP else [])
     for name in STRATEGIES
     for sign in (signal.SIGKILL, signal.SIGSTOP)
+    if "bucket" not in name or sign == signal.SIGKILL
 ]
 
 

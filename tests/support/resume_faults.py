@@ -737,15 +737,7 @@ FAULTS = {
             "dictionary": memoized,
         },
     ),
-    **_group(
-        "stale",
-        "loss",
-        {
-            "closure": Averages,
-            "partial": StalePartial,
-            "weakref": StaleReference,
-        },
-    ),
+    **_group("stale", "loss", {"closure": Averages, "partial": StalePartial, "weakref": StaleReference}),
     **_group(
         "state",
         "loss",
