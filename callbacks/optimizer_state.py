@@ -124,7 +124,7 @@ def has_separate_state(optimizer: Optimizer) -> bool:
 
 def put_setting(group: dict[str, Any], name: str, value: Any) -> None:
     """Change a setting in a group of an optimizer."""
-    if isinstance(group.get(name), Tensor):  # a captured step reads this very tensor
+    if isinstance(group.get(name), Tensor):  # a step in a CUDA graph keeps reading this tensor
         group[name].fill_(value)
     else:
         group[name] = value

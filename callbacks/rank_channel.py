@@ -100,7 +100,7 @@ ALONE = Channel(alone=True)
 class RankGroups:
     """The channels of one process; all ranks create theirs at the same time.
 
-    Both are created before the first save: creating one waits for every rank, no matter how long ago one died.
+    Both are created before the first save: creating one waits for every rank, also for one that has died.
     """
 
     def __init__(self) -> None:

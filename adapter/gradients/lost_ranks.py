@@ -26,7 +26,7 @@ def lost_in_buffers(error: RuntimeError, step: int, group: dist.ProcessGroup | N
         step: The step at whose end the buffers were sent.
         group: The ranks that get buffers from the first of them; None means all.
     """
-    # Other ranks may have received theirs; the connection then breaks in their exchange of the next step.
+    # Other ranks may have received their buffers; for them the connection breaks in the exchange of the next step.
     lost = find_lost(step + 1, group)
     source = 0 if group is None else dist.get_global_rank(group, 0)
     return RankFailedError(

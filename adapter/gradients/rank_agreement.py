@@ -117,7 +117,7 @@ class RankAgreement:
     def _gather(self, code: int, *, wait: bool = True) -> Any:
         """Return the codes of all ranks, on the device; without `wait` also the pending work that fills them."""
         codes = torch.zeros(self._ranks, dtype=torch.int64, device=self._device)
-        codes[dist.get_rank(self._group)].fill_(code)  # a kernel; a copy from the host would wait
+        codes[dist.get_rank(self._group)].fill_(code)  # only a kernel; copying from the host would wait
         work = dist.all_reduce(codes, group=self._group, async_op=not wait)
         return codes if wait else (codes, work)
 

@@ -104,7 +104,7 @@ REFUSED_UPDATES = MappingProxyType(
 
 
 def refused_update(name: str, optimizer: Optimizer, **words: str) -> ContractError:
-    """Return the error for the entry `name` of `REFUSED_UPDATES`; `words` fill its other places."""
+    """Return the error for the entry `name` of `REFUSED_UPDATES`; `words` fill its other placeholders."""
     return ContractError(REFUSED_UPDATES[name].format(optimizer=type(optimizer).__name__, **words))
 
 

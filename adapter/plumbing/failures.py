@@ -57,7 +57,7 @@ _READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "fu
 _MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
 _LISTENS = re.compile(r"server socket has failed to listen.*\bport: (?P<port>\d+)\b.*\bEADDRINUSE\b", re.DOTALL)
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
-"""Only torch's message shows that its loader lost a worker."""
+"""torch raises a plain ``RuntimeError`` if a loader loses a worker; only the message tells."""
 _NO_DEVICE = re.compile(
     r"not compiled with (CUDA|XPU) enabled|no NVIDIA driver|No CUDA GPUs are available|from the 'MPS' backend|"
     r"on a CUDA device but torch.cuda.is_available\(\)|[Cc]annot get CUDA generator|invalid device ordinal"

@@ -54,7 +54,7 @@ def artifact_dir_faults(config: RunConfig, *, create: bool) -> list[str]:
     def unwritable(name: str, path: Path) -> str | None:
         return directory_fault(name, path, WAY_OUT, create=create, shared=config.shared_artifacts)
 
-    # Check permissions before making anything, and again afterwards: another user may have been quicker.
+    # Check permissions before making anything, and again afterwards: another user may have made it first.
     faults = untrusted_dirs(config) or _faults(config, unwritable) or untrusted_dirs(config)
     if os.path.isdir(config.events_path):
         faults.append(f"`events_path` is {str(config.events_path)!r}, which is a directory. Name a file.")

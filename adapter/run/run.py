@@ -206,7 +206,7 @@ def _open_uploader(config: RunConfig) -> Uploader | None:
 
 
 def _only_prints(session: Session, config: RunConfig, options: RunOptions, error: BaseException) -> bool:
-    """Return whether `error` is a mistake in the command or the job of a run that has trained; it stays out of the log.
+    """Return whether `error` is a mistake in the command or the job of a run that has trained; the log omits those.
 
     An orchestrator starts runs from the environment, and nobody may read their output. It still gets the error.
     """
@@ -233,7 +233,7 @@ def _open_for_failed_start(session: Session, config: RunConfig, options: RunOpti
         with _log_if_unreported("to `uploads.terminal_url`"):
             queue = session.holds.enter_context(tempfile.TemporaryDirectory())
             target = config.upload_config(run_id=run_id, queue_dir=Path(queue), targets=(), file_store_url=None)
-            session.uploader = Uploader(target)  # this message needs no thread
+            session.uploader = Uploader(target)  # not started: sending the one message needs no thread
 
 
 @contextlib.contextmanager

@@ -214,7 +214,7 @@ def _find_end(config: RunConfig, allow_changed: bool) -> Start | None:
 def _find_unchanged_end(config: RunConfig) -> Start | None:
     try:
         return _find_end(config, allow_changed=False)
-    except StartupContractError:  # it belongs to another run or another job: the folder is in use
+    except StartupContractError:  # the checkpoint is of another run or another job, so the folder is in use
         return None
 
 

@@ -73,7 +73,7 @@ def keep_positions(
         if positioned:
             combined.flattened = found
         if trainer.ckpt_path is not None and not loop._loaded_from_state_dict:
-            return  # called again once it is restored
+            return  # Lightning calls this again after it has restored the checkpoint
         states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
         if states and loop.restarting:
             load_loader_states(combined, states)
@@ -117,7 +117,7 @@ def _restore_epoch(loop: FitLoop) -> None:
     epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
     if not loop.restarting or not 0 < epochs.current.ready == epochs.current.completed or not batches.current.ready:
         return
-    if batches.is_last_batch:  # under `max_steps`, the setter of the fit loop makes True of False
+    if batches.is_last_batch:  # the fit loop's setter would store True if `max_steps` is set
         loop._restarting = loop.epoch_loop.restarting = False
     else:
         for counters in (epochs.current, epochs.total):

@@ -107,7 +107,7 @@ class DurableCheckpointIO(CheckpointIO):
         """Wait for the save in flight.
 
         Raises:
-            Exception: That save failed. Only logged if another exception already ends the run: it is the root cause.
+            Exception: The save failed. If another exception already ends the run, the failed save is only logged.
         """
         if sys.exc_info()[1] is None:
             self.store.close()
@@ -176,7 +176,7 @@ def install_plugin(strategy: Strategy, *, for_others: bool = True) -> DurableChe
 
 
 def remove_plugin(trainer: pl.Trainer) -> None:
-    """Undo `install_plugin` in a process that returns its weights to its parent: that may lack our plugin."""
+    """Undo `install_plugin` in a process that returns its weights to its parent, which may not have our plugin."""
     if trains_in_copies(trainer):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
 

@@ -40,7 +40,7 @@ from .sampler_order import SamplerOrder
 log = logging.getLogger(__name__)
 
 _BEGUN = "epoch_begun_with"
-"""Key that only positions made here have."""
+"""Key that marks a position as made by this module."""
 WORKERS = "genlight_workers"
 """Key in a loader's state for the states of its workers and its dataset, which differ between ranks."""
 
@@ -221,7 +221,7 @@ class PositionedLoader(DataLoader[Any]):
         if self._resumes and self._begun is not None:
             if self.persistent_workers:
                 restored, self._to_restore = self._to_restore or {}, None
-                self._rest(self._begun, restored)  # the workers had some of these batches to make
+                self._rest(self._begun, restored)  # workers had already been asked for some of these batches
             else:
                 prefetched = self.num_workers * (self.prefetch_factor or 0)
                 deque(islice(self._repeated_order(self._begun) or (), prefetched), maxlen=0)

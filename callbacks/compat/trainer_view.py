@@ -34,7 +34,7 @@ _ATTRIBUTE = "_genlight_trainer_view"
 _LOSSES = ("loss", "train/loss", "train_loss")
 """Names by which a step may return its loss."""
 _OF_LIGHTNING = {"epoch": "current_epoch", "total_steps": "max_steps", "is_main_process": "is_global_zero"}
-"""Names of this style for attributes of the Lightning trainer."""
+"""Attributes of the Lightning trainer, by the names that other trainers use."""
 
 
 class TrainerView:
@@ -76,7 +76,7 @@ class TrainerView:
         """The step of these metrics; None if they have to be read."""
 
     def __getattr__(self, name: str) -> Any:
-        if "lightning" not in vars(self):  # a copy that is being made
+        if "lightning" not in vars(self):  # `copy` and `pickle` look up attributes before they set any
             raise AttributeError(name)
         return getattr(self.lightning, _OF_LIGHTNING.get(name, name))
 

@@ -126,7 +126,7 @@ def rewind(hook: Any, step: int) -> None:
 
 
 def suppressed(pl_module: object) -> bool:
-    """Whether the last step of a hosted trainer asked that no metrics, checkpoint or samples be emitted for it."""
+    """Whether the last step of a hosted trainer asked for no metrics, checkpoint or samples at this step."""
     hosted = getattr(pl_module, "hosted_trainer", None)
     control = getattr(getattr(hosted, "step_result", None), "control", None)
     return bool(getattr(control, "skip_cadence_emit", False))
