@@ -29,7 +29,8 @@ SEARCHED_ITEMS = 10_000
 ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
 """Types without children, except for functions that close over variables."""
 
-_TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
+TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
+"""Attributes of modules that are those of every module."""
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
 _TORCH_WITHOUT_USERS_OBJECTS = ("torch._", "torch.utils.data")
 _HOSTS = ("lightning.pytorch.", "pytorch_lightning.", "genlight.adapter.module.")
@@ -56,8 +57,7 @@ def below(path: str, value: Any) -> Iterable[Reference]:
     if isinstance(value, Tensor | Optimizer | GradScaler):
         return ()
     if isinstance(value, nn.Module):
-        attributes = attributes_of_module(path, uncompiled(value))
-        return (reference for reference in attributes if not isinstance(reference.value, Tensor))
+        return _attributes_of_module(path, uncompiled(value))
     if isinstance(value, LRScheduler):
         return (Reference(f"{path}.optimizer", value.optimizer),)
     return _children(path, value)
@@ -167,14 +167,14 @@ def _attributes(path: str, value: Any) -> Iterator[Reference]:
                 yield reference(name, getattr(value, name))
 
 
-def attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
+def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
     """Yield attributes of the module and its submodules other than parameters, buffers and submodules."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
         is_torchs = type(submodule).__module__.startswith("torch.")
         for attribute, value in vars(submodule).items():
             private = is_torchs and attribute.startswith("_")
-            if not private and attribute not in _TORCH_INTERNALS:
+            if not private and attribute not in TORCH_INTERNALS and not isinstance(value, Tensor):
                 yield Reference(f"{where}.{attribute}", value, functools.partial(setattr, submodule, attribute))
 
 

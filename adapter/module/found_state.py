@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ...callbacks.checkpoint.codec.tensors import is_storable
 from ...callbacks.witness.state import digest, values_in
 from ..contract.types import StepContext
-from ..discovery.children import SEARCHED_ITEMS, attributes_of_module, uncompiled
+from ..discovery.children import SEARCHED_ITEMS, TORCH_INTERNALS, uncompiled
 from ..discovery.discover import Discovered, globals_of, walk
 from ..discovery.wrapped_optimizers import with_inner_optimizers
 from ..plumbing.generators import GENERATORS
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 _CONTAINERS = (list, tuple, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OF_OPTIMIZERS = frozenset(vars(Optimizer([torch.zeros(())], {})))
+_UNKNOWN = (object(), None)
+"""What `_known` returns for no value."""
 _SAMPLED = 4096
 """Elements of a large tensor that are compared, only for a warning."""
 _MOVES = itertools.count()
@@ -51,16 +53,22 @@ class FoundState:
 
     def __init__(self, built: Discovered, host: nn.Module) -> None:
         self._host = host
-        self._attributes = {path: _fingerprint(value) for path, value in _plain_attributes(built)}
+        self._attributes = {
+            path: {name: _known(value) for name, value in _attributes_of(owner) if _is_plain(value)}
+            for path, owner in _owners(built)
+        }
         self._values = self._fingerprints(built)
 
     def states(self, now: Discovered) -> dict[str, dict[str, Any]]:
         """Return the states of objects, and the attributes of modules that training changed, by path."""
-        changed = {
-            path: value
-            for path, value in _plain_attributes(now)
-            if path not in self._attributes or self._attributes[path] != _fingerprint(value)
-        }
+        changed = {}
+        for path, owner in _owners(now):
+            before = self._attributes.get(path, {})
+            for name, value in _attributes_of(owner):
+                constant, fingerprint = before.get(name, _UNKNOWN)
+                # Nearly all attributes are constants; a save must not take a digest of each.
+                if value is not constant and _is_plain(value) and fingerprint != _fingerprint(value):
+                    changed[f"{path}.{name}"] = value
         return {"objects": dict(_states_of_objects(now)), "attributes": changed}
 
     @staticmethod
@@ -157,19 +165,24 @@ def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         yield from ((name, value) for name, value in vars(optimizer).items() if name not in _OF_OPTIMIZERS)
 
 
-def _plain_attributes(now: Discovered) -> Iterator[tuple[str, Any]]:
-    """Yield attributes of modules and optimizers, modes of modules and flags of parameters, by path."""
-    for found in now.modules:
-        for reference in attributes_of_module(found.path, uncompiled(found.value)):
-            if _is_plain(reference.value):
-                yield reference.path, reference.value
-    for path, owner in _owners(now):
-        if isinstance(owner, nn.Module):
-            yield f"{path}.training", owner.training
-        elif isinstance(owner, nn.Parameter):
-            yield f"{path}.requires_grad", owner.requires_grad
-        else:
-            yield from ((f"{path}.{name}", value) for name, value in _own_attributes(owner) if _is_plain(value))
+def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module or an optimizer, the mode of a module, and the flag of a parameter, by name."""
+    if isinstance(owner, nn.Module):
+        is_torchs = type(owner).__module__.startswith("torch.")
+        for name, value in vars(owner).items():
+            if name not in TORCH_INTERNALS and not (is_torchs and name.startswith("_")):
+                yield name, value
+        yield "training", owner.training
+    elif isinstance(owner, nn.Parameter):
+        yield "requires_grad", owner.requires_grad
+    else:
+        yield from _own_attributes(owner)
+
+
+def _known(value: Any) -> tuple[Any, Any]:
+    """Return a value that cannot change, otherwise an object that is no value, and the fingerprint."""
+    items = value if type(value) is tuple else (value,)
+    return value if all(type(item) in _NUMBERS for item in items) else _UNKNOWN[0], _fingerprint(value)
 
 
 def _is_plain(value: Any) -> bool:
