@@ -3,6 +3,8 @@
     python examples/benchmarks/checkpoint.py --mb 100 --rounds 5
     python examples/benchmarks/checkpoint.py --mb 1000 --rounds 3 --json
     python examples/benchmarks/checkpoint.py --tensors 400 4000 40000 --rounds 7
+    python examples/benchmarks/checkpoint.py --tensors 96 1200 --mb 100 --rounds 15
+    python examples/benchmarks/checkpoint.py --tensors 96 --mb 1000 --rounds 9 --synchronous
     python examples/benchmarks/checkpoint.py --beside-training --mb 1000 --rounds 7
 
 The state is a model and its two AdamW moments, a third of the bytes each. Every round runs every variant once, in an
@@ -12,8 +14,10 @@ threads, *memory* the growth of the resident set at its peak as a share of the s
 no asynchronous save can wait less than a copy takes, and the bare bytes, written and then synced, are what durability
 costs at least unless the disk works while they are written.
 
-With `--tensors`, only copies and asynchronous saves of that many small tensors are measured, each copy right before its
-save. The state is a new one in each round, as a Trainer's is: new tensors for the weights, with the same memory.
+With `--tensors`, only asynchronous saves of that many tensors are measured, with a copy before and after each. With
+`--synchronous` as well, synchronous saves are measured, with a bare write and sync before and after each. A tensor has
+64 numbers, unless `--mb` says how large all are together. The state is a new one in each round, as a Trainer's is: new
+tensors for the weights, with the same memory.
 
 With `--beside-training`, asynchronous saves of a training with AdamW are measured: how long a save takes, how long the
 next update waits for its copy, and whether steps with a save take longer. A step's forward and backward pass are
@@ -281,23 +285,33 @@ def measure_work(variants: Variants, rounds: int) -> dict[str, float]:
     }
 
 
-def measure_many(tensors: int, directory: Path, rounds: int) -> tuple[float, float]:
-    """Return the seconds of a copy, and of the stall of an asynchronous save, for `tensors` tensors of 64 numbers."""
-    variants = Variants(make_state(64, tensors // 4), directory)
-    weights = variants.state["state_dict"]
-    copies, stalls = [], []
+def measure_pairs(variants: Variants, rounds: int, *, synchronous: bool) -> list[tuple[float, float]]:
+    """Return the mean seconds of its limit before and after each save, and those of the save."""
+    weights, pairs = variants.state["state_dict"], []
+    limit, save = (variants.write_and_sync, variants.ours_sync) if synchronous else (variants.copy, variants.ours_async)
     for _ in range(rounds + 2):  # the first two saves find no layout, and memory that was never touched
         variants.state["state_dict"] = {name: weight.detach() for name, weight in weights.items()}
-        copies.append(variants.copy()[0])
-        stalls.append(variants.ours_async()[0])
-    return statistics.median(copies[2:]), statistics.median(stalls[2:])
+        clear(variants.directory, variants.tensors)
+        seconds = []
+        for call in (limit, save, limit):
+            seconds.append(call()[0])
+            if synchronous:
+                clear(variants.directory, variants.tensors)
+        pairs.append(((seconds[0] + seconds[2]) / 2, seconds[1]))
+    return pairs[2:]
 
 
-def show_many(counts: list[int], directory: Path, rounds: int) -> None:
-    print(f"{'tensors':>10}{'copy ms':>10}{'stall ms':>10}{'more than two copies, us a tensor':>36}")
+def show_pairs(counts: list[int], megabytes: int | None, directory: Path, rounds: int, *, synchronous: bool) -> None:
+    print(f"{'tensors':>10}{'limit ms':>10}{'save ms':>10}{'ratio':>8}{'range':>18}{'more than two, us a tensor':>28}")
     for tensors in counts:
-        copy, stall = measure_many(tensors, directory, rounds)
-        print(f"{tensors:>10}{copy * 1e3:>10.1f}{stall * 1e3:>10.1f}{(stall - 2 * copy) / tensors * 1e6:>36.1f}")
+        elements = 64 if megabytes is None else megabytes * 1_000_000 // 4 // 3 // (tensors // 4)
+        variants = Variants(make_state(elements, tensors // 4), directory)
+        pairs = measure_pairs(variants, rounds, synchronous=synchronous)
+        limit, save = (statistics.median(values) * 1e3 for values in zip(*pairs, strict=True))
+        ratios = sorted(save / limit for limit, save in pairs)
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        more = (save - 2 * limit) / tensors * 1e3
+        print(f"{tensors:>10}{limit:>10.1f}{save:>10.1f}{statistics.median(ratios):>8.2f}{spread:>18}{more:>28.1f}")
 
 
 def measure_beside_training(megabytes: int, directory: Path, rounds: int) -> dict[str, float]:
@@ -369,9 +383,10 @@ def ratios(rows: dict, verification: dict[str, float], work: dict[str, float]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=100, help="size of the state")
+    parser.add_argument("--mb", type=int, help="size of the state; default: 100, or small tensors with --tensors")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tensors", type=int, nargs="+", help="measure only copies and saves of so many small tensors")
+    parser.add_argument("--tensors", type=int, nargs="+", help="measure only saves of so many tensors")
+    parser.add_argument("--synchronous", action="store_true", help="with --tensors: synchronous saves")
     parser.add_argument("--beside-training", action="store_true", help="measure only the stall of a training")
     parser.add_argument("--directory", help="where to write; default: a temporary folder")
     parser.add_argument("--json", action="store_true")
@@ -381,18 +396,20 @@ def main() -> None:
     directory = root / "saves"
     directory.mkdir()
     if arguments.tensors:
-        show_many(arguments.tensors, directory, arguments.rounds)
+        counts, synchronous = arguments.tensors, arguments.synchronous
+        show_pairs(counts, arguments.mb, directory, arguments.rounds, synchronous=synchronous)
         shutil.rmtree(root)
         return
+    megabytes = arguments.mb or 100
     if arguments.beside_training:
-        seconds = measure_beside_training(arguments.mb, directory, arguments.rounds)
+        seconds = measure_beside_training(megabytes, directory, arguments.rounds)
         print("\n".join(f"{name:20}{value * 1e3:9.1f} ms" for name, value in seconds.items()))
         print(f"{'stall / copy':20}{(seconds['save'] + seconds['wait']) / seconds['copy']:9.3f}   aim <= 0.15")
         shutil.rmtree(root)
         return
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
     try:
-        state = make_state(arguments.mb * 1_000_000 // 4 // 3 // LAYERS)
+        state = make_state(megabytes * 1_000_000 // 4 // 3 // LAYERS)
         variants = Variants(state, directory)
         rows = measure(variants, arguments.rounds)
         verification = measure_verification(state, directory, arguments.rounds)
@@ -404,7 +421,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(results))
     else:
-        show(results, arguments.mb)
+        show(results, megabytes)
 
 
 if __name__ == "__main__":

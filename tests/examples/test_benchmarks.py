@@ -32,7 +32,7 @@ def benchmark(examples, monkeypatch):
     for name, level in zip(LOGGERS, levels, strict=True):
         logging.getLogger(name).setLevel(level)
     for name in {*sys.modules} - before:
-        if name.split(".")[0] in ("step_cost", "step_overhead", "diagnosis", "feed"):
+        if name.split(".")[0] in ("step_cost", "step_overhead", "diagnosis", "feed", "checkpoint"):
             del sys.modules[name]
 
 
@@ -58,6 +58,19 @@ def test_the_feed_benchmark_reports_every_contender_with_the_same_number_of_batc
         assert lines["feed"]["batches"] == lines["limit"]["batches"] == rows // 32
         assert report[name]["resume_ms"]["feed at 75%"] > 0
     assert "x scanner" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # each save waits until the disk is idle
+@pytest.mark.parametrize("settings", [("--mb", "1"), ("--synchronous",)])
+def test_saves_of_any_number_of_tensors_take_turns_with_their_limit(benchmark, monkeypatch, tmp_path, capsys, settings):
+    command = ["checkpoint.py", "--tensors", "8", "16", "--rounds", "1", "--directory", str(tmp_path), *settings]
+    monkeypatch.setattr(sys, "argv", command)
+    benchmark("checkpoint").main()
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["8", "16"]
+    assert all(row[4:7:2] == [row[3], row[3]] for row in rows), "the range of one round"
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_host_takes_turns_with_its_floor_and_is_reported(benchmark, tmp_path, capsys):
