@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ...callbacks.checkpoint.codec.tensors import is_storable
 from ...callbacks.witness.state import digest, values_in
@@ -146,7 +145,7 @@ def _states_of_objects(now: Discovered) -> Iterator[tuple[str, Any]]:
         except Exception as error:  # noqa: BLE001  # some objects do not support it; a resume names what is lost
             log.debug("%s returned no state: %r", found.path, error)
             continue
-        if is_storable(state) and not any(isinstance(leaf, DTensor) for leaf in tree_leaves(state)):
+        if is_storable(state) and not any(isinstance(node, DTensor) for _, node in walk(state, "")):
             yield found.path, state
 
 
