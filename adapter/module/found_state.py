@@ -145,7 +145,7 @@ def _states_of_objects(now: Discovered) -> Iterator[tuple[str, Any]]:
         except Exception as error:  # noqa: BLE001  # some objects do not support it; a resume names what is lost
             log.debug("%s returned no state: %r", found.path, error)
             continue
-        if is_storable(state) and not any(isinstance(node, DTensor) for _, node in walk(state, "")):
+        if is_storable(state) and not any(isinstance(leaf, DTensor) for _, leaf, _ in values_in("", state)):
             yield found.path, state
 
 
