@@ -121,7 +121,7 @@ def keeps_state(value: Any) -> bool:
     kind = type(value)
     if not hasattr(kind, "state_dict") or isinstance(value, _KEPT_ON_CLASSES) or hasattr(kind, "__iter__"):
         return False
-    try:  # those of a trainer class take more
+    try:  # a trainer class has methods with more arguments
         inspect.signature(value.state_dict).bind()
         inspect.signature(value.load_state_dict).bind({})
     except (AttributeError, TypeError, ValueError):

@@ -63,7 +63,7 @@ class Discovered:
     generators: tuple[Found[Any], ...] = ()
     """Random number generators of torch, NumPy and Python, also those in the module that defines the trainer class."""
     stateful: tuple[Found[Any], ...] = ()
-    """Other objects with a ``state_dict`` of their own."""
+    """Other objects with a ``state_dict``."""
     roots: tuple[tuple[str, Any], ...] = ()
     """The roots of the search, the state and the trainer, by the names that paths begin with."""
     layout: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)

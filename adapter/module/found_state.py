@@ -1,6 +1,6 @@
 """State that a class does not return from ``state_dict``: of libraries' objects, of modules, and its own values.
 
-Objects with a ``state_dict`` of their own, such as averages of weights and schedules of other libraries, are stored and
+Objects with a ``state_dict``, such as averages of weights and schedules of other libraries, are stored and
 loaded. So are plain attributes of modules that training changed, such as the index of a queue. All other values belong
 to the class. If it neither returns nor restores one that training had changed, the resume names it.
 """
@@ -159,7 +159,7 @@ def _owners(now: Discovered) -> Iterator[tuple[str, Any]]:
 
 
 def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an optimizer, other than those of each optimizer of torch, by name."""
+    """Yield the attributes that an optimizer has besides torch's, by name."""
     if not type(optimizer).__module__.startswith("torch."):
         yield from ((name, value) for name, value in vars(optimizer).items() if name not in _OF_OPTIMIZERS)
 

@@ -321,7 +321,7 @@ class AveragesInALibrary(Plain):
 
 
 class Rate:
-    """A schedule as in timm, which is no schedule of torch."""
+    """A schedule like timm's; torch does not know its class."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer, self.calls = optimizer, 0
@@ -348,7 +348,7 @@ class RateOfALibrary(Plain):
 
 
 class Queue(nn.Module):
-    """Keeps its last inputs, its place and what it has counted in attributes, no buffers."""
+    """Keeps its last inputs, its place and its sums in attributes, not in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
