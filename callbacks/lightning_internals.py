@@ -134,6 +134,19 @@ tensor_parallel_size: Callable[[ModelParallelStrategy], int | str] = attrgetter(
 """Number of ranks over which a strategy splits layers."""
 
 
+def choose_start(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None:
+    """Have the fit that is starting load ``choose(path)`` in place of `path`; both are None if it loads nothing."""
+    connector = checkpoint_connector(trainer)
+    vars(connector).pop("resume_start", None)
+    start = connector.resume_start
+
+    def resume_start(path: Any = None, **options: Any) -> None:
+        del connector.resume_start
+        start(choose(path), **options)
+
+    connector.resume_start = resume_start  # type: ignore[method-assign, assignment]
+
+
 def trains_in_copies(trainer: pl.Trainer) -> bool:
     """Whether training runs in copies of this process, while this process only waits for them."""
     return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)

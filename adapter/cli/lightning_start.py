@@ -175,6 +175,8 @@ def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool
             start = before_deaths(start, directory, directory, _FIT, job=job_of_fit(settings), knows_types=True)
     except PermissionError as error:
         raise UsageError(f"{text_of_error(error)}; let this user read it, or move it away") from error
+    for saver in savers_of(trainer):
+        saver.takes_newest = is_fit and start.is_newest
     for warning in start.warnings:
         log.warning(warning)
     if start.record is None:

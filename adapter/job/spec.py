@@ -129,6 +129,9 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     memory_every_n_steps: Annotated[Count, example(10)] = 0
     """Steps between checkpoints in `/dev/shm`, the memory of the node, of which only the newest is kept; 0 saves none
     there. They outlive a killed process, but not the node, and are not uploaded."""
+    peer_copies: bool = False
+    """Whether, on several nodes, each checkpoint in memory is also sent from node to node, so that it outlives the loss
+    of all but one."""
     lose_at_most: Annotated[Duration, example("60s")] | None = None
     """Instead of a cadence: how much training a crash may cost. The time between checkpoints follows from how long they
     stall training and how long they take until they are durable."""

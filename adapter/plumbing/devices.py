@@ -107,13 +107,16 @@ def isolated_random_numbers() -> Iterator[None]:
         restore_random_states(devices)
 
 
-def host_group(timeout: dt.timedelta | None = None) -> dist.ProcessGroup:
-    """Make a process group of all ranks for values in host memory; None means torch's default `timeout`."""
+def host_group(timeout: dt.timedelta | None = None, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Make a process group of `ranks` for values in host memory. Collective over all ranks.
+
+    None means all ranks, and torch's default `timeout`.
+    """
     world = dist.group.WORLD
     bound = None if world is None else world.bound_device_id
     # If the ranks' device is known, a new group needs a backend for it; gloo has one by default only for CUDA.
     backend = "gloo" if bound is None else f"cpu:gloo,{bound.type}:gloo"
-    made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
     return made
 
 

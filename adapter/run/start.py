@@ -65,6 +65,8 @@ class Start:
     """The last attempts, if all of them were killed in the same step."""
     went_back: bool = False
     """Whether `record` is not the newest one, because of these deaths."""
+    is_newest: bool = False
+    """Whether the run takes the newest checkpoint there is, of which `record` is the newest that this node sees."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def overlapping(start: Start, directory: Path, *, knows_types: bool) -> Start:
     if earlier is None:
         reason = f"There is no checkpoint before {newest.name}, so `overlap` compares nothing"
         return dataclasses.replace(start, warnings=(*start.warnings, *warnings, reason))
-    return dataclasses.replace(start, record=earlier, warnings=(*start.warnings, *warnings))
+    return dataclasses.replace(start, record=earlier, is_newest=False, warnings=(*start.warnings, *warnings))
 
 
 def _newest_before(
@@ -193,7 +195,7 @@ def before_deaths(
             f"folder {str(folder / FOLDER)!r}; or give up its checkpoints: {ways.start_over}"
         )
     text = f"{describe_deaths(deaths)}. This attempt begins at the checkpoint before, {earlier.name}"
-    return dataclasses.replace(start, record=earlier, went_back=True, warnings=(*start.warnings, text))
+    return dataclasses.replace(start, record=earlier, went_back=True, is_newest=False, warnings=(*start.warnings, text))
 
 
 def _find_end(config: RunConfig, allow_changed: bool) -> Start | None:
@@ -244,7 +246,7 @@ def newest_start(
             IN_USE,
             f"no checkpoint in {str(directory)!r} can be resumed from: {broken}. Restore one, or {ways.start_over}.",
         )
-    return Start(record, warnings=tuple(warnings))
+    return Start(record, warnings=tuple(warnings), is_newest=record is None or not record.is_old)
 
 
 def refuse_to_overwrite(directory: Path, ways: ExitHints) -> None:

@@ -131,6 +131,7 @@ def _fit(
     start: Start,
 ) -> Completion:
 
+    from ...callbacks.checkpoint.policy import savers_of
     from ..module.module import ContractModule
     from ..module.trainer_files import trainer_directory
     from .fit import continue_runs, fit, join
@@ -153,6 +154,8 @@ def _fit(
         module.resume_from(step=record.step, payload=record.state, checkpoint_dir=folder)
     elif record is not None:
         ckpt_path = str(record.path)
+    for saver in savers_of(trainer):
+        saver.takes_newest = start.is_newest
     _add_callbacks(config, session, trainer, plugin)
     join(session, trainer, module)
     if session.is_rank_zero:

@@ -3,7 +3,8 @@
 They have the format of those on disk, in a folder of `ROOT` that only this user may enter. The name of that folder is
 random; a file in the folder of checkpoints on disk has it. In return, a note in the folder in memory has the inode of
 the folder on disk. So no other run uses these checkpoints, not even one that was started in a copy of the folder on
-disk, or in a new folder at the same path.
+disk, or in a new folder at the same path. On several nodes the folder has the same name on each of them; `peers`
+copies the checkpoints from one to the next.
 
 When training has ended, the folder in memory is removed. If it held a newer checkpoint than the disk, that checkpoint
 is copied first.
@@ -40,11 +41,12 @@ POINTER = ".memory"
 _NOTE = ".checkpoints-of"
 _NAME = re.compile(r"genlight-[\w-]+-[0-9a-f]{16}")
 _LARGEST_NOTE = 256
-_AT_ONCE = 2
-"""Checkpoints that exist at the same time: one stays until the next is complete."""
+_AT_ONCE, _AT_ONCE_WITH_COPIES = 2, 3
+"""Checkpoints that exist at the same time: one stays until the next is complete, and one is sent to another node."""
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 """Variables with the number of nodes: of torchrun, of a job step, of a job."""
 _CGROUP = Path("/sys/fs/cgroup")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def memory_folder(directory: str | os.PathLike[str]) -> Path | None:
@@ -52,17 +54,28 @@ def memory_folder(directory: str | os.PathLike[str]) -> Path | None:
 
     One that could have been made or changed by another user, or belongs to another run, is refused with a warning.
     """
-    try:
-        name = read_own(Path(directory) / POINTER, limit=_LARGEST_NOTE).decode()
-    except (OSError, ValueError):
-        return None
-    folder = ROOT / name
-    if not _NAME.fullmatch(name) or not os.path.lexists(folder):
+    folder = _named_folder(directory)
+    if folder is None or not os.path.lexists(folder):
         return None
     if fault := _fault_of(folder, directory):
         _warn_of(folder, fault)
         return None
     return folder
+
+
+def _named_folder(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the path in memory that the folder of checkpoints `directory` names, or None if it names none."""
+    try:
+        name = read_own(Path(directory) / POINTER, limit=_LARGEST_NOTE).decode()
+    except (OSError, ValueError):
+        return None
+    return ROOT / name if _NAME.fullmatch(name) else None
+
+
+def memory_id() -> str:
+    """Return a text that is the same for all processes that share one `ROOT`, and for no others."""
+    status = os.stat(ROOT)
+    return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {status.st_dev} {status.st_ino}"
 
 
 @functools.cache
@@ -114,7 +127,15 @@ def spans_nodes(environ: Mapping[str, str]) -> bool:
     return nodes != "1" or environ.get("NODE_RANK", "0") != "0"
 
 
-def open_memory(directory: Path, run_id: str, nbytes: int, loaded: CheckpointRecord | None) -> Path:
+def open_memory(
+    directory: Path,
+    run_id: str,
+    nbytes: int,
+    loaded: CheckpointRecord | None,
+    *,
+    has_copies: bool = False,
+    name: str | None = None,
+) -> Path:
     """Return the folder in memory for `directory`, made if it does not exist.
 
     Args:
@@ -122,12 +143,14 @@ def open_memory(directory: Path, run_id: str, nbytes: int, loaded: CheckpointRec
         run_id: Makes the name readable.
         nbytes: Estimated bytes of a checkpoint.
         loaded: The checkpoint from which training continues. Others in memory are removed: it may be older.
+        has_copies: Whether checkpoints are also sent to another node.
+        name: Name of the folder, which another node has chosen.
 
     Raises:
         CheckpointError: There is no room, or no such memory; the message says how much.
         OSError: The folder cannot be made.
     """
-    folder, at_once = memory_folder(directory), _AT_ONCE
+    folder, at_once = memory_folder(directory), _AT_ONCE_WITH_COPIES if has_copies else _AT_ONCE
     for path in [] if folder is None else [each.path for each in list_checkpoints(folder)]:
         if loaded is None or path != loaded.path:
             delete_checkpoint(path)
@@ -135,20 +158,35 @@ def open_memory(directory: Path, run_id: str, nbytes: int, loaded: CheckpointRec
             at_once -= 1
     if not ROOT.is_dir():
         raise CheckpointError(f"there is no {ROOT}")
-    room = _room()
-    need, has = (f"{size / 1e6:,.1f} MB" for size in (at_once * nbytes, room))
-    figures = f"{at_once} checkpoints need {need}, and {ROOT} has room for {has}"
-    if room < at_once * nbytes:
-        raise CheckpointError(f"{figures}; give it more (`--shm-size` of a container), or save on disk more often")
+    figures = require_room(at_once * nbytes, f"{at_once} checkpoints")
     if folder is None:
-        folder = ROOT / f"genlight-{re.sub(r'[^A-Za-z0-9_-]', '-', run_id)[:40] or 'run'}-{secrets.token_hex(8)}"
-        folder.mkdir(0o700)
         make_directory(directory, shared=None)
+        named = _named_folder(directory)
+        if name is None and named is not None and not os.path.lexists(named):
+            name = named.name  # this node is new or was started again, and others still have a folder of that name
+        name = name or f"genlight-{re.sub(r'[^A-Za-z0-9_-]', '-', run_id)[:40] or 'run'}-{secrets.token_hex(8)}"
+        folder = ROOT / name
+        folder.mkdir(0o700)
         write_bytes_durably(folder / _NOTE, _note_of(directory), mode=PRIVATE_FILE)
-        write_bytes_durably(directory / POINTER, folder.name.encode(), mode=PRIVATE_FILE)
+        if named != folder:
+            write_bytes_durably(directory / POINTER, folder.name.encode(), mode=PRIVATE_FILE)
     sweep(folder)
     log.info("checkpoints in memory go to %s: %s", folder, figures)
     return folder
+
+
+def require_room(nbytes: int, what: str) -> str:
+    """Return a sentence with the figures if `nbytes` bytes fit into memory; `what` names what needs them.
+
+    Raises:
+        CheckpointError: They do not fit.
+    """
+    room = _room()
+    need, has = (f"{size / 1e6:,.1f} MB" for size in (nbytes, room))
+    figures = f"{what} need {need}, and {ROOT} has room for {has}"
+    if room < nbytes:
+        raise CheckpointError(f"{figures}; give it more (`--shm-size` of a container), or save on disk more often")
+    return figures
 
 
 def _room() -> int:

@@ -30,12 +30,13 @@ from ...adapter.contract.exceptions import (
     UnstorableStateError,
 )
 from ...adapter.contract.types import RunState
+from ...adapter.plumbing.devices import host_group
 from ...adapter.plumbing.text import require
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, crossed, step_cadence, suppressed
 from ..hook.events import awaits_module_hook, callbacks_of, fire, run_state_of, timed
 from ..hook.hook import Hook, RunContext, ending_the_run, judge, skippable
-from ..lightning_internals import checkpoint_connector
+from ..lightning_internals import checkpoint_connector, choose_start
 from ..rank_channel import ALONE, Channel, RankGroups
 from ..witness.entry import Proof
 from ..witness.state import compare_with_checkpoint
@@ -47,10 +48,11 @@ from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path,
 from .frozen import Frozen, frozen_in
 from .listing import Listed, files_in_the_way, list_checkpoints
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .memory_tier import POINTER, is_in_memory, open_memory, retire_memory, spans_nodes
+from .memory_tier import POINTER, is_in_memory, memory_folder, open_memory, retire_memory, spans_nodes
+from .peers import Ring, first_ranks, forget_copies, save_newest
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import WITNESS, ResumeState, capture_parts
-from .selection import WRITER, Retention, add_score, best_first, own_records, to_delete
+from .selection import WRITER, Retention, add_score, best_first, find_checkpoint, own_records, to_delete
 from .storage import Staging, move_out_of_the_way, require_space, stage, sweep
 from .store import CheckpointStore, wait_after_failure
 from .writing import require_shared_directory
@@ -121,7 +123,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             multiple of this; 0 never does. Such a checkpoint outlives a killed process, but not the node. Only the
             newest one is kept; a resume takes it if it is newer than those in `dirpath`. It is neither uploaded nor
             reported to callbacks. When training ends with an error, it is moved to `dirpath`. Without room
-            for it there, or on several nodes, a warning says so.
+            for it there, or with a strategy that shards over several nodes, a warning says so. On several nodes, a
+            resume first copies it to `dirpath`.
+        peer_copies: On several nodes, send each checkpoint in memory from node to node, in the background. A resume
+            takes the newest one that any node has, even if the others were replaced. It costs memory for three
+            checkpoints on each node, and their bytes, not encrypted, on the network of training.
         lose_at_most: Instead of a cadence: how much training a crash may cost, such as ``60s`` or ``5min``. The time
             between saves follows from how long they stall training and how long they take until they are durable. It is
             logged when it changes, with the costs of half and of twice that time. A resumed run continues with it.
@@ -157,11 +163,12 @@ class Checkpoint(Hook, LightningCheckpoint):
     ranks: Literal["zero", "all"] = "all"
     optional_reads = ("stop_reason", "loss_stats", "eval_scores", "rolls_back")
     writes = ("latest_checkpoint_uri",)
-    _of_this_process = frozenset({"_channel", "_run_state", "_witness", "_overlapped", "_memory"})
+    _of_this_process = frozenset({"_channel", "_run_state", "_witness", "_overlapped", "_memory", "_ring"})
     _channel = ALONE
     _run_state: RunState | None = None
     _witness: Witness | None = None
     _memory: MemoryTier | None = None
+    _ring: Ring | None = None
     _overlapped: CheckpointRecord | None = None
     """The checkpoint with which a run that repeats its step compares itself."""
 
@@ -173,6 +180,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         every_n_epochs: int = 0,
         every_minutes: float = 0,
         memory_every_n_steps: int = 0,
+        peer_copies: bool = False,
         lose_at_most: str | None = None,
         pay_at_most: float | None = None,
         keep_last: int | None = 2,
@@ -225,6 +233,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Durable checkpoints not yet reported, with the seconds that each took; two threads use it."""
         self._in_use: list[Callable[[], Collection[Path]]] = []
         self._saves_after_module_hook = self._is_between_batches = self._only_in_memory = False
+        self.peer_copies, self.takes_newest = peer_copies, False
+        """Whether training continues from the newest checkpoint, and not from a chosen one; the runtime sets it."""
         self._keeps_memory = False
         """Whether the supervisor of restarts decides about checkpoints in memory when training fails."""
         self._last_saved_step: int | None = None
@@ -253,7 +263,39 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._store.base = lambda: dict(pl_module.named_parameters(remove_duplicate=False))
         self.dirpath = (self.dirpath or local_path(trainer.default_root_dir) / "checkpoints").absolute()
         if stage == "fit":
+            if self.memory_every_n_steps and _is_on_several_nodes(trainer):
+                choose_start(trainer, functools.partial(self._newest_of_nodes, trainer))
             keep_positions(trainer, self._restore_rng_before_batch, self._resume.restore_generators)
+
+    def _newest_of_nodes(self, trainer: pl.Trainer, path: str | os.PathLike[str] | None) -> Any:
+        """Return the newest checkpoint in the memory of the nodes, then on disk; `path` if that is newer. Collective.
+
+        Args:
+            trainer: The trainer.
+            path: What the fit was to load.
+        """
+        if not self.takes_newest and (path is None or not os.path.isdir(path)):
+            return path
+        step = -1
+        with contextlib.suppress(FileNotFoundError, BrokenCheckpointError):
+            step = -1 if path is None else read_record(find_checkpoint(path)).step
+
+        def accept(record: CheckpointRecord) -> bool:
+            run = self.run
+            is_of_run = not run.run_id or (record.run_id, record.spec_digest) == (run.run_id, run.spec_digest)
+            return is_of_run and record.step > step and record.finite_weights is not False
+
+        if (record := save_newest(self._channel, self.directory, accept)) is None:
+            return path
+        if trainer.is_global_zero:
+            log.info("continuing after step %d, from the memory of the nodes", record.step)
+        return str(record.path)
+
+    @override
+    def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._memory is not None:  # no checkpoint from before the rollback may arrive later
+            self._end_memory(trainer, retires=False)
+            self._open_memory(trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -316,25 +358,62 @@ class Checkpoint(Hook, LightningCheckpoint):
         folder = self._memory = None
         if not self.memory_every_n_steps:
             return
+        groups, is_on_several = rank_groups_of(trainer.strategy), _is_on_several_nodes(trainer)
+        ranks = first_ranks(self._channel) if is_on_several else [0]
+        if self._channel.rank in ranks[1:]:
+            forget_copies(self.directory)  # of an earlier attempt
+        # A rank knows the bytes of its own part of a sharded tensor, and the parts are of about the same size.
+        nbytes = trainer.world_size if any(isinstance(p, DTensor) for p in pl_module.parameters()) else 1
+        nbytes *= _estimated_bytes(pl_module)
+        has_copies = self.peer_copies and is_on_several
+        open_here = functools.partial(
+            open_memory, self.directory, self._run_id, nbytes, self._store.loaded, has_copies=has_copies
+        )
         if trainer.is_global_zero:
-            loaded = self._store.loaded
             try:
-                if trainer.num_nodes > 1 or spans_nodes(os.environ):
-                    raise CheckpointError("the run is on several nodes, which have no memory in common")
-                # A rank knows the bytes of its own part of a sharded tensor, and the parts are of about the same size.
-                nbytes = trainer.world_size if any(isinstance(p, DTensor) for p in pl_module.parameters()) else 1
-                folder = open_memory(self.directory, self._run_id, nbytes * _estimated_bytes(pl_module), loaded)
+                if is_on_several and groups is not None:
+                    raise CheckpointError("on several nodes the strategy must not shard")
+                folder = open_here()
             except (CheckpointError, OSError) as error:
                 log.warning("Checkpoints are not saved in memory: %s", error)
         folder = self._channel.share(folder)
-        if folder is not None:
-            groups = None if rank_groups_of(trainer.strategy) is None else RankGroups()
-            self._memory = memory = MemoryTier(folder, groups)
-            memory.store.before_background_save.append(self._wake)
-            memory.store.copies_later = self.copy_while_training
-            if trainer.is_global_zero:
-                frozen, leaves_out = frozen_in(pl_module, trainer.optimizers), self.weights == "trained"
-                memory.store.begin(folder, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
+        if folder is None:
+            return
+        self._memory = memory = MemoryTier(folder, None if groups is None else RankGroups())
+        memory.store.before_background_save.append(self._wake)
+        memory.store.copies_later = self.copy_while_training
+        if trainer.is_global_zero:
+            frozen, leaves_out = frozen_in(pl_module, trainer.optimizers), self.weights == "trained"
+            memory.store.begin(folder, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
+        if has_copies:
+            self._open_ring(ranks, functools.partial(open_here, name=folder.name))
+
+    def _open_ring(self, ranks: list[int], open_here: Callable[[], object]) -> None:
+        """Begin to send checkpoints in memory from node to node, or say why that is not done. Collective.
+
+        Args:
+            ranks: The first ranks of all nodes.
+            open_here: Makes the folder in memory on a node other than the first.
+        """
+        channel = self._channel
+
+        def prepare() -> None:
+            if len(ranks) == 1:
+                raise CheckpointError("all ranks of the run share one memory")
+            if channel.rank in ranks[1:]:
+                open_here()
+
+        try:
+            channel.agreed(prepare, "hold copies of checkpoints in memory")
+        except (CheckpointError, OSError) as error:
+            if channel.rank == 0:
+                log.warning("Checkpoints in memory are not copied to other nodes: %s", error)
+            elif channel.rank in ranks:
+                forget_copies(self.directory)
+            return
+        group = host_group(ranks=ranks)
+        if channel.rank in ranks and (folder := memory_folder(self.directory)) is not None:
+            self._ring = Ring(group, channel.rank, ranks, folder)
 
     def _newest_after(self, step: int, listed: list[Listed]) -> CheckpointRecord | None:
         """Return the newest checkpoint of this run after `step`, but not its final one."""
@@ -476,13 +555,21 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._end_memory(trainer)
         self._close_witness()
 
-    def _end_memory(self, trainer: pl.Trainer) -> None:
-        """Remove the checkpoints in memory; if the newest one is newer than those on disk, copy it there first."""
+    def _end_memory(self, trainer: pl.Trainer, *, retires: bool = True) -> None:
+        """Remove the checkpoints in memory; if the newest one is newer than those on disk, copy it there first.
+
+        Args:
+            trainer: The trainer.
+            retires: False copies nothing.
+        """
         memory, self._memory = self._memory, None
+        ring, self._ring = self._ring, None
         if memory is not None:
             wait_after_failure(memory.store.close)
-        if trainer.is_global_zero and self.dirpath is not None:  # an earlier attempt may have saved there
+        if retires and trainer.is_global_zero and self.dirpath is not None:  # an earlier attempt may have saved there
             retire_memory(self.directory)
+        if ring is not None:
+            ring.close()
 
     def _close_witness(self) -> None:
         witness, self._witness = self._witness, None
@@ -670,7 +757,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             try:
                 self._channel.agreed(memory.store.wait, "save in memory")
                 path = memory.directory / f"{step_name(trainer.global_step)}.json"
-                self._begin_save(trainer, pl_module, path, memory.store, memory.groups, final=False, wait=False)
+                save = self._begin_save(trainer, pl_module, path, memory.store, memory.groups, final=False, wait=False)
+                if save is not None and self._ring is not None:
+                    save.add_done_callback(self._ring.offer_saved)
             except UnstorableStateError:
                 raise
             except (CheckpointError, OSError) as error:
@@ -809,6 +898,10 @@ class Scores(dict[int, float]):
         """Forget the scores of steps after `step`, to which the run was put back."""
         for later in [scored for scored in self if scored > step]:
             del self[later]
+
+
+def _is_on_several_nodes(trainer: pl.Trainer) -> bool:
+    return trainer.num_nodes > 1 or spans_nodes(os.environ)
 
 
 def _estimated_bytes(pl_module: pl.LightningModule) -> int:

@@ -378,8 +378,27 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
             log.warning("Could not remove %s: %s", replaced.data_path, error)
 
 
-def copy_checkpoint(record: CheckpointRecord, directory: Path) -> None:
+def read_pieces(record: CheckpointRecord, entry: FileEntry) -> Iterator[bytes]:
+    """Yield the content of a file of `record`, in pieces.
+
+    Raises:
+        BrokenCheckpointError: It is missing, has another size or cannot be read.
+    """
+    with open_file_of(record, entry) as source:
+        yield from iter(lambda: source.read(_WRITE_CHUNK), b"")
+
+
+def copy_checkpoint(
+    record: CheckpointRecord,
+    directory: Path,
+    read: Callable[[FileEntry], Iterator[bytes | memoryview]] | None = None,
+) -> None:
     """Copy a checkpoint to `directory`, complete and durable when this returns.
+
+    Args:
+        record: The checkpoint.
+        directory: The folder of the copy's record.
+        read: Returns the content of a file, called in their order; None reads those next to `record`.
 
     Raises:
         BrokenCheckpointError: A file differs from its record.
@@ -392,9 +411,8 @@ def copy_checkpoint(record: CheckpointRecord, directory: Path) -> None:
             for entry, file in zip(record.files, files, strict=True):
                 target = staging.path / file.path
                 make_directory(target.parent, shared=None)
-                with os.fdopen(open_regular(record.path.parent / entry.path), "rb") as source:
-                    written = write_file(target, iter(lambda: source.read(_WRITE_CHUNK), b""))
-                check_file(record, entry, *written)
+                pieces = read_pieces(record, entry) if read is None else read(entry)
+                check_file(record, entry, *write_file(target, pieces))
             commit(staging, replace(record, folder=None, files=files))
     except BaseException:
         staging.discard()

@@ -345,8 +345,12 @@ def _has_too_many_names(content: Mapping[str, Any]) -> bool:
     return any(isinstance(names, list | tuple) and len(names) > MOST_NAMES for names in lists)
 
 
-def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
+def read_record(path: str | os.PathLike[str], data: bytes | None = None) -> CheckpointRecord:
     """Parse the record at `path` and prove its own digest; its files are not checked.
+
+    Args:
+        path: The file.
+        data: Its content, if there is no such file yet.
 
     Raises:
         BrokenCheckpointError: The record is damaged, or is not a record.
@@ -355,7 +359,7 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     # A link (``last.ckpt``) is read as its target, because its files lie next to the target.
     path = Path(os.path.realpath(path))
     try:
-        return _parse_record(path)
+        return _parse_record(path, data)
     except UnsafeFileError as error:
         reason = f"its record {path.name} cannot be read: {error.strerror}"
     except ValueError as error:
@@ -363,15 +367,15 @@ def read_record(path: str | os.PathLike[str]) -> CheckpointRecord:
     raise BrokenCheckpointError(name_of(path), reason)
 
 
-def _parse_record(path: Path) -> CheckpointRecord:
+def _parse_record(path: Path, data: bytes | None) -> CheckpointRecord:
     """Return the record at `path`.
 
     Raises:
         ValueError: It is damaged or not a record; the message says which.
     """
-    if is_torch_file(path):  # avoid reading gigabytes only to find that they are not JSON
+    if data is None and is_torch_file(path):  # avoid reading gigabytes only to find that they are not JSON
         raise ValueError(f"{path.name} was written by torch.save and is not a record of genlight")
-    data = read_regular(path, limit=LARGEST_RECORD_BYTES)
+    data = read_regular(path, limit=LARGEST_RECORD_BYTES) if data is None else data
     try:
         # An older runtime has no digest, and writes NaN as Python does.
         content = parse_json(data) if _DIGEST_MEMBER in data else json.loads(data, object_pairs_hook=with_unique_keys)

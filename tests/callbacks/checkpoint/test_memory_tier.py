@@ -219,17 +219,32 @@ def test_a_move_of_the_folder_keeps_its_memory(killed):
     assert memory_folder(moved) == folder
 
 
-@pytest.mark.parametrize("fault", ["none", "small", "nodes"])
+@pytest.mark.parametrize("fault", ["none", "small"])
 def test_without_room_a_training_says_so_once_and_goes_on(fault, train, shm, tmp_path, monkeypatch, caplog):
     if fault == "none":
         shm.rmdir()
-    elif fault == "small":
-        monkeypatch.setattr(memory_tier, "_room", lambda: 1000)
     else:
-        monkeypatch.setenv("SLURM_NNODES", "2")
+        monkeypatch.setattr(memory_tier, "_room", lambda: 1000)
     train()
     assert caplog.text.count("not saved in memory") == 1
     assert steps(tmp_path / "c") == [4, 8, 10]
+
+
+def test_on_several_nodes_a_resume_saves_the_newest_of_memory_on_the_disk_first(killed, train, shm, monkeypatch):
+    directory, _ = killed
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    expected = train(dirpath="whole", memory_every_n_steps=0)
+    with pytest.raises(RuntimeError, match="here"):
+        train(Fails(9, is_killed=False), resume=True, memory_every_n_steps=20)
+    assert steps(directory) == [7, 8]
+    assert_equal(train(resume=True), expected)
+    assert list(shm.iterdir()) == []
+
+
+def test_a_run_whose_ranks_share_one_memory_sends_no_copies(train, monkeypatch, caplog):
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    train(peer_copies=True)
+    assert "all ranks of the run share one memory" in caplog.text
 
 
 @pytest.mark.parametrize(
