@@ -233,7 +233,7 @@ def test_an_error_of_a_trainers_constructor_is_reported_without_jsonargparses_er
 
 
 def test_an_error_of_the_trainer_is_logged_with_its_own_frames_and_a_file_with_the_rest(genlight, tmp_path):
-    """The report is like that of `genlight run`."""
+    """The report is like the one of `genlight run`."""
     code, words = genlight("fit", plugin="fit_trainers:Fails")
     assert code == 1
     (whole,) = (tmp_path / "c" / "failures").iterdir()

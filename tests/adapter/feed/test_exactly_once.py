@@ -47,7 +47,7 @@ layouts = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size
 
 
 def run(attempt: Attempt, source: Any, state: dict | None, audit: Path, **options: Any) -> dict:
-    """Hand out batches on all ranks in lock-step; the state is that of the checkpoint before the kill."""
+    """Hand out batches on all ranks in lock-step; the state is the checkpoint before the kill."""
     feeds = [
         AuditedFeed(
             source,

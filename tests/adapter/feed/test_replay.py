@@ -45,7 +45,7 @@ OPERATIONS = st.tuples(st.sampled_from(["write", "draw", "save", "save again"]),
 @settings(max_examples=30)
 @given(operations=st.lists(OPERATIONS, min_size=5, max_size=30))
 def test_a_buffer_has_its_newest_rows_and_draws_the_same_after_a_save_and_a_load(tmp_path_factory, operations):
-    """A saved and loaded buffer next to one that is never saved; folders are renamed, as those of checkpoints."""
+    """A saved and loaded buffer next to one that is never saved; folders are renamed, as for checkpoints."""
 
     folder, buffer, unsaved = tmp_path_factory.mktemp("saves"), ReplayBuffer(10, ROW), ReplayBuffer(10, ROW)
     for place, (operation, count) in enumerate([("write", 3), *operations]):

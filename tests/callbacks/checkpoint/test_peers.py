@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of three nodes, which are real processes with separate folders for it, and are killed."""
+"""Checkpoints in the memory of three nodes: real processes with separate folders for it, and real kills."""
 
 import os
 import shutil
@@ -212,7 +212,7 @@ def test_training_does_not_wait_for_a_node_that_takes_no_copies(tmp_path):
     ranks, output = on_ranks(stuck, tmp_path, tmp_path, world_size=NODES, environ=environ)
     assert [is_equal for is_equal, _ in ranks] == [True] * NODES
     assert "is not copied to the next node" in output
-    # The end of the ring cannot pass the second node. What it and the third have stays for the next start.
+    # The end of the ring cannot pass the second node. Copies on it and on the third stay for the next start.
     assert [bool(left) for _, left in ranks] == [False, True, True]
 
 
