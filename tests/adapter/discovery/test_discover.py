@@ -388,7 +388,7 @@ def test_a_module_with_a_part_without_values_is_refused_by_name(is_trained):
 
 
 def test_a_container_that_counts_in_its_own_way_is_searched():
-    class Irreps(tuple):  # like e3nn's class, which refuses `len`
+    class Irreps(tuple):  # like e3nn's class; it refuses `len`
         def __len__(self):
             raise NotImplementedError
 
