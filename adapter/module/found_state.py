@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...callbacks.checkpoint.codec.tensors import is_storable
+from ...callbacks.checkpoint.codec.tensors import is_plain, is_storable
 from ...callbacks.witness.state import digest, values_in
 from ..contract.types import StepContext
 from ..discovery.children import SEARCHED_ITEMS, TORCH_INTERNALS, uncompiled
@@ -187,7 +187,7 @@ def _known(value: Any) -> tuple[Any, Any]:
 def _is_plain(value: Any) -> bool:
     """Whether a value consists of numbers, texts, and tensors that nothing trains."""
     if isinstance(value, Tensor):
-        return type(value) is Tensor and not value.requires_grad
+        return is_plain(value) and not value.requires_grad
     if type(value) in _CONTAINERS:
         items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         return len(value) <= SEARCHED_ITEMS and all(map(_is_plain, items))
@@ -203,7 +203,12 @@ def _fingerprint(value: Any, *, sampled: bool = False) -> Any:
 
 
 def _sample(value: Any) -> Any:
-    is_large = isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > _SAMPLED
+    """Return some elements of a large tensor, this rank's part of a shard, and the type of an unusual tensor."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, Tensor) and not is_plain(value):
+        return f"{type(value).__name__} {value.layout} {value.dtype}"
+    is_large = isinstance(value, Tensor) and value.numel() > _SAMPLED
     return value.reshape(-1)[:: value.numel() // _SAMPLED | 1] if is_large else value
 
 

@@ -414,7 +414,7 @@ class Forgets(Plain):
 
     def configure(self, ctx: Any) -> Any:
         self.hidden, self.rates, self.attempt, self.count = None, iter((1.0, 2.0, 3.0, 4.0, 5.0)), next(ATTEMPTS), 0
-        return {**super().configure(ctx), "seen": {}}
+        return {**super().configure(ctx), "seen": {}, "unusual": torch.eye(2).to_sparse_csr()}
 
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         self.hidden, self.count = batch[0] * next(self.rates), self.count + 1
@@ -482,6 +482,7 @@ def test_a_resume_ends_with_the_same_bits(tmp_path: Path, kind: type[Plain]) -> 
     assert types[: len(types) // 2] == types[len(types) // 2 :]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_a_resume_names_the_values_that_the_class_does_not_restore(tmp_path: Path, caplog: Any) -> None:
     fit(tmp_path, Forgets())
     assert not warnings_in(caplog)
