@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
@@ -100,6 +101,23 @@ def _warn_of_lost_rng(lost: Sequence[str], saved_by: int, rank: int, world_size:
         )
     for what in lost:
         log.warning("The checkpoint holds %s; the run will not be bit-equal to one that was never interrupted", what)
+
+
+def _warn_of_buckets(trainer: pl.Trainer) -> None:
+    """Warn of torch's DDP, whose first step in a process sums gradients in other buckets than later steps.
+
+    On two ranks a sum has no order. With `find_unused_parameters`, the buckets stay as they are.
+    """
+    ddp = trainer.strategy.model
+    if not isinstance(ddp, DistributedDataParallel) or trainer.world_size <= 2 or not trainer.global_step:
+        return
+    if ddp.static_graph or not ddp.find_unused_parameters:
+        log.warning(
+            "The first step of this run will not be bit-equal to that of an uninterrupted run: DDP sorts gradients "
+            "into new buckets after the first step of a process, and the order in which %d ranks add them up depends "
+            "on their place in a bucket. The strategy `ddp_find_unused_parameters_true` keeps the buckets as they are",
+            trainer.world_size,
+        )
 
 
 def _trained_tensors(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
@@ -284,6 +302,7 @@ class ResumeState:
         restore_gradients(pl_module, gradients)
         if trainer.ckpt_path is not None and trainer.is_global_zero:
             warn_of_lost_positions(trainer, is_within_epoch=self.is_within_epoch)
+            _warn_of_buckets(trainer)
 
     def restore_generators(self, trainer: pl.Trainer) -> None:
         """Restore the generators of loaders when a new epoch begins, before its iterators draw from them."""
