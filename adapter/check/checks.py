@@ -73,7 +73,8 @@ _REMEDIES = {
     "evaluate": "It must work with the data of a check, and restore averaged weights and modes: model.train().",
     "state": "Return numbers, strings, tensors, arrays, and dicts and lists of them.",
     "state round trip": "Restore everything that state_dict returns in load_state_dict.",
-    "reproducible": "Seed all random numbers in `setup` or `configure`; until then a resume cannot be checked.",
+    "reproducible": "Seed all random numbers in `setup` or `configure`, and keep what changes in the state or on the "
+    "trainer object, not on its class or in a global variable. Until then a resume cannot be checked.",
     "resume": "Return it from state_dict, or from rollout_state if it is an environment's, and restore it in "
     "load_state_dict or load_rollout_state. If it is elsewhere: a generator, an iterator or a global variable?",
     "resume on ranks": "Keep all that a step needs in the state or on the trainer, and return each rank's own values "
