@@ -32,7 +32,7 @@ SAMPLE = (
     "rows: stored too late",
 )
 """Faults that the fast suite tries."""
-PROVEN = ("counter: module global", "rows: rows read once", "random: generator of a module", "state: clock")
+PROVEN = ("counter: module global", "rows: rows read once", "random: NumPy", "state: clock")
 """Faults that ``prove`` is tried with."""
 
 
@@ -51,7 +51,7 @@ def test_the_witness_notices_95_percent_of_all_faults_and_names_90_percent(tmp_p
     changed = {name for name, each in found.items() if each["changed"] is not None}
     noticed = {name for name in changed if found[name]["step"] is not None}
     named = {name for name in noticed if found[name]["kind"] == found[name]["expected"]}
-    assert len(changed) >= 60
+    assert len(changed) >= 57
     assert len(noticed) >= 0.95 * len(changed), changed - noticed
     assert len(named) >= 0.9 * len(changed), noticed - named
     assert [name for name, each in found.items() if each["changed"] is None and each["step"] is not None] == []

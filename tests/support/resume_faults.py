@@ -381,16 +381,6 @@ class Accumulates(Hosted):
         return StepResult(metrics={"loss": loss.detach()})
 
 
-class PlainTensor(Hosted):
-    """Keeps running statistics in an attribute of a module that is no buffer."""
-
-    def loss(self, batch: Any, state: Any) -> torch.Tensor:
-        layer = state["model"][0]
-        running = getattr(layer, "running", None)
-        layer.running = batch.mean() if running is None else 0.9 * running + 0.1 * batch.mean()
-        return super().loss(batch - layer.running, state)
-
-
 class ForwardHook(Hosted):
     def model(self) -> torch.nn.Module:
         model, calls = super().model(), itertools.count(1)
@@ -408,14 +398,6 @@ class OptimizerHook(Hosted):
 
         optimizer.register_step_pre_hook(decay)
         return optimizer
-
-
-class DropoutRate(Hosted):
-    """Lowers its rate of dropout step by step."""
-
-    def loss(self, batch: Any, state: Any) -> torch.Tensor:
-        state["model"][1].p *= 0.95
-        return super().loss(batch, state)
 
 
 class DropoutOff(Hosted):
@@ -538,14 +520,6 @@ class SeedsTorch(Draws):
 class SeedsByProcess(Draws):
     def draw(self) -> Any:
         torch.manual_seed(os.getpid())
-
-
-_generator = torch.Generator().manual_seed(1)
-
-
-@scaled
-def module_generator() -> Factor:
-    return lambda state, batch: 1 + torch.rand((), generator=_generator).item()
 
 
 class NewGenerator(Hosted):
@@ -752,8 +726,6 @@ FAULTS = {
             "history of norms": clipped_by_history,
             "curriculum": Curriculum,
             "gradients of the last step": Accumulates,
-            "plain tensor of a module": PlainTensor,
-            "rate of dropout": DropoutRate,
             "dropout switched off": DropoutOff,
             "frozen layer": Freezes,
             "process id": by_process,
@@ -780,7 +752,6 @@ FAULTS = {
             "Python": DrawsPython,
             "seed of torch": SeedsTorch,
             "seed by process": SeedsByProcess,
-            "generator of a module": module_generator,
             "generator made late": NewGenerator,
         },
     ),
