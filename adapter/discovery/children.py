@@ -29,8 +29,7 @@ SEARCHED_ITEMS = 10_000
 ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
 """Types without children, except for functions that close over variables."""
 
-TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
-"""Attributes of modules that are those of every module."""
+_TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
 _TORCH_WITHOUT_USERS_OBJECTS = ("torch._", "torch.utils.data")
 _HOSTS = ("lightning.pytorch.", "pytorch_lightning.", "genlight.adapter.module.")
@@ -167,14 +166,20 @@ def _attributes(path: str, value: Any) -> Iterator[Reference]:
                 yield reference(name, getattr(value, name))
 
 
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that a module has besides those of every module, without its submodules, by name."""
+    is_torchs = type(module).__module__.startswith("torch.")
+    for name, value in vars(module).items():
+        if name not in _TORCH_INTERNALS and not (is_torchs and name.startswith("_")):
+            yield name, value
+
+
 def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
     """Yield attributes of the module and its submodules other than parameters, buffers and submodules."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
-        is_torchs = type(submodule).__module__.startswith("torch.")
-        for attribute, value in vars(submodule).items():
-            private = is_torchs and attribute.startswith("_")
-            if not private and attribute not in TORCH_INTERNALS and not isinstance(value, Tensor):
+        for attribute, value in attributes_of(submodule):
+            if not isinstance(value, Tensor):
                 yield Reference(f"{where}.{attribute}", value, functools.partial(setattr, submodule, attribute))
 
 

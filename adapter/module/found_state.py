@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ...callbacks.checkpoint.codec.tensors import is_plain, is_storable
 from ...callbacks.witness.state import digest, values_in
 from ..contract.types import StepContext
-from ..discovery.children import SEARCHED_ITEMS, TORCH_INTERNALS, uncompiled
+from ..discovery.children import SEARCHED_ITEMS, attributes_of, uncompiled
 from ..discovery.discover import Discovered, globals_of, walk
 from ..discovery.wrapped_optimizers import with_inner_optimizers
 from ..plumbing.generators import GENERATORS
@@ -34,7 +34,7 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _OF_OPTIMIZERS = frozenset(vars(Optimizer([torch.zeros(())], {})))
 _UNKNOWN = (object(), None)
-"""What `_known` returns for no value."""
+"""In place of a result of `_known`, for an attribute that did not exist."""
 _SAMPLED = 4096
 """Elements of a large tensor that are compared, only for a warning."""
 _MOVES = itertools.count()
@@ -43,7 +43,7 @@ _NAME = re.compile(r"(?:state|trainer)(?:\.\w+|\[[^\]]*\])?")
 
 
 class FoundState:
-    """The state that is found on what ``configure`` built, as training changes it.
+    """State in the objects that ``configure`` built, as far as no other part of a checkpoint stores it.
 
     Args:
         built: The objects after ``configure``.
@@ -53,7 +53,7 @@ class FoundState:
     def __init__(self, built: Discovered, host: nn.Module) -> None:
         self._host = host
         self._attributes = {
-            path: {name: _known(value) for name, value in _attributes_of(owner) if _is_plain(value)}
+            path: {name: _known(value) for name, value in _attributes_of(owner) if _is_data(value)}
             for path, owner in _owners(built)
         }
         self._values = self._fingerprints(built)
@@ -66,7 +66,7 @@ class FoundState:
             for name, value in _attributes_of(owner):
                 constant, fingerprint = before.get(name, _UNKNOWN)
                 # Nearly all attributes are constants; a save must not take a digest of each.
-                if value is not constant and _is_plain(value) and fingerprint != _fingerprint(value):
+                if value is not constant and _is_data(value) and fingerprint != _fingerprint(value):
                     changed[f"{path}.{name}"] = value
         return {"objects": dict(_states_of_objects(now)), "attributes": changed}
 
@@ -129,7 +129,7 @@ class FoundState:
                     if _is_leaf(node):
                         yield f"{found.path}.{name}", "", node
         for name, value in globals_of(type(now.roots[1][1])):
-            if _is_plain(value) and not name.rpartition(".")[2].startswith("__"):
+            if _is_data(value) and not name.rpartition(".")[2].startswith("__"):
                 yield name, "", value
 
 
@@ -167,10 +167,7 @@ def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module or an optimizer, the mode of a module, and the flag of a parameter, by name."""
     if isinstance(owner, nn.Module):
-        is_torchs = type(owner).__module__.startswith("torch.")
-        for name, value in vars(owner).items():
-            if name not in TORCH_INTERNALS and not (is_torchs and name.startswith("_")):
-                yield name, value
+        yield from attributes_of(owner)
         yield "training", owner.training
     elif isinstance(owner, nn.Parameter):
         yield "requires_grad", owner.requires_grad
@@ -184,13 +181,13 @@ def _known(value: Any) -> tuple[Any, Any]:
     return value if all(type(item) in _NUMBERS for item in items) else _UNKNOWN[0], _fingerprint(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_data(value: Any) -> bool:
     """Whether a value consists of numbers, texts, and tensors that nothing trains."""
     if isinstance(value, Tensor):
         return is_plain(value) and not value.requires_grad
     if type(value) in _CONTAINERS:
         items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        return len(value) <= SEARCHED_ITEMS and all(map(_is_plain, items))
+        return len(value) <= SEARCHED_ITEMS and all(map(_is_data, items))
     return type(value) in _NUMBERS
 
 
@@ -198,7 +195,7 @@ def _fingerprint(value: Any, *, sampled: bool = False) -> Any:
     """Return a value that is equal for equal types, shapes and bits, or for equal samples of large tensors."""
     if type(value) in _NUMBERS:
         return type(value), value
-    leaves = [(path, leaf) for path, leaf, _ in values_in("", value, others=_is_plain(value))]
+    leaves = [(path, leaf) for path, leaf, _ in values_in("", value, others=_is_data(value))]
     return [(path, digest(_sample(leaf) if sampled else leaf)) for path, leaf in leaves]
 
 
