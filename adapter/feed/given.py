@@ -32,7 +32,7 @@ from ...callbacks.checkpoint.rank_state import capture_rng, restore_rng
 from ..contract.exceptions import InputError
 from ..contract.types import StepContext
 from ..plumbing.devices import isolated_random_numbers
-from ..plumbing.generators import held_generators, set_state, state_of
+from ..plumbing.generators import held_states, set_held_states
 from ..plumbing.text import shortened
 from .arrow_feed import ArrowFeed
 from .batching import Spec
@@ -145,7 +145,7 @@ class _BeginsAtFirstBatch:
             if resumes and self._begun:
                 restore_rng(self._begun)
             else:
-                self._begun = {**capture_rng(), "held": list(map(state_of, held_generators(self)))}
+                self._begun = {**capture_rng(), "held": held_states(self)}
             batches = super().__iter__()  # type: ignore[misc]
         yield from batches
         self._begun = None
@@ -158,8 +158,8 @@ class _BeginsAtFirstBatch:
         """Load a result of `state_dict`."""
         self._begun = state["begun"]
         self._resumes = self._begun is not None
-        for generator, saved in zip(held_generators(self), (self._begun or {}).get("held", ()), strict=False):
-            set_state(generator, saved)
+        if self._begun is not None:
+            set_held_states(self, self._begun["held"])
         super().load_state_dict(state["loader"])  # type: ignore[misc]
 
 
@@ -327,13 +327,12 @@ def _pass_state(source: Any) -> dict[str, Any]:
     """Return what may change in `source` from pass to pass: its generators of random numbers and its counters."""
     own = getattr(getattr(source, "dataset", source), "__dict__", {})
     numbers = {name: value for name, value in own.items() if type(value) is int}
-    return {"generators": list(map(state_of, held_generators(source))), "numbers": numbers}
+    return {"generators": held_states(source), "numbers": numbers}
 
 
 def _put_pass_state(source: Any, built: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Restore a result of `_pass_state`, except for numbers that were then as they had been `built`."""
-    for generator, state in zip(held_generators(source), saved["generators"], strict=False):
-        set_state(generator, state)
+    set_held_states(source, saved["generators"])
     changed = {name: value for name, value in saved["numbers"].items() if built["numbers"].get(name) != value}
     getattr(getattr(source, "dataset", source), "__dict__", {}).update(changed)
 

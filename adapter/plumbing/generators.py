@@ -81,6 +81,17 @@ def held_generators(*roots: Any) -> list[Any]:
     return list(found.values())
 
 
+def held_states(root: Any) -> list[Any]:
+    """Return the states of the generators that `root` holds."""
+    return list(map(state_of, held_generators(root)))
+
+
+def set_held_states(root: Any, states: list[Any]) -> None:
+    """Restore a result of `held_states`; a generator without a state keeps its own."""
+    for generator, state in zip(held_generators(root), states, strict=False):
+        set_state(generator, state)
+
+
 def _held_by(value: Any) -> list[Any]:
     if isinstance(value, dict | list | tuple) and len(value) > _SEARCHED_ITEMS:
         return []
