@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ...adapter.contract.exceptions import CheckpointError
+from ...adapter.plumbing.devices import host_group
 from ...adapter.plumbing.safe_open import open_regular, read_regular
 from ...adapter.plumbing.threads import started
 from ..rank_channel import Channel
@@ -297,6 +298,39 @@ class Ring:
             if self._stop():
                 log.warning("From now on no checkpoint in memory is copied to another node: %s", error)
                 self._before.break_off()
+
+
+def open_ring(channel: Channel, ranks: Sequence[int], directory: Path, open_here: Callable[[], object]) -> Ring | None:
+    """Begin to send checkpoints in memory from node to node, or say why that is not done. Collective.
+
+    Args:
+        channel: Connects all ranks.
+        ranks: The first ranks of all nodes.
+        directory: The folder of checkpoints on disk.
+        open_here: Makes the folder in memory on a node other than the first.
+
+    Returns:
+        This node's place; None on ranks that are not the first of their node, or without a ring.
+    """
+
+    def prepare() -> None:
+        if len(ranks) == 1:
+            raise CheckpointError("all ranks of the run share one memory")
+        if channel.rank in ranks[1:]:
+            open_here()
+
+    try:
+        channel.agreed(prepare, "hold copies of checkpoints in memory")
+    except (CheckpointError, OSError) as error:
+        if channel.rank == 0:
+            log.warning("Checkpoints in memory are not copied to other nodes: %s", error)
+        elif channel.rank in ranks:
+            forget_copies(directory)
+        return None
+    group = host_group(ranks=ranks)
+    if channel.rank not in ranks or (folder := memory_folder(directory)) is None:
+        return None
+    return Ring(group, channel.rank, ranks, folder)
 
 
 class _RingEnd(Exception):

@@ -30,7 +30,6 @@ from ...adapter.contract.exceptions import (
     UnstorableStateError,
 )
 from ...adapter.contract.types import RunState
-from ...adapter.plumbing.devices import host_group
 from ...adapter.plumbing.text import require
 from ...reporters.events.run_metadata import metadata_of_module
 from ..hook.cadence import Boundaries, crossed, step_cadence, suppressed
@@ -48,8 +47,8 @@ from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path,
 from .frozen import Frozen, frozen_in
 from .listing import Listed, files_in_the_way, list_checkpoints
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .memory_tier import POINTER, is_in_memory, memory_folder, open_memory, retire_memory, spans_nodes
-from .peers import Ring, first_ranks, forget_copies, save_newest
+from .memory_tier import POINTER, is_in_memory, open_memory, retire_memory, spans_nodes
+from .peers import Ring, first_ranks, forget_copies, open_ring, save_newest
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import WITNESS, ResumeState, capture_parts
 from .selection import WRITER, Retention, add_score, best_first, find_checkpoint, own_records, to_delete
@@ -386,34 +385,8 @@ class Checkpoint(Hook, LightningCheckpoint):
             frozen, leaves_out = frozen_in(pl_module, trainer.optimizers), self.weights == "trained"
             memory.store.begin(folder, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
         if has_copies:
-            self._open_ring(ranks, functools.partial(open_here, name=folder.name))
-
-    def _open_ring(self, ranks: list[int], open_here: Callable[[], object]) -> None:
-        """Begin to send checkpoints in memory from node to node, or say why that is not done. Collective.
-
-        Args:
-            ranks: The first ranks of all nodes.
-            open_here: Makes the folder in memory on a node other than the first.
-        """
-        channel = self._channel
-
-        def prepare() -> None:
-            if len(ranks) == 1:
-                raise CheckpointError("all ranks of the run share one memory")
-            if channel.rank in ranks[1:]:
-                open_here()
-
-        try:
-            channel.agreed(prepare, "hold copies of checkpoints in memory")
-        except (CheckpointError, OSError) as error:
-            if channel.rank == 0:
-                log.warning("Checkpoints in memory are not copied to other nodes: %s", error)
-            elif channel.rank in ranks:
-                forget_copies(self.directory)
-            return
-        group = host_group(ranks=ranks)
-        if channel.rank in ranks and (folder := memory_folder(self.directory)) is not None:
-            self._ring = Ring(group, channel.rank, ranks, folder)
+            open_copies = functools.partial(open_here, name=folder.name)
+            self._ring = open_ring(self._channel, ranks, self.directory, open_copies)
 
     def _newest_after(self, step: int, listed: list[Listed]) -> CheckpointRecord | None:
         """Return the newest checkpoint of this run after `step`, but not its final one."""
