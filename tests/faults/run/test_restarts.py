@@ -145,6 +145,14 @@ class Job:
         return [e["step"] for e in self.events if e.get("name") == "trainer/resumed_from_step"]
 
 
+def start_until_it_is_not_killed(start):
+    """Return how the first start ended that was not killed, and the number of starts before it."""
+    kills = 0
+    while (done := start()).returncode < 0:
+        kills += 1
+    return done, kills
+
+
 def wait_until(condition, what):
     end = time.monotonic() + 120
     while not condition():
@@ -252,10 +260,8 @@ def test_a_class_that_cannot_be_imported_fails_as_without_restarts(tmp_path):
 def test_a_run_that_an_orchestrator_starts_again_and_again_goes_back_once_and_then_ends(tmp_path):
     job = Job(tmp_path)
     job.dies(0, 9, times=9)
-    starts = 1
-    while (done := job.run("--set", "resume_from_latest=true")).returncode < 0:
-        starts += 1
-    assert (done.returncode, starts) == (1, 5), done.stderr
+    done, kills = start_until_it_is_not_killed(lambda: job.run("--set", "resume_from_latest=true"))
+    assert (done.returncode, 1 + kills) == (1, 5), done.stderr
     assert job.resumed == [8, 8, 6], done.stderr
     assert job.ends == ["train-step"]
     end = job.events[-1]
@@ -278,10 +284,8 @@ def test_a_fit_that_is_started_again_and_again_goes_back_once_and_then_ends(tmp_
     job = Job(tmp_path)
     job.write_fit()
     job.dies(0, 9, times=9)
-    starts = 1
-    while (done := job.fit("--resume", "auto")).returncode < 0:
-        starts += 1
-    assert (done.returncode, starts) == (1, 5), done.stderr
+    done, kills = start_until_it_is_not_killed(lambda: job.fit("--resume", "auto"))
+    assert (done.returncode, 1 + kills) == (1, 5), done.stderr
     assert job.resumed == [8, 8, 6], done.stderr
     for part in ("in step 9", "batch 8 of epoch 0", "its batch: int", "--resume never"):
         assert part in done.stderr
@@ -299,10 +303,8 @@ def test_a_fit_forgets_deaths_when_somebody_chooses_where_it_begins(words, tmp_p
     job = Job(tmp_path)
     job.write_fit()
     job.dies(0, 7, times=5)
-    starts = 0
-    while job.fit("--resume", "auto").returncode < 0:
-        starts += 1
-    assert starts == 4
+    _, kills = start_until_it_is_not_killed(lambda: job.fit("--resume", "auto"))
+    assert kills == 4
     job.fit(*words)  # is killed once more
     done = job.fit("--resume", "auto")
     assert done.returncode == 0, done.stderr
@@ -338,10 +340,8 @@ def test_a_fit_that_is_killed_before_its_first_step_ends(tmp_path):
     job.dies(0, 5)
     assert job.fit("--resume", "auto").returncode < 0
     (tmp_path / "kills-at-load").touch()
-    starts = 0
-    while (done := job.fit("--resume", "auto")).returncode < 0:
-        starts += 1
-    assert (done.returncode, starts) == (1, 5)  # the last from the checkpoint before
+    done, kills = start_until_it_is_not_killed(lambda: job.fit("--resume", "auto"))
+    assert (done.returncode, kills) == (1, 5)  # the last from the checkpoint before
     assert "before their first step" in done.stderr
 
 
