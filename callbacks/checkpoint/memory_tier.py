@@ -211,10 +211,15 @@ def _numbers(path: str | os.PathLike[str]) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines}
 
 
-def retire_memory(directory: Path) -> None:
+def retire_memory(directory: Path, *, has_copies: bool = False) -> None:
     """Remove the checkpoints in memory that belong to `directory`; copy the newest to the disk if it is newer.
 
     One with weights that are not finite is not copied. If the copy fails, they stay where they are, with a warning.
+
+    Args:
+        directory: The folder of checkpoints on disk.
+        has_copies: Whether other nodes may still have copies, in a folder of the same name: then it keeps that name, by
+            which the next start finds and removes them.
     """
     folder = memory_folder(directory)
     if folder is None:
@@ -232,17 +237,18 @@ def retire_memory(directory: Path) -> None:
             "The newest checkpoint in memory could not be copied to the disk and stays in %s: %s", folder, error
         )
         return
-    discard_memory(directory)
+    discard_memory(directory, has_copies=has_copies)
 
 
-def discard_memory(directory: Path) -> None:
-    """Remove the checkpoints in memory that belong to `directory`, if there are any."""
+def discard_memory(directory: Path, *, has_copies: bool = False) -> None:
+    """Remove the checkpoints in memory that belong to `directory`, if there are any; `has_copies` as above."""
     folder = memory_folder(directory)
     try:
         if folder is not None:
             for listed in list_checkpoints(folder):
                 delete_checkpoint(listed.path)
             shutil.rmtree(folder)
-        (directory / POINTER).unlink(missing_ok=True)
+        if not has_copies:
+            (directory / POINTER).unlink(missing_ok=True)
     except (CheckpointError, OSError) as error:
         log.warning("Could not remove the checkpoints in memory: %s", error)

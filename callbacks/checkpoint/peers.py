@@ -159,7 +159,7 @@ class Ring:
         self._is_first, self._folder = at == 0, folder
         self._waiting: CheckpointRecord | None = None
         self._changed = threading.Condition()
-        self._is_over = self._is_closing = self._is_slow = False
+        self._is_over = self._is_closing = self._is_slow = self._has_ended = False
         works = (self._send_all, self._receive_all)
         self._threads = [started(threading.Thread(target=w, name="genlight-peer-copy", daemon=True)) for w in works]
 
@@ -168,10 +168,13 @@ class Ring:
         if saved.exception() is None and (record := saved.result()) is not None:
             self._offer(record)
 
-    def close(self) -> None:
-        """End the ring on the first node, or wait for that on another one, and there remove the copies.
+    def close(self) -> bool:
+        """End the ring on the first node, or wait for that on another one, which then removes its copies.
 
         If the ring does not end soon, because a rank is lost, they stay for the next start of the run.
+
+        Returns:
+            Whether the end has arrived from the node before: on the first node, whether all others have removed theirs.
         """
         if self._is_first:
             self._stop(is_over=True)
@@ -181,8 +184,7 @@ class Ring:
             self._stop()
             self._before.break_off()
             self._wait_for_threads(1.0)
-        if self._is_over and not self._is_first:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._has_ended
 
     def _offer(self, record: CheckpointRecord) -> None:
         with self._changed:
@@ -285,7 +287,7 @@ class Ring:
             size -= len(piece)
             yield piece
         if self._is_closing:
-            raise _RingEnd  # a copy that is complete only now may be older than the state of the run
+            raise CheckpointError("it is complete only now, and may be older than the state of the run")
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
@@ -293,6 +295,9 @@ class Ring:
         try:
             yield
         except _RingEnd:
+            self._has_ended = True
+            if not self._is_first:
+                shutil.rmtree(self._folder, ignore_errors=True)
             self._stop(is_over=True)
         except (RuntimeError, CheckpointError, OSError) as error:  # gloo raises the first if a connection closes
             if self._stop():

@@ -47,7 +47,7 @@ from .format.record import FINAL_NAME, CheckpointRecord, RecordMeta, local_path,
 from .frozen import Frozen, frozen_in
 from .listing import Listed, files_in_the_way, list_checkpoints
 from .loader_position import forget_positions, keep_positions, put_positions_back, set_positions_aside
-from .memory_tier import POINTER, is_in_memory, open_memory, retire_memory, spans_nodes
+from .memory_tier import POINTER, discard_memory, is_in_memory, memory_folder, open_memory, retire_memory, spans_nodes
 from .peers import Ring, first_ranks, forget_copies, open_ring, save_newest
 from .plugins import install_plugin, rank_groups_of, remove_plugin, url_faults
 from .rank_state import WITNESS, ResumeState, capture_parts
@@ -540,9 +540,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         if memory is not None:
             wait_after_failure(memory.store.close)
         if retires and trainer.is_global_zero and self.dirpath is not None:  # an earlier attempt may have saved there
-            retire_memory(self.directory)
-        if ring is not None:
-            ring.close()
+            retire_memory(self.directory, has_copies=ring is not None)
+        if ring is not None and ring.close() and trainer.is_global_zero and memory_folder(self.directory) is None:
+            discard_memory(self.directory)  # which leaves only the name
 
     def _close_witness(self) -> None:
         witness, self._witness = self._witness, None
