@@ -2,8 +2,9 @@
 
 A load proves every byte before any of it is used. A file is read once: its digest is computed from the same memory that
 becomes the tensors. A start that chooses among checkpoints proves them in the same way, and the load takes these
-tensors (`read_ahead`). If several ranks saved a tensor in slices, a rank of a sharded run reads only its own part,
-slice by slice; each slice has a digest.
+tensors (`read_ahead`). If several ranks saved a tensor in slices, a rank of a sharded run uses only its own part,
+slice by slice, from the memory in which its files were proven; each slice has a digest, too. Only if memory is short,
+these files are proven first, and the slices read again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -45,7 +46,7 @@ from .format.slice_index import Box, SlicedTensor, StoredSlice, is_of_tensors, p
 from .frozen import describe_omitted
 from .memory_tier import free_memory
 from .sharded.slices import WholeTensor, view_of_part
-from .storage import check_file, open_file_of, verify_files
+from .storage import check_file, open_file_of, read_proven, verify_files
 
 Base = Mapping[str, Any]
 """The model's tensors by name; a load takes those that its checkpoint omits from here."""
@@ -60,6 +61,8 @@ _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORC
 
 _ahead: dict[tuple[str, str], tuple[dict[str, torch.Tensor], dict[str, TypedShape]]] = {}
 """Proven tensors and headers by the digest of their record and their file, from `read_ahead` until the next load."""
+_slices_ahead: dict[tuple[str, str], bytes] = {}
+"""The same for files with slices: their content."""
 
 
 def load(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str, Any]:
@@ -91,10 +94,9 @@ def load_weights(path: str | os.PathLike[str], *, base: Base | None = None) -> d
     for entry in record.files:
         if record.tensor_file(entry) == MODEL_FILE:
             weights |= read_tensors(record, entry)[0]
-    slices = [entry for entry in record.files if rank_of(record.file_name(entry)) is not None]
-    verify_files(record, [entry for entry in slices if record.file_name(entry).endswith(MODEL_FILE)])
+    proven = _prove_slices(record, [entry for entry in record.files if entry.path.endswith(MODEL_FILE)])
     sliced = [tensor for tensor in sliced_tensors(record) if tensor.file == MODEL_FILE]
-    return weights | {tensor.key: StoredSlices(record, tensor).whole() for tensor in sliced}
+    return weights | {tensor.key: StoredSlices(record, tensor, proven).whole() for tensor in sliced}
 
 
 def load_torch_file(path: Path) -> dict[str, Any]:
@@ -120,30 +122,64 @@ def load_torch_file(path: Path) -> dict[str, Any]:
 def read_ahead(record: CheckpointRecord) -> None:
     """Prove all files of `record`, and keep its tensors for a load of it, so that their bytes are read once.
 
-    Tensors that were saved in slices are not kept, because a load reads only some of them. If memory is short, none is
-    kept.
+    If memory is short, none is kept.
 
     Raises:
         BrokenCheckpointError: A file is missing or differs from what was saved.
     """
+    _forget_ahead()
+    if _MOST_AHEAD * record.size_bytes > free_memory():
+        verify_files(record)
+        return
+    names = {entry.path: record.file_name(entry) for entry in record.files}
+    tensors = [entry for entry in record.files if is_of_tensors(names[entry.path])]
+    sliced = [entry for entry in record.files if rank_of(names[entry.path]) is not None]
+    verify_files(record, [entry for entry in record.files if entry not in (*tensors, *sliced)])
+    slices = {(record.digest, entry.path): read_proven(record, entry, bytes) for entry in sliced}
+    _ahead.update({(record.digest, entry.path): read_tensors(record, entry) for entry in tensors})
+    _slices_ahead.update(slices)
+
+
+def _forget_ahead() -> None:
     _ahead.clear()
-    is_kept = _MOST_AHEAD * record.size_bytes <= free_memory()
-    ahead, others = list[FileEntry](), list[FileEntry]()
-    for entry in record.files:
-        (ahead if is_kept and is_of_tensors(record.file_name(entry)) else others).append(entry)
-    verify_files(record, others)
-    _ahead.update({(record.digest, entry.path): read_tensors(record, entry) for entry in ahead})
+    _slices_ahead.clear()
 
 
-def load_record(record: CheckpointRecord, *, base: Base | None = None, share: slice | None = None) -> dict[str, Any]:
+def _prove_slices(
+    record: CheckpointRecord, entries: Sequence[FileEntry], share: tuple[int, int] = (0, 1)
+) -> dict[str, bytes]:
+    """Prove those of `entries` with slices that are in the share of this rank; return their contents by name.
+
+    Contents that are in memory already are returned, too. If memory is short, no others are.
+
+    Args:
+        record: The checkpoint's record.
+        entries: Files of `record`.
+        share: The same as in `load_record`.
+    """
+    rank, size = share
+    by_rank = [(saved, entry) for entry in entries if (saved := rank_of(record.file_name(entry))) is not None]
+    saved_by = 1 + max((saved for saved, _ in by_rank), default=0)
+    proven = {each.path: _slices_ahead.pop((record.digest, each.path), None) for _, each in by_rank}
+    left = [each for saved, each in by_rank if proven[each.path] is None and saved * size // saved_by == rank]
+    if _MOST_AHEAD * sum(entry.size for entry in left) <= free_memory():
+        proven |= {entry.path: read_proven(record, entry, bytes) for entry in left}
+    else:
+        verify_files(record, left)
+    return {path: content for path, content in proven.items() if content is not None}
+
+
+def load_record(
+    record: CheckpointRecord, *, base: Base | None = None, share: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """Like `load`, for a record that was read already.
 
     Args:
         record: The checkpoint's record.
         base: The same as in `load`.
-        share: Selects the files with slices that this rank proves now; slices are then read only when they are used.
-            Every file must be in the share of one rank, and no rank may use a tensor before all ranks have proven their
-            shares. None proves and reads all files.
+        share: This rank and the number of ranks, which together prove the files with slices, each those of the ranks
+            that saved what it will use; slices are then read only when they are used. No rank may use a tensor before
+            all have proven their shares. None proves and reads all files.
     """
     if record.is_old:
         # Lightning requires these of any checkpoint; the trainer handles the weights, if there are any.
@@ -170,7 +206,7 @@ def load_record(record: CheckpointRecord, *, base: Base | None = None, share: sl
 class _Source:
     """The tensors in the files of one checkpoint."""
 
-    def __init__(self, record: CheckpointRecord, base: Base | None, share: slice | None) -> None:
+    def __init__(self, record: CheckpointRecord, base: Base | None, share: tuple[int, int] | None) -> None:
         """Read and prove all files; of those with slices, only this rank's share."""
         self._is_lazy = share is not None
         self._stored = {(MODEL_FILE, key): tensor for key, tensor in omitted_tensors(record, base).items()}
@@ -184,9 +220,10 @@ class _Source:
                 sliced.append(entry)
             elif name != STATE_FILE and not is_of_tensors(name):
                 others.append(entry)
-        _ahead.clear()
-        verify_files(record, others + sliced[share or slice(None)])
-        self._sliced = {(each.file, each.key): StoredSlices(record, each) for each in in_slices}
+        verify_files(record, others)
+        proven = _prove_slices(record, sliced, share or (0, 1))
+        _forget_ahead()
+        self._sliced = {(each.file, each.key): StoredSlices(record, each, proven) for each in in_slices}
 
     def _read_file(self, record: CheckpointRecord, entry: FileEntry) -> dict[str, TypedShape]:
         place = record.digest, entry.path
@@ -231,6 +268,8 @@ class StoredSlices:
 
     record: CheckpointRecord
     tensor: SlicedTensor
+    proven: Mapping[str, bytes]
+    """Contents of files, by name; a slice of another file is read from the disk."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -258,9 +297,13 @@ class StoredSlices:
         """Return the proven values of one slice."""
         values = torch.empty(stored.box.shape, dtype=self.dtype, device="cpu")
         data, name = bytes_of(values), f"{part_folder(stored.rank)}/{self.tensor.file}"
-        with os.fdopen(open_regular(self.record.path.parent / f"{self.record.folder}/{name}"), "rb") as file:
-            file.seek(stored.begin)
-            file.readinto(data)  # after a short read the digest differs
+        path = f"{self.record.folder}/{name}"
+        if path in self.proven:
+            data[:] = memoryview(self.proven[path])[stored.begin : stored.begin + len(data)]
+        else:
+            with os.fdopen(open_regular(self.record.path.parent / path), "rb") as file:
+                file.seek(stored.begin)
+                file.readinto(data)  # after a short read the digest differs
         if digest_of(data) != stored.xxh3_128:
             raise BrokenCheckpointError(self.record.name, f"{name} does not hold the saved values of {self.tensor.key}")
         return values

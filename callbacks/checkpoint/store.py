@@ -260,7 +260,7 @@ class CheckpointStore:
                     record.path,
                 )
             base = self.base() if self.base is not None and record.left_out else None
-            share = None if groups is None else slice(channel.rank, None, channel.size)
+            share = None if groups is None else (channel.rank, channel.size)
             return load_record(record, base=base, share=share)
 
         return channel.agreed(read, f"load {os.fspath(path)}")

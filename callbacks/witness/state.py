@@ -141,7 +141,8 @@ def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, 
             now = {path: value for path, value in now.items() if isinstance(value, DTensor)}
         if now:
             # Of sharded tensors, each rank reads the slices that it needs.
-            before = values_of_state(load_record(record, base=state.get("state_dict"), share=slice(0)))
+            share = (channel.rank, channel.size)
+            before = values_of_state(load_record(record, base=state.get("state_dict"), share=share))
             of_rank = [path for path in differing_values(now, before) if path in now or not channel.rank]
     except (CheckpointError, OSError) as error:
         problem = str(error)

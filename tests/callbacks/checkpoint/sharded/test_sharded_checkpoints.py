@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from genlight.adapter.cli.command_line import main as genlight
 from genlight.adapter.contract.exceptions import BrokenCheckpointError
-from genlight.callbacks.checkpoint import load, load_weights, newest_valid, read_record, verify
+from genlight.callbacks.checkpoint import load, load_weights, loading, newest_valid, read_record, verify
 from genlight.callbacks.checkpoint.export import export_lightning, export_safetensors
 from genlight.callbacks.checkpoint.loading import load_record
 from genlight.callbacks.witness.entry import FOLDER
@@ -310,20 +310,42 @@ def test_a_damaged_part_is_detected_and_the_previous_checkpoint_is_used(saved, d
     assert ("slices.json" if damage == "flip_index" else "rank-0000") in warnings[0]
 
 
-def test_a_slice_that_is_damaged_after_verification_is_detected_when_it_is_read(saved):
-    checkpoint = load_record(read_record(saved / "step-00000003.json"), share=slice(None))
+def test_a_slice_that_is_damaged_after_verification_is_detected_when_it_is_read(saved, monkeypatch):
+    record = read_record(saved / "step-00000003.json")
+    of_other_rank = load_record(record, share=(0, 2))
+    monkeypatch.setattr(loading, "free_memory", lambda: 0)
+    loading.read_ahead(record)
+    not_kept = load_record(record, share=(1, 2))
     flip(part(saved), 0.99)
 
-    with refusal(BrokenCheckpointError):
-        sum(value.sum() for value in checkpoint["state_dict"].values())
+    for checkpoint in (of_other_rank, not_kept):
+        with refusal(BrokenCheckpointError):
+            sum(value.sum() for value in checkpoint["state_dict"].values())
+
+
+def test_slices_are_loaded_from_the_memory_in_which_they_were_proven(saved):
+    record = read_record(saved / "step-00000003.json")
+    expected = load_record(record)["state_dict"]
+    own_part = load_record(record, share=(1, 2))["state_dict"]
+    loading.read_ahead(record)
+    shutil.rmtree(part(saved).parent)
+    after_read_ahead = load_record(record, share=(0, 2))["state_dict"]
+
+    for name, value in expected.items():
+        assert torch.equal(own_part[name] + 0, value)
+        assert torch.equal(after_read_ahead[name] + 0, value)
+    assert not loading._slices_ahead
 
 
 def test_a_rank_verifies_only_its_share_of_the_files(saved):
     flip(part(saved, rank=1), 0.99)
+    record = read_record(saved / "step-00000003.json")
 
-    load_record(read_record(saved / "step-00000003.json"), share=slice(0, 2))
-    with pytest.raises(BrokenCheckpointError):
-        load_record(read_record(saved / "step-00000003.json"), share=slice(2, None))
+    for share in ((0, 2), (0, 4), (1, 4), (3, 4)):
+        load_record(record, share=share)
+    for share in ((1, 2), (2, 4), (0, 1)):
+        with pytest.raises(BrokenCheckpointError):
+            load_record(record, share=share)
 
 
 def test_exports_are_complete(ranks, tmp_path):
