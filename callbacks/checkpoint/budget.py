@@ -72,8 +72,9 @@ class Budget:
     def interval_s(self) -> float:
         """Seconds between the starts of two saves.
 
-        It is the shortest interval with which saves stall training for at most `pay_at_most`; but at most
-        `lose_at_most` minus the time until a save is durable, and exactly that without `pay_at_most`.
+        The longest interval is `lose_at_most` minus the time until a save is durable. Without `pay_at_most`, that is
+        the interval. With it, the interval is the shortest at which saves stall training for at most that share. It is
+        never shorter than the time until a save is durable.
         """
         if not self.durable_s:
             return min(FIRST_INTERVAL_S, self.lose_at_most_s / 2)
@@ -108,12 +109,12 @@ class Budget:
     def __str__(self) -> str:
         """Return in words what this interval costs, and what half and twice this interval would cost."""
         intervals = [self.interval_s * factor for factor in (1, 0.5, 2)]
-        given = [
+        costs = [
             f"{interval_s:.3g} s loses at most {interval_s + self.durable_s:.3g} s and stalls for "
             f"{100 * self.stall_s / interval_s:.2g} % of the time"
             for interval_s in intervals
         ]
-        return "; ".join(given)
+        return "; ".join(costs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measured times."""

@@ -81,7 +81,7 @@ class Captured:
     """The training's frozen weights, if they were separated; they remember the file once it is durable."""
 
     def content(self) -> Sequence[TensorFile]:
-        """Return the files of its tensors: of the snapshot, if there is one, when it is complete."""
+        """Return the files of its tensors; if there is a snapshot, wait until it is complete and return its files."""
         if self.overlap is not None:
             self.overlap.result()
         return tensor_files(self.entries, self.sources) if self.files is None else self.files
@@ -97,7 +97,7 @@ class Captured:
         return replace(self, entries=[entry for entry, _ in kept], sources=[source for _, source in kept])
 
     def snapshot(self, buffer: HostBuffer, overlap: Overlap) -> Captured:
-        """Return a copy with the current values, in `buffer`; frozen tensors, written once, get separate memory."""
+        """Return a copy with the current values, in `buffer`. Frozen tensors, which are written once, go elsewhere."""
         parts = [(buffer, self)]
         if FROZEN_FILE in {entry.file for entry in self.entries}:
             once, again = self.select(lambda e: e.file == FROZEN_FILE), self.select(lambda e: e.file != FROZEN_FILE)
@@ -113,7 +113,8 @@ class Captured:
         An infinite buffer is not unusual: a mask is one.
         """
         weights = [file for file in self.content() if file.name in (MODEL_FILE, FROZEN_FILE)]
-        if are_finite([run for file in weights for run in file.runs()]):  # linked and omitted ones were so at the start
+        # Linked and omitted weights were finite at the start.
+        if are_finite([run for file in weights for run in file.runs()]):
             return True if weights or self.linked or self.left_out else None
         names = self.meta.parameters
         tensors = (each for file in weights for each in zip(file.entries, file.sources, strict=True))
@@ -182,7 +183,7 @@ def _encode(checkpoint: Mapping[str, Any], table: TensorTable) -> tuple[bytes, b
 def _storable_result(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[str, Any] | None:
     """Return the result of the hook as it goes into the record, for orchestrators to read.
 
-    Its ``primary_path`` is changed to stay valid after the folder gets its name, or is moved.
+    A ``primary_path`` in the trainer's folder becomes relative to it, so that the folder can be renamed and moved.
     """
     if result is None:
         return None
@@ -200,21 +201,21 @@ def _storable_result(result: Mapping[str, Any] | None, staging: Staging) -> Mapp
 class Overlap:
     """A copy of large tensors in host memory, made by a thread while training continues.
 
-    From the moment it is taken, each tensor shares its memory with a lazy clone, and the thread copies the clone. If
-    anything writes to the tensor meanwhile, through torch and by whatever name (an update, a load, an average,
-    ``.data``, another view), torch gives the tensor other memory first. So the clone keeps the values of that moment,
-    and the copy cannot be torn. Other memory costs more time than a copy. Therefore the next update of an optimizer, or
-    the end of the step, waits for the thread. Later saves copy a tensor at once if something else wrote to it before.
+    `take` makes a lazy clone of a tensor, which shares its memory, and the thread copies the clone. If anything writes
+    to the tensor meanwhile, through torch and by whatever name (an update, a load, an average, ``.data``, another
+    view), torch first gives the tensor other memory. So the clone keeps the values of that moment, and the copy is
+    consistent. Allocating the other memory takes longer than the copy. Therefore the next update of an optimizer, or
+    the end of the step, waits for the thread. A tensor that something else wrote to is copied at once by later saves.
 
     A write without torch, to an address that was read earlier, would not be noticed. Therefore a tensor is copied at
     once if a NumPy array shares its memory, or if that memory belongs to a file, several processes or another library.
 
-    Giving a tensor other memory is not safe against other threads that use it or release its clone. So the clones are
-    released in the training thread, and nothing is taken while other threads run code of the program.
+    No other thread may use a tensor while torch gives it other memory, or release its clone. So the training thread
+    releases the clones, and no tensor is taken while other threads run code of the program.
 
     Args:
-        written: Files and keys of tensors that are not taken, because something wrote to them during an earlier copy.
-        is_allowed: Whether the user allows it to take tensors.
+        written: Files and keys of tensors to copy at once, because something wrote to them during an earlier copy.
+        is_allowed: Whether the user allows copies while training continues.
     """
 
     def __init__(self, written: Collection[tuple[str, str]] = (), *, is_allowed: bool = True) -> None:
@@ -297,16 +298,16 @@ class Overlap:
 _LIBRARIES = (
     *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
     str(Path(__file__).parents[2]),
-    multiprocessing.queues.__file__,  # sends batches to data workers
+    multiprocessing.queues.__file__,  # its threads send batches to data workers
 )
-"""Beginnings of the names of files whose threads do only their own work: of installed packages and of genlight."""
+"""Paths of installed packages and of genlight: threads of this code do not use the tensors of the training."""
 
 
 def _runs_other_threads() -> bool:
     """Whether another thread may run code of the program itself, which may use the tensors of the training.
 
-    Frames of threads would tell it exactly, but in Python 3.11 ``sys._current_frames`` can wait forever: it collects
-    garbage while no thread can end, and torch lets one run meanwhile.
+    It goes by the function that each thread runs. The frames of the threads would be exact, but in Python 3.11
+    ``sys._current_frames`` can deadlock: while no thread can end, it collects garbage, and torch then lets one run.
     """
     return any(
         not thread.name.startswith("genlight-") and not _file_of(thread).startswith(_LIBRARIES)
@@ -316,7 +317,7 @@ def _runs_other_threads() -> bool:
 
 
 def _file_of(thread: threading.Thread) -> str:
-    """Return the file of the function that a thread runs; of Python's, it may be one that runs others, as in a pool."""
+    """Return the file of the function that a thread runs. A thread of Python's pools runs a function of Python's."""
     function = type(thread).run
     with contextlib.suppress(AttributeError):  # its function has returned
         function = thread._target or function  # type: ignore[attr-defined]
@@ -328,7 +329,7 @@ _ALIGNMENT = 64
 _SPARE = 1 << 20
 """Spare bytes, so that a later save with a little more than these tensors need not allocate the memory again."""
 _LEAST_OVERLAPPED = 1 << 14
-"""Bytes of a tensor whose copy takes longer than to start one in the background."""
+"""Minimum bytes of a tensor to copy in the background; for less, that costs more than the copy."""
 LARGEST_PINNED = 0.5
 """Largest share of the machine's memory to pin: the system cannot reclaim pinned pages."""
 

@@ -2,9 +2,9 @@
 
 A digest proves that nothing has changed since a file was written, but not that its author meant well. So before a
 checkpoint is chosen, its headers, indices and references are decoded and compared with the sizes of the files, without
-reading a tensor. A reference without bytes, a type that does not exist or a part in another form than Lightning expects
-then means that the checkpoint is broken and is skipped. It never means a crash, or memory for a tensor that the file
-has no bytes for, once the run depends on it. Values that a trainer class or a user's callback stores are not checked.
+reading a tensor. A checkpoint counts as broken, and is skipped, if a reference has no bytes, a type does not exist, or
+a part has another form than Lightning expects. A load of it could crash, or allocate memory for bytes that no file has.
+Values that a trainer class or a user's callback stores are not checked.
 
 The module imports neither torch nor Lightning: a tensor is a `TypedShape` here.
 """
@@ -150,7 +150,7 @@ def _check_parts(checkpoint: Any) -> None:
     """
     own = msgspec.convert(checkpoint, _Parts).genlight
     for name, gradient in (each for of_rank in own.gradients for each in of_rank.items()):
-        # A check builds no sparse tensor and none of a subclass; it has a bare object in their place.
+        # A check has a plain `object()` in place of a sparse tensor, and of a tensor of a subclass.
         if not isinstance(gradient, TypedShape | None) and type(gradient) is not object:
             raise ValueError(f"the gradient of {name} is no tensor")
     for of_rank in own.rng:

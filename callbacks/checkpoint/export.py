@@ -51,7 +51,7 @@ from .selection import find_checkpoint
 log = logging.getLogger(__name__)
 
 _FOLDER = "genlight-pretrained"
-"""A name that a user's folder is unlikely to have, because it is replaced."""
+"""Name of the folder next to the checkpoints. Each training replaces it, so a user's own must not have this name."""
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
 _WEIGHTS_FILE = "model.safetensors"
@@ -257,12 +257,12 @@ def _merge_adapter(weights: dict[str, torch.Tensor], config: bytes, adapters: di
             is_tied = built.config.tie_word_embeddings
             model.load_state_dict(weights, assign=True)
             merged = model.merge_and_unload()
-        # A checkpoint has tied weights twice, and peft takes such a model for one that ties none.
-        apart, merged.config.tie_word_embeddings = merged.state_dict(), is_tied
+        # A checkpoint holds tied weights twice, so peft takes the model for one without tied weights.
+        untied, merged.config.tie_word_embeddings = merged.state_dict(), is_tied
         merged.tie_weights()
     except Exception as error:
         raise CheckpointError(f"this adapter cannot be merged: {type(error).__name__}: {safe_str(error)}") from error
-    changed = [key for key, tensor in merged.state_dict().items() if not torch.equal(tensor, apart[key])]
+    changed = [key for key, tensor in merged.state_dict().items() if not torch.equal(tensor, untied[key])]
     if changed:
         raise CheckpointError(
             f"the adapter changed one of two weights that are tied in the base model ({changed[0]}), so that a plain "

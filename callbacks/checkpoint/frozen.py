@@ -40,7 +40,7 @@ class FrozenFile:
 
 
 _LEAST_BYTES = 4096
-"""Fewer bytes than this are written again: a file and a link cost as much."""
+"""Fewer bytes than this are written with every checkpoint: a separate file and its links would cost as much."""
 
 
 def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
@@ -69,8 +69,8 @@ class Frozen:
     Args:
         tensors: The result of `frozen_in` at the start.
         leaves_out: Whether checkpoints omit weights that are unchanged since the class built them.
-        loaded: The checkpoint that the training resumes from: only weights that it omits are as the class built them,
-            and its file is shared if it has the same bytes.
+        loaded: The checkpoint that the training resumes from. Only the weights that it omits are known to be as the
+            class built them. Later checkpoints share its file of frozen weights if the bytes are the same.
     """
 
     def __init__(
@@ -117,7 +117,13 @@ class Frozen:
         return facts, [source for _, source in written], linked, left_out
 
     def learn(self, record: CheckpointRecord, written: Iterable[Entry], linked: FrozenFile | None) -> None:
-        """Remember the file of the durable `record`, with the results of `divide`: the next checkpoint links to it."""
+        """Have the next checkpoint link to the frozen weights of the durable `record`.
+
+        Args:
+            record: The checkpoint.
+            written: The tensors in its files, as `divide` has returned them.
+            linked: The linked file, as `divide` has returned it.
+        """
         keys = frozenset(entry.key for entry in written if entry.file == FROZEN_FILE)
         self._file = _file_of(record, keys if linked is None else linked.keys)
 

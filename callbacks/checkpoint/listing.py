@@ -274,5 +274,5 @@ def files_in_the_way(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def is_in_the_way(record: Path) -> bool:
-    """Whether something that is not a checkpoint is at `record`; a save may replace a symbolic link itself."""
+    """Whether something that is not a checkpoint is at `record`. A symbolic link does not count: a save replaces it."""
     return os.path.lexists(record) and not record.is_symlink() and not is_checkpoint_file(record)

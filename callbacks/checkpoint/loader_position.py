@@ -110,7 +110,7 @@ def keep_positions(
 
 
 def _restore_epoch(loop: FitLoop) -> None:
-    """Correct what Lightning's loop makes of a checkpoint that was saved after its last epoch had ended, as `final` is.
+    """Correct the epoch in which Lightning continues from a checkpoint that was saved after an epoch, such as `final`.
 
     If the data ended, the next epoch has all its batches. If the step limit ended the epoch, the same epoch continues.
     """
@@ -161,7 +161,7 @@ def set_positions_aside(
     A Trainer without `keep_positions` would refuse states that none of its plain loaders can load.
     """
     if _POSITIONS in parts:
-        return  # moved already, if two callbacks save into folders of their own
+        return  # another `Checkpoint` of this trainer has moved them
     of_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
     states = of_loop.get("combined_loader", [])
     workers = [state.pop(WORKERS, None) if isinstance(state, dict) else None for state in states]

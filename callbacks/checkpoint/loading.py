@@ -1,10 +1,10 @@
 """The loading of a checkpoint.
 
 A load proves every byte before any of it is used. A file is read once: its digest is computed from the same memory that
-becomes the tensors. A start that chooses among checkpoints proves them in the same way, and the load takes these
-tensors (`read_ahead`). If several ranks saved a tensor in slices, a rank of a sharded run uses only its own part,
-slice by slice, from the memory in which its files were proven; each slice has a digest, too. Only if memory is short,
-these files are proven first, and the slices read again.
+becomes the tensors. A start that chooses among checkpoints proves them in the same way, and keeps the tensors for the
+load (`read_ahead`). If several ranks saved a tensor in slices, a rank of a sharded run uses only its own part, slice by
+slice, from the memory in which the files were proven; each slice has a digest, too. If memory is short, these files are
+proven first, and the slices are read again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Base = Mapping[str, Any]
 
 _PIECE = 4 << 20
 _MOST_AHEAD = 16
-"""A checkpoint is read ahead if free memory is this many times as large: other ranks do so too, and build models."""
+"""A checkpoint is read ahead only if free memory is this many times as large: all ranks read it and build models."""
 _MOST_NAMES = 5
 
 _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORCH_TYPES.items()}
@@ -339,7 +339,7 @@ def omitted_tensors(record: CheckpointRecord, base: Base | None) -> dict[str, to
     A tensor that `base` does not have by name is found by its content, whatever its name.
 
     Raises:
-        CheckpointError: There is no `base`, or it lacks one, or has another; names the tensor and the way out.
+        CheckpointError: There is no `base`, or a tensor in it is missing or differs; names the tensor and the way out.
     """
     if record.left_out and base is None:
         names = list_first([entry.key for entry in record.left_out], _MOST_NAMES)

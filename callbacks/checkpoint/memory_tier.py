@@ -1,10 +1,10 @@
 """Checkpoints in the memory of this node: they outlive a killed process, but not the node.
 
-They have the format of those on disk, in a folder of `ROOT` that only this user may enter. The name of that folder is
-random; a file in the folder of checkpoints on disk has it. In return, a note in the folder in memory has the inode of
-the folder on disk. So no other run uses these checkpoints, not even one that was started in a copy of the folder on
-disk, or in a new folder at the same path. On several nodes the folder has the same name on each of them; `peers`
-copies the checkpoints from one to the next.
+They have the same format as on disk, in a folder of `ROOT` that only this user may enter. That folder has a random
+name, which a file in the folder of checkpoints on disk contains. A note in the folder in memory contains the inode of
+the folder on disk. So a run in a copy of the folder on disk, or in a new folder at the same path, does not use these
+checkpoints. On several nodes the folder has the same name on each of them; `peers` copies the checkpoints from one to
+the next.
 
 When training has ended, the folder in memory is removed. If it held a newer checkpoint than the disk, that checkpoint
 is copied first.
@@ -42,7 +42,7 @@ _NOTE = ".checkpoints-of"
 _NAME = re.compile(r"genlight-[\w-]+-[0-9a-f]{16}")
 _LARGEST_NOTE = 256
 _AT_ONCE, _AT_ONCE_WITH_COPIES = 2, 3
-"""Checkpoints that exist at the same time: one stays until the next is complete, and one is sent to another node."""
+"""Number of checkpoints that need room at once: the last one, the next one, and one on its way to another node."""
 _NODES = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 """Variables with the number of nodes: of torchrun, of a job step, of a job."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -52,7 +52,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def memory_folder(directory: str | os.PathLike[str]) -> Path | None:
     """Return the folder in memory that belongs to `directory`, or None if there is none on this node.
 
-    One that could have been made or changed by another user, or belongs to another run, is refused with a warning.
+    A folder that another user could have made or changed, or that belongs to another run, is refused with a warning.
     """
     folder = _named_folder(directory)
     if folder is None or not os.path.lexists(folder):
@@ -110,13 +110,13 @@ def is_in_memory(record: Path) -> bool:
 
 
 def list_tiers(directory: str | os.PathLike[str]) -> list[Listed]:
-    """Return every record of `directory`, also those in memory, oldest step first; of one step, that on disk is last.
+    """Return every record of `directory` and of its folder in memory, oldest step first; for one step, disk is last.
 
-    On several nodes only the records on disk, because those in memory are on one node.
+    On several nodes, return only the records on disk: other nodes do not see those in memory.
     """
     folder = None if spans_nodes(os.environ) else memory_folder(directory)
     in_memory = [] if folder is None else list_checkpoints(folder)
-    # A run that trains replaces them all the time.
+    # A training run may have removed some since they were listed.
     in_memory = [each for each in in_memory if each.record is not None or each.path.exists()]
     return sorted([*in_memory, *list_checkpoints(directory)], key=lambda listed: listed.age)
 
@@ -142,12 +142,12 @@ def open_memory(
         directory: The folder of checkpoints on disk.
         run_id: Makes the name readable.
         nbytes: Estimated bytes of a checkpoint.
-        loaded: The checkpoint from which training continues. Others in memory are removed: it may be older.
+        loaded: The checkpoint from which training continues. Others in memory are removed: they may be newer than it.
         has_copies: Whether checkpoints are also sent to another node.
         name: Name of the folder, which another node has chosen.
 
     Raises:
-        CheckpointError: There is no room, or no such memory; the message says how much.
+        CheckpointError: There is no such memory, or not enough; the message has the figures.
         OSError: The folder cannot be made.
     """
     folder, at_once = memory_folder(directory), _AT_ONCE_WITH_COPIES if has_copies else _AT_ONCE
@@ -190,7 +190,7 @@ def require_room(nbytes: int, what: str) -> str:
 
 
 def _room() -> int:
-    """Return the bytes that still fit into `ROOT`: the memory of a container may be smaller."""
+    """Return the bytes that still fit into `ROOT`. The container may have less memory than its file system says."""
     return min(shutil.disk_usage(ROOT).free, free_memory())
 
 
@@ -199,7 +199,7 @@ def free_memory() -> int:
     rooms = [sys.maxsize]
     with contextlib.suppress(OSError, ValueError, KeyError):
         rooms.append(1024 * _numbers("/proc/meminfo")["MemAvailable:"])
-    with contextlib.suppress(OSError, ValueError, KeyError):  # a group without a limit says "max"
+    with contextlib.suppress(OSError, ValueError, KeyError):  # without a limit, the file contains "max"
         reclaimable = _numbers(_CGROUP / "memory.stat")["inactive_file"]
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         rooms.append(max(limit - used + reclaimable, 0))
@@ -207,6 +207,7 @@ def free_memory() -> int:
 
 
 def _numbers(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Return the number of each line of a file by the word in front of it."""
     lines = (line.split() for line in Path(path).read_text(encoding="ascii").splitlines())
     return {words[0]: int(words[1]) for words in lines}
 
@@ -214,7 +215,7 @@ def _numbers(path: str | os.PathLike[str]) -> dict[str, int]:
 def retire_memory(directory: Path, *, has_copies: bool = False) -> None:
     """Remove the checkpoints in memory that belong to `directory`; copy the newest to the disk if it is newer.
 
-    One with weights that are not finite is not copied. If the copy fails, they stay where they are, with a warning.
+    A checkpoint whose weights are not finite is not copied. If the disk refuses the copy, all stay, with a warning.
 
     Args:
         directory: The folder of checkpoints on disk.

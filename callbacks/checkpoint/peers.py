@@ -2,14 +2,14 @@
 
 Rank zero saves in the memory of its node. The nodes form a ring: the first rank of each sends every new checkpoint to
 the first rank of the next one, in the background, and that commits it in its own memory: complete or absent, as
-everywhere. So after one round all nodes have it. While one is sent, only the newest of those that wait is kept. The
-sender opens all files before it sends the first, so a checkpoint may be removed meanwhile.
+everywhere. So after one round all nodes have it. While a checkpoint is sent, only the newest of the waiting ones is
+kept. The sender opens all files before it sends the first, so a checkpoint may be removed meanwhile.
 
 Before a resume all ranks agree on the newest checkpoint that a node has in memory. That node copies it to the disk,
-which all nodes share. If the copy does not prove intact, the next node with it is tried, then the next older one.
+which all nodes share. If the copy is not intact, another node that has it is tried, then the next older checkpoint.
 
-The first ranks have a separate gloo group. So there is no server, no further port and no further trust: whoever can
-read or write the exchange of gradients can do so here.
+The first ranks have a separate gloo group. It needs no server and no additional port, and is protected exactly as well
+as the exchange of gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _PIECE = 16 << 20
 _NOTHING = b""
-"""Answer of a node that takes no file of a checkpoint."""
+"""Answer of a node that needs no file of a checkpoint."""
 _NO_LIMIT = dt.timedelta(days=365)
 """Wait for a message: until there is one, or the connection closes."""
 _NEVER_SENT = 1 << 20
@@ -54,7 +54,7 @@ _CLOSES_WITHIN_S = 5.0
 
 
 def first_ranks(channel: Channel) -> list[int]:
-    """Return the first of the ranks that share a memory, for each memory; collective."""
+    """Return the first rank of each node; ranks are on one node if they share its memory. Collective."""
     ids = channel.gather_everywhere(memory_id())
     return sorted({ids.index(each) for each in ids})
 
@@ -169,9 +169,9 @@ class Ring:
             self._offer(record)
 
     def close(self) -> bool:
-        """End the ring on the first node, or wait for that on another one, which then removes its copies.
+        """End the ring on the first node. On any other node, wait for its end, which removes the copies there.
 
-        If the ring does not end soon, because a rank is lost, they stay for the next start of the run.
+        If the ring does not end soon, because a rank is lost, the copies stay for the next start of the run.
 
         Returns:
             Whether the end has arrived from the node before: on the first node, whether all others have removed theirs.
@@ -190,8 +190,8 @@ class Ring:
         with self._changed:
             if self._waiting is not None and not self._is_slow:
                 self._is_slow = True
-                text = "Step %d in memory is not copied to the next node, which is slower than saves in memory are"
-                log.warning(f"{text}. It gets the newest whenever it has taken one", self._waiting.step)
+                text = "Step %d in memory is not copied to the next node, because copies take longer than saves in"
+                log.warning(f"{text} memory. After each copy, that node gets the newest step", self._waiting.step)
             self._waiting = record
             self._changed.notify()
 
@@ -201,7 +201,7 @@ class Ring:
             thread.join(max(end - time.monotonic(), 0))
 
     def _stop(self, *, is_over: bool = False) -> bool:
-        """Stop the threads after the message in flight; return whether that is new.
+        """Stop the threads after the message in flight; return False if they were told so before.
 
         Args:
             is_over: Whether the first node has ended the ring.
@@ -224,7 +224,7 @@ class Ring:
                 self._next.put(None)
 
     def _send(self, record: CheckpointRecord) -> None:
-        """Send a checkpoint: its record, then those of its files that the next node answers that it lacks."""
+        """Send the record of a checkpoint, then the files that the next node asks for."""
         with contextlib.ExitStack() as opened:
             try:
                 content = read_regular(record.path, limit=LARGEST_RECORD_BYTES)
@@ -268,7 +268,7 @@ class Ring:
             log.warning("A checkpoint in memory is not copied to this node: %s", error)
             return
         earlier = [each.record for each in list_checkpoints(self._folder) if each.record is not None]
-        # Such as frozen weights.
+        # Files that an earlier checkpoint also has, such as frozen weights, are not sent again.
         known = {_key(entry): (each, entry) for each in earlier for entry in each.files}
         self._before.put(bytes(_key(entry) not in known for entry in record.files))
 
@@ -291,7 +291,7 @@ class Ring:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """End the ring with the work of a thread."""
+        """End the ring if an error, or the end of the previous node, ends the work of a thread in this block."""
         try:
             yield
         except _RingEnd:
@@ -306,7 +306,7 @@ class Ring:
 
 
 def open_ring(channel: Channel, ranks: Sequence[int], directory: Path, open_here: Callable[[], object]) -> Ring | None:
-    """Begin to send checkpoints in memory from node to node, or say why that is not done. Collective.
+    """Begin to send checkpoints in memory from node to node, or log why that is not possible. Collective.
 
     Args:
         channel: Connects all ranks.

@@ -271,7 +271,7 @@ def _place(value: Any, parameter: torch.Tensor | None) -> Any:
 
 
 def _by_number(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` with parameters' numbers in place of their addresses, as these differ between processes."""
+    """Return `state` with the numbers of parameters in place of their addresses, which differ between processes."""
     numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
 
     def rename(value: Any) -> Any:

@@ -121,9 +121,9 @@ class Checkpoint(Hook, LightningCheckpoint):
         memory_every_n_steps: Save in ``/dev/shm``, the memory of the node, when ``trainer.global_step`` crosses a
             multiple of this; 0 never does. Such a checkpoint outlives a killed process, but not the node. Only the
             newest one is kept; a resume takes it if it is newer than those in `dirpath`. It is neither uploaded nor
-            reported to callbacks. When training ends with an error, it is moved to `dirpath`. Without room
-            for it there, or with a strategy that shards over several nodes, a warning says so. On several nodes, a
-            resume first copies it to `dirpath`.
+            reported to callbacks. When training ends with an error, it is moved to `dirpath`. If the memory has no
+            room, or a strategy shards over several nodes, nothing is saved there, and a warning gives the reason. On
+            several nodes, a resume first copies the checkpoint to `dirpath`.
         peer_copies: On several nodes, send each checkpoint in memory from node to node, in the background. A resume
             takes the newest one that any node has, even if the others were replaced. It costs memory for three
             checkpoints on each node, and their bytes, not encrypted, on the network of training.
@@ -150,10 +150,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         weights: ``all`` stores every weight; those that are frozen from the start (they require no gradient and no
             optimizer holds them) are written once and shared. ``trained`` omits those: a resume takes them from
             the class and verifies their digests.
-        on_difference: The action when a step that a resumed run repeats differs from its first time: ``warn`` logs the
-            difference, ``stop`` also ends the run.
-        overlap: Whether a run that resumes from an older checkpoint of `dirpath` compares its state with the newest
-            one, once it reaches that checkpoint's step: weights, optimizers, random states, positions.
+        on_difference: The reaction if a repeated step of a resumed run differs from the same step of the earlier
+            attempt: ``warn`` logs the difference, ``stop`` also ends the run.
+        overlap: Whether a run that resumes from an older checkpoint of `dirpath` compares its weights, optimizers,
+            random states and positions with the newest checkpoint, when it reaches the step of that checkpoint.
 
     Raises:
         ValueError: An argument is out of range.
@@ -169,7 +169,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     _memory: MemoryTier | None = None
     _ring: Ring | None = None
     _overlapped: CheckpointRecord | None = None
-    """The checkpoint with which a run that repeats its step compares itself."""
+    """The newer checkpoint, with which the run compares its state when it reaches that step; see `overlap`."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._clock = SaveClock(every_minutes, 0)
         self._scores = Scores()
         self._is_scored = False
-        """Whether the monitored value is a score, so that only evaluated steps have one."""
+        """Whether the monitored value is a score of an evaluation; steps without an evaluation then have none."""
         self._resume = ResumeState()
         self._store = CheckpointStore()
         self._boundaries = Boundaries(self)
@@ -232,10 +232,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Durable checkpoints not yet reported, with the seconds that each took; two threads use it."""
         self._in_use: list[Callable[[], Collection[Path]]] = []
         self._saves_after_module_hook = self._is_between_batches = self._only_in_memory = False
-        self.peer_copies, self.takes_newest = peer_copies, False
+        self.peer_copies = peer_copies
+        self.takes_newest = False
         """Whether training continues from the newest checkpoint, and not from a chosen one; the runtime sets it."""
         self._keeps_memory = False
-        """Whether the supervisor of restarts decides about checkpoints in memory when training fails."""
+        """Whether checkpoints in memory stay there when training fails: a supervisor may start the run again from them."""
         self._last_saved_step: int | None = None
 
     @override
@@ -249,7 +250,7 @@ class Checkpoint(Hook, LightningCheckpoint):
                 f"Checkpoint does not save under {type(trainer.strategy).__name__}, which has its own format that no "
                 "plugin can write. Use Lightning's ModelCheckpoint, or ModelParallelStrategy (FSDP 2) with Checkpoint."
             )
-        # Only genlight reads the files of a trainer class anyway.
+        # Stock Lightning cannot load a trainer class, so all its files may have genlight's format.
         is_of_trainer_class = hasattr(type(pl_module), "contract_state")
         self._store = install_plugin(trainer.strategy, for_others=is_of_trainer_class).store
         if faults := url_faults(trainer):
@@ -267,11 +268,11 @@ class Checkpoint(Hook, LightningCheckpoint):
             keep_positions(trainer, self._restore_rng_before_batch, self._resume.restore_generators)
 
     def _newest_of_nodes(self, trainer: pl.Trainer, path: str | os.PathLike[str] | None) -> Any:
-        """Return the newest checkpoint in the memory of the nodes, then on disk; `path` if that is newer. Collective.
+        """Copy the newest checkpoint in the memory of any node to the disk, and return its path. Collective.
 
         Args:
             trainer: The trainer.
-            path: What the fit was to load.
+            path: The checkpoint that the fit was asked to load; returned if none in memory is newer.
         """
         if not self.takes_newest and (path is None or not os.path.isdir(path)):
             return path
@@ -292,7 +293,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._memory is not None:  # no checkpoint from before the rollback may arrive later
+        if self._memory is not None:  # otherwise a save or a copy of an undone step could end later
             self._end_memory(trainer, retires=False)
             self._open_memory(trainer, pl_module)
 
@@ -353,14 +354,14 @@ class Checkpoint(Hook, LightningCheckpoint):
             require_space(self.directory, _estimated_bytes(pl_module))
 
     def _open_memory(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prepare to save in memory, or say why that is not done. Collective."""
+        """Prepare to save in memory, or log why that is not possible. Collective."""
         folder = self._memory = None
         if not self.memory_every_n_steps:
             return
         groups, is_on_several = rank_groups_of(trainer.strategy), _is_on_several_nodes(trainer)
         ranks = first_ranks(self._channel) if is_on_several else [0]
         if self._channel.rank in ranks[1:]:
-            forget_copies(self.directory)  # of an earlier attempt
+            forget_copies(self.directory)  # an earlier attempt may have left them
         # A rank knows the bytes of its own part of a sharded tensor, and the parts are of about the same size.
         nbytes = trainer.world_size if any(isinstance(p, DTensor) for p in pl_module.parameters()) else 1
         nbytes *= _estimated_bytes(pl_module)
@@ -438,6 +439,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._save_what_is_due(trainer, pl_module)
 
     def _is_due_in_memory(self, step: int) -> bool:
+        """Whether a save in memory is due; keeps the earlier of the next due steps of both kinds of saves."""
         if self._memory is None:
             return False
         next_due_step = self.next_due_step
@@ -460,7 +462,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ending_the_run(ResumeDifferenceError(proof.text))
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # All ranks have agreed to end after this step; its state must be on disk before the run ends.
+        # If all ranks have agreed to stop after this step, its state must be on disk before the run ends.
         is_ending = run_state_of(trainer).stop_reason is not None
         if self._only_in_memory and not is_ending:
             self._save_in_memory(trainer, pl_module)
@@ -470,9 +472,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.save(trainer, pl_module, wait=is_ending)
 
     def save_between_steps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the last step of this fit, if there is one, before the run stops; wait until it is durable.
+        """Save the last completed step of this fit, if there is one, and wait until it is durable.
 
-        Called by a stop that ends a wait for the next batch.
+        `StopRequests` calls it when it stops the run during a wait for the next batch.
         """
         if self._is_between_batches:
             save = functools.partial(self._save_what_is_due, trainer, pl_module)
@@ -490,7 +492,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     ) -> None:
         value = float(scores.get(self.retention.monitor or "", math.nan))
         if trainer.is_global_zero and self.retention.monitor is not None and math.isfinite(value):
-            self._is_scored, self._scores[step] = True, value  # its checkpoint may not be written yet
+            self._is_scored, self._scores[step] = True, value  # for a checkpoint of this step that is saved later
             for name in (step_name(step), FINAL_NAME):
                 with contextlib.suppress(FileNotFoundError, BrokenCheckpointError):
                     self._add_score(read_record(self.directory / f"{name}.json"))
@@ -529,11 +531,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._close_witness()
 
     def _end_memory(self, trainer: pl.Trainer, *, retires: bool = True) -> None:
-        """Remove the checkpoints in memory; if the newest one is newer than those on disk, copy it there first.
+        """Stop to save in memory. Then remove the checkpoints there; if the newest is newer than the disk's, copy it.
 
         Args:
             trainer: The trainer.
-            retires: False copies nothing.
+            retires: False neither removes nor copies checkpoints of this node.
         """
         memory, self._memory = self._memory, None
         ring, self._ring = self._ring, None
@@ -613,7 +615,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        # Lightning sets it in a process whose children have trained. That process may resume, and has run no `setup`.
+        # Lightning sets it in a process whose children have trained. That process may resume without a `setup`.
         if path:
             self.dirpath, self.replace_existing = Path(path).parent, True
 
@@ -626,7 +628,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        # Lightning asks for another key for each callback of a class with a state.
+        # Lightning requires callbacks of the same class to have different keys if they have a state.
         return f"{super().state_key}[{self.dirpath}]"
 
     @override
@@ -664,7 +666,7 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool, wait: bool) -> Path:
         began_s, step = time.monotonic(), trainer.global_step
-        waited_s = self._store.overlap.waited_s  # for the copy of the last save
+        waited_s = self._store.overlap.waited_s  # training waited so long for the copy of the last save
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
             return path
@@ -699,7 +701,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Have `store` save this moment; return its result, or None on a rank that saves nothing. Collective."""
         self._end_copy_in_memory()
         step = trainer.global_step
-        with contextlib.ExitStack() as undo:  # until the store has the folder, and removes it if the save fails
+        with contextlib.ExitStack() as undo:  # removes the folder until the store is responsible for it
             staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final, undo)
             with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
                 state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
@@ -719,7 +721,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         )
 
     def _save_in_memory(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save this moment in the memory of the node; after a failure there, no further one. Collective.
+        """Save this moment in the memory of the node. After a failure, save nothing there any more. Collective.
 
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
@@ -794,7 +796,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         if (memory := self._memory) is not None:
             wait_after_failure(lambda: memory.store.wait())
-            memory.store.background.finish()  # it removes older ones
+            memory.store.background.finish()  # older checkpoints are removed there
         self.wait_until_durable()
         self.report_durable(trainer)
 
@@ -820,7 +822,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def report_durable(self, trainer: pl.Trainer) -> None:
         """Report durable checkpoints to all callbacks; only then may older ones be removed.
 
-        Training calls this after a step. A session that ends the process while training hangs in a step calls it then.
+        Training calls this after a step. A session calls it before it ends a process whose training hangs in a step.
         """
         while self._durable:
             record, seconds = self._durable.popleft()
@@ -836,8 +838,8 @@ class Checkpoint(Hook, LightningCheckpoint):
     def keep_while_in_use(self, files_in_use: Callable[[], Collection[Path]]) -> None:
         """Keep checkpoints that have a file in the result of `files_in_use`, for example because a command reads it.
 
-        It is called on rank zero, in the background, before older checkpoints are removed. A checkpoint that it kept
-        is removed after the first save at which it is no longer in use.
+        `files_in_use` is called on rank zero, in the background, before older checkpoints are removed. A checkpoint
+        that was kept because of it is removed after the first save at which it is no longer in use.
         """
         if files_in_use not in self._in_use:
             self._in_use.append(files_in_use)
@@ -851,7 +853,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         return to_delete(own, self.retention, needed)
 
     def restore_pending_rng(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Restore the loaded random state, once, at the point from which an uninterrupted run would draw from it."""
+        """Restore the loaded random state once: just before the run draws the first number after the checkpoint."""
         vars(self).pop("on_train_batch_start", None)
         self._resume.restore_rng(trainer)
 
@@ -860,7 +862,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self.restore_pending_rng(trainer)
 
     def _wake(self) -> None:
-        """Have the loop call this hook after the next step: for the witness, or to check on work in the background."""
+        """Have the loop call this hook after the next step, because the witness or a background save needs it."""
         self.next_due_step = 0
 
 
@@ -878,15 +880,15 @@ def _is_on_several_nodes(trainer: pl.Trainer) -> bool:
 
 
 def _estimated_bytes(pl_module: pl.LightningModule) -> int:
-    """Return about how many bytes of tensors a checkpoint has."""
+    """Estimate the bytes of tensors in a checkpoint."""
     weights = sum(tensor.nbytes for tensor in (*pl_module.parameters(), *pl_module.buffers()))
     return weights + _ADAM_STATES * sum(p.nbytes for p in pl_module.parameters() if p.requires_grad)
 
 
 def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
-    """Return why a training must not begin at step 0 in `directory`: `Checkpoint` has left checkpoints there.
+    """Return why a training must not begin at step 0 in `directory`: it has checkpoints of another training.
 
-    None if there are none, or if this process has trained there.
+    None if it has none, or if this process has trained there.
     """
     if directory in _trained_here:
         return None

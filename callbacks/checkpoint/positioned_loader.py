@@ -1,9 +1,8 @@
 """Data loaders that continue in the middle of an epoch.
 
-A plain ``DataLoader`` yields the same batches as in a plain loop, including workers and shuffling. Its position is
-added: the random state from which the sampler drew the order of the epoch, and the number of batches taken. A resume
-draws that order again and skips the rows of those batches without reading them. `sampler_order` proves that it is the
-same order.
+`with_position` adds a position to a plain ``DataLoader``, which yields the same batches as before. The position is the
+random state from which the sampler drew the order of the epoch, and the number of batches taken. A resume draws that
+order again and skips the rows of those batches without reading them. `sampler_order` proves that it is the same order.
 
 The random states of data workers belong to the position. A worker prepares batches ahead of training, so this process
 cannot ask it for the state that belongs to the batch it has just trained. Instead, each worker attaches its random
@@ -58,8 +57,8 @@ _NEEDS_NO_PROOF = (SequentialSampler, DistributedSampler)
 def with_position(loader: Any) -> Any:
     """Return `loader` with a position if it is a ``DataLoader`` over rows that iterates as torch does.
 
-    Any other loader is returned unchanged. Loaders of torchdata have a position; they also keep the random states of
-    their workers.
+    A loader of torchdata has a position already, and gets one that includes the random states of its workers. Any
+    other loader is returned unchanged.
     """
     kind = type(loader)
     if any(base.__module__.startswith("torchdata.stateful_dataloader") for base in kind.__mro__):
@@ -121,9 +120,9 @@ class PositionedLoader(DataLoader[Any]):
         self._batches = 0
         self._order = SamplerOrder(self.sampler if self.batch_sampler is None else self.batch_sampler)
         self._source: dict[str, Any] | None = None
-        """Everything but random numbers that decided the order of this epoch."""
+        """State of the samplers when this epoch began, a result of `SamplerOrder.begin`."""
         self._progress: dict[str, Any] | None = None
-        """What the order had handed out at the checkpoint; None if that is unknown."""
+        """Rows handed out before the checkpoint, a result of `SamplerOrder.progress`; None if that is unknown."""
         self._resumes = False
         self._workers = WorkerStates()
         self._started: dict[str, Any] | None = None
@@ -158,8 +157,8 @@ class PositionedLoader(DataLoader[Any]):
         self._begun, self._source, self._batches = self._random_states(), self._order.begin(), 0
         self._is_seeded = self._iterator is None
         if self._iterator is not None:
-            # An epoch that was cut has left batches with the workers, which have drawn numbers for them. torch would
-            # drop these batches, and an error in one of them does not concern this epoch.
+            # If the last epoch ended early, the workers still have batches of it, for which they have drawn random
+            # numbers. torch would drop these batches. An error in one of them does not concern this epoch.
             self._iterator._sampler_iter = iter(())
             for _ in range(self.num_workers * (self.prefetch_factor or 0)):
                 with contextlib.suppress(Exception):
@@ -217,7 +216,7 @@ class PositionedLoader(DataLoader[Any]):
         return iterator
 
     def leave_epoch(self) -> None:
-        """Skip the rest of an epoch that was cut, so that the next pass is a new one."""
+        """Skip the rest of an epoch that ended early, so that the next pass is a new one."""
         if self._resumes and self._begun is not None:
             if self.persistent_workers:
                 restored, self._to_restore = self._to_restore or {}, None
@@ -397,10 +396,10 @@ def _is_read_again(worker: Mapping[str, Any]) -> bool:
 
 
 def hand_out(iterator: Any, indices: Iterable[Any], *, first_worker: int) -> None:
-    """Make a torch `iterator` without work hand out these batches of indices.
+    """Make an idle torch `iterator` hand out these batches of indices.
 
     Args:
-        iterator: An iterator in an empty pass.
+        iterator: An iterator in an empty pass, whose workers wait.
         indices: The first goes to `first_worker`, each following one to the next worker.
         first_worker: Taken modulo the number of workers; without workers it has no effect.
     """

@@ -106,7 +106,7 @@ def _warn_of_lost_rng(lost: Sequence[str], saved_by: int, rank: int, world_size:
 def _warn_of_buckets(trainer: pl.Trainer) -> None:
     """Warn of torch's DDP, whose first step in a process sums gradients in other buckets than later steps.
 
-    On two ranks a sum has no order. With `find_unused_parameters`, the buckets stay as they are.
+    A sum of two ranks does not depend on their order. With `find_unused_parameters`, the buckets stay as they are.
     """
     ddp = trainer.strategy.model
     if not isinstance(ddp, DistributedDataParallel) or trainer.world_size <= 2 or not trainer.global_step:
@@ -175,8 +175,8 @@ def restore_gradients(
 ) -> None:
     """Restore saved gradients; with `clears_others`, remove the gradients of parameters for which none was saved.
 
-    An existing gradient, for example a view that `configure` has made into one tensor of all gradients, stays that
-    view and gets the values.
+    The values are copied into an existing gradient: `configure` may have made it a view into one tensor of all
+    gradients.
     """
     parameters = {uncompiled_name(name): parameter for name, parameter in _trained_tensors(module)}
     gradients = {uncompiled_name(name): gradient for name, gradient in gradients.items()}
@@ -235,7 +235,7 @@ def capture_parts(
         parts["rng"] = channel.gather(capture_rng(loader_generators(trainer)))
     if any(unusual := [unusual_devices(optimizer) for optimizer in trainer.optimizers]):
         parts[OPTIMIZER_DEVICES] = unusual
-    # With manual optimization only the module knows its windows; one that clears its gradients has none to store.
+    # With manual optimization only the module knows when it accumulates; after an update it may have no gradients.
     is_open = progress.current.ready % trainer.accumulate_grad_batches != 0 and not progress.is_last_batch
     held: dict[str, torch.Tensor | None] = {}
     if not pl_module.automatic_optimization or (is_open and is_between_batches):

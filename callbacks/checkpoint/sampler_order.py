@@ -36,13 +36,13 @@ class SamplerOrder:
         self.sampler = sampler
         self._as_made = self._attributes()
         self._begins = 0
-        """How often this pass was begun: torch begins the first one of a loader with workers twice."""
+        """Number of iterators made in this pass; torch makes two in the first pass of a loader with workers."""
         self._checksum = 0
         self._waiting: deque[Any] = deque()
         """Indices that were handed out, and whose batch was not yet delivered."""
 
     def begin(self) -> dict[str, Any]:
-        """Begin a pass; return everything that decides its order except the random numbers of the process."""
+        """Begin a pass; return the `source_state` from which its order follows."""
         self._begins = 0
         return self.source_state()
 
@@ -74,9 +74,9 @@ class SamplerOrder:
         self._waiting.popleft()
 
     def source_state(self) -> dict[str, Any]:
-        """Return everything that will decide the next order except the random numbers of the process."""
+        """Return the state of the samplers that decides the next order, without the random numbers of the process."""
         # Values that never change are skipped: settings, which may differ at a resume, and the lengths of all rows.
-        made: chain[dict[str, Any]] = chain(self._as_made, repeat({}))  # a sampler that was made later is new
+        made: chain[dict[str, Any]] = chain(self._as_made, repeat({}))  # a sampler made later had no values then
         changed = [
             {name: value for name, value in kept.items() if not _is_same(value, as_made.get(name, _OTHER))}
             for kept, as_made in zip(self._attributes(), made, strict=False)
@@ -117,12 +117,12 @@ class SamplerOrder:
         """Draw the order again and return what follows the indices of the batches delivered before a checkpoint.
 
         Args:
-            after_begin: Called when the sampler was begun once, and before it hands out its first indices.
             delivered: Number of batches that were delivered.
             progress: A result of `progress`; None accepts any order.
+            after_begin: Called after the first iterator is made, and before it hands out indices.
 
         Returns:
-            None if the indices before them are not the same as in the saved run.
+            The remaining indices; None if the indices before them are not the same as in the saved run.
         """
         waiting = [] if progress is None else list(progress["waiting"])
         self._begins = 1 if progress is None else progress["begins"]

@@ -49,7 +49,7 @@ def newest_valid(
 ) -> tuple[CheckpointRecord | None, list[str]]:
     """Return the newest checkpoint that proves intact, and a warning for each newer one that does not.
 
-    Those in memory count, except with weights that are not finite: then the run repeats its steps from the disk.
+    Checkpoints in memory count too, unless their weights are not finite; the run then repeats steps from the disk.
 
     Args:
         directory: The folder of the records.

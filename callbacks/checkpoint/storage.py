@@ -271,7 +271,7 @@ _SPACE_FOR_THE_REST = 1 << 20
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Raise before a checkpoint with `needed` bytes of tensors and JSON is written that does not fit.
+    """Raise if a checkpoint with `needed` bytes of tensors and JSON does not fit.
 
     Raises:
         CheckpointError: The file system has less free space.
@@ -335,14 +335,14 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     Afterwards the data folder of the record that it replaces, if any, is removed.
 
     Args:
-        staging: The folder to commit; whoever made it discards it if this fails.
+        staging: The folder to commit; the caller discards it if this fails.
         record: The record; paths of its files are relative to the staged folder.
 
     Raises:
         CheckpointError: Something that is not a checkpoint has the record's name.
         UnstorableStateError: The record is larger than the limit.
-        OSError: The commit failed. If the record was not yet renamed, only the staged folder remains of the new
-            checkpoint; if only the last sync failed, either it or the old one exists after a power cut.
+        OSError: The commit failed. Before the record is renamed, only the staged folder of the new checkpoint remains.
+            If only the last sync failed, a power cut leaves either the new checkpoint or the old one.
     """
     require_replaceable(staging.record)
     directory = staging.record.parent
@@ -420,7 +420,7 @@ def copy_checkpoint(
 
 
 def delete_checkpoint(path: str | os.PathLike[str], named: Counter[str] | None = None) -> None:
-    """Remove a checkpoint, its record first. For a link, remove only the link. A missing one is no error.
+    """Remove a checkpoint, its record first. For a link, remove only the link. A missing checkpoint is no error.
 
     Files that do not belong to the checkpoint stay, also within its folder.
 
@@ -517,7 +517,7 @@ def sweep(directory: str | os.PathLike[str], listed: Sequence[Listed] | None = N
 
 
 def _record_within(folder: Path) -> CheckpointRecord | None:
-    """Return the record inside the data folder that it names, left there by a process killed before the rename."""
+    """Return the record that a kill left in its own data folder: a commit moves it out, and a removal back in."""
     for name in filter(is_temporary, os.listdir(folder)):
         with contextlib.suppress(BrokenCheckpointError, OSError):
             record = read_record(folder / name)

@@ -280,7 +280,7 @@ class CheckpointStore:
         """Remove checkpoints of `directory` in the background, after the save in flight.
 
         Args:
-            directory: Each of its records is read once, unless it changes.
+            directory: The folder of the records; a record is read again only if it has changed.
             choose: Returns those to remove; called in the background.
         """
 

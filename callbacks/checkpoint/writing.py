@@ -150,7 +150,7 @@ def _commit(captured: Captured, parts: Sequence[Part]) -> CheckpointRecord:
                 _wait_until_seen(staging.path / file.path, 0, size=file.size, made_by=rank)
         if index := _index_of(captured, parts):
             files.append(FileEntry(SLICES_FILE, *write_file(staging.path / SLICES_FILE, [msgspec.json.encode(index)])))
-        # A rank other than zero that holds no slice of a parameter has no verdict.
+        # Ranks other than zero that hold no slice of a parameter do not count.
         verdicts = [p.finite_weights for rank, p in enumerate(parts) if p.finite_weights is not None or not rank]
         files.sort(key=lambda file: file.path)
         facts = vars(captured.meta) | {

@@ -36,7 +36,7 @@ class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_tensor(reference: Any, stored: Stored) -> TypedShape:
-    """Compare a reference to a tensor with the stored one; return the latter with the type of the reference.
+    """Compare a reference to a tensor with the stored tensor; return its description, with the type of the reference.
 
     Args:
         reference: The reference in the state tree.

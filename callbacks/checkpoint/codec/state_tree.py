@@ -2,11 +2,11 @@
 
 JSON types are stored as JSON: None, booleans, integers, finite floats, text, lists and dictionaries with text keys.
 Every other value is an object with a single key that starts with ``$`` (so a dictionary that has such a key is itself
-stored as ``{"$dict": [[key, value], …]}``). A `Kind` turns values of one type into children, and back: containers and
-numbers of Python, values of torch and NumPy other than tensors, and arrays (their bytes become a tensor). A
-configuration of OmegaConf is stored as the plain containers that it holds. Values of further types are stored with the
-name of their type: enums, dataclasses, named tuples, and classes that wrap tensors. Tensors become references into
-safetensors files. Nothing is pickled: a value without a representation here is refused, and the error names its path.
+stored as ``{"$dict": [[key, value], …]}``). A `Kind` converts values of one type to children, and back: Python's
+containers and numbers, and values of torch and NumPy. Tensors become references into safetensors files, and so do the
+bytes of arrays. A configuration of OmegaConf is stored as the plain containers that it holds. Values of further types
+are stored with the name of their type: enums, dataclasses, named tuples, and classes that wrap tensors. Nothing is
+pickled: a value without a representation here is refused, and the error names its path.
 
 A checkpoint may come from elsewhere, so a name in it must not make this process run code. A type is looked up only in
 modules that are already imported, by plain look-ups in their dictionaries, and an object is filled without calling
@@ -67,7 +67,7 @@ class TensorSink(Protocol):
         ...
 
     def repeat(self, items: dict[Any, Any], path: Path) -> Any:
-        """Add the tensors of a dictionary without other values, and return its JSON if it is known; otherwise None."""
+        """Return the JSON of a dictionary that has only tensors, and add these; None if its JSON is not known yet."""
         ...
 
 
@@ -119,9 +119,9 @@ class Kind:
     """Returns a list, dict or scalar of encodable values; a ValueError explains why a value cannot be stored."""
     put_together: Callable[[Any], Any]
     check: Callable[[Any], object] | None = None
-    """Raises like `put_together`, for children whose tensors are only described; None calls `put_together` instead."""
+    """Checks children whose tensors are only described; None means that `put_together` is safe to call for that."""
     has: Callable[[Any], bool] | None = None
-    """Recognizes values whose type is stored by name: their children are the type's name and the parts."""
+    """Recognizes the values of a kind that stores the name of the type in front of the parts."""
 
 
 _FACTORIES: dict[str, Any] = {
@@ -550,7 +550,7 @@ class _Checker(_Decoder):
         self._knows_types = knows_types
 
     def decode(self, tree: Any) -> Any:
-        # Fail before Python's own limit. That depends on the caller: a load has a deeper stack than a check.
+        # Fail before Python's recursion limit: a load has a deeper stack than a check, and would reach it earlier.
         if self._depth > _DEEPEST_TREE:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} containers")
         self._depth += 1

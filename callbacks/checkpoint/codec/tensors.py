@@ -93,7 +93,7 @@ class Layout:
     """One for each tensor of the tree, in the order of the walk."""
     entries: list[Entry]
     stored: list[int]
-    """Numbers of the tensors in the walk whose values `entries` store."""
+    """Positions in the walk of the tensors whose values `entries` store."""
     groups: dict[Path, _Group]
     """By the path of the parent."""
 
@@ -102,8 +102,8 @@ class TensorTable:
     """Collects the tensors to write while a tree is encoded.
 
     Args:
-        earlier: The layout of an earlier tree, which this tree probably has too; `settle` returns whether it has. Then
-            a walk takes a tenth of the time, and makes no objects that the garbage collector would have to visit.
+        earlier: The layout of an earlier tree. If this tree has the same layout, which `settle` checks, the walk takes
+            a tenth of the time and makes no objects for the garbage collector to visit.
     """
 
     def __init__(self, earlier: Layout | None = None) -> None:
@@ -137,7 +137,7 @@ class TensorTable:
     def repeat(self, items: dict[Any, Any], path: Path) -> msgspec.Raw | None:
         """Return the JSON of a dictionary if the earlier tree had tensors of the same names here.
 
-        `settle` tells whether they still are tensors.
+        `settle` checks later that the values are tensors again.
         """
         group = None if self.layout is None else self.layout.groups.get(path)
         if group is None or group.begin != len(self._tensors) or group.keys != list(items):
@@ -255,7 +255,7 @@ class TensorFile:
     entries: Sequence[Entry]
     sources: Sequence[torch.Tensor]
     memory: torch.Tensor | None = None
-    """All values in the order of the file, as bytes, if they lie together."""
+    """All values in the order of the file, as bytes, if they are contiguous in memory."""
 
     @property
     def nbytes(self) -> int:
@@ -270,14 +270,14 @@ class TensorFile:
         return replace(self, sources=views, memory=memory)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the bytes of the values: all at once if they lie together, unless each slice needs a digest."""
+        """Yield the bytes of all values at once if they are contiguous; of slices, one by one, for their digests."""
         if self.memory is None or self.is_part:
             yield from map(bytes_of, self.sources)
         else:
             yield bytes_of(self.memory)
 
     def runs(self) -> Iterator[torch.Tensor]:
-        """Yield tensors with the values of `sources`; neighbors of one type as one tensor if they lie together."""
+        """Yield tensors with the values of `sources`; if they are contiguous, one tensor for neighbors of one type."""
         if self.memory is None:
             yield from self.sources
             return
@@ -330,13 +330,13 @@ def bytes_of(source: torch.Tensor) -> memoryview:
     """
     if source.numel() == 0:
         return memoryview(b"")
-    # Not `numpy()`: it makes the storage impossible to resize forever, and observers of torch.ao resize their buffers.
+    # `numpy()` would make the storage impossible to resize, and observers of torch.ao resize their buffers.
     return np.from_dlpack(as_uint8(source.cpu().contiguous())).data
 
 
 def as_uint8(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as a flat tensor of bytes."""
-    # Not `reshape`: a single element is contiguous with any stride, and keeps it.
+    # A single element counts as contiguous with any stride; `reshape` would keep that, and `view` would refuse it.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -1,7 +1,7 @@
 """Headers of safetensors files: the position of each tensor's bytes.
 
-The format is safetensors, written here rather than by its package, because the bytes are hashed while they stream to
-the file and never exist twice; ``safetensors.safe_open`` can read every file.
+The format is safetensors, so ``safetensors.safe_open`` can read every file. This module writes the headers itself, so
+that the bytes of tensors can be hashed while they stream to the file, without a second copy in memory.
 """
 
 from __future__ import annotations

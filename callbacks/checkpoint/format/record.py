@@ -7,7 +7,7 @@ unrelated files are never touched.
 
 If tensors are sharded, each rank has a folder ``NAME/rank-00001/`` with its slices, in files of the names below. The
 files of those names in ``NAME/`` itself hold everything that is not sharded, and ``NAME/slices.json`` is the index of
-all slices (see `contents`).
+all slices (see `slice_index`).
 
 Frozen weights have a separate file, ``NAME/frozen.safetensors``. It is hard-linked between all checkpoints with the
 same frozen weights.
@@ -63,7 +63,7 @@ RECORD_SUFFIXES = (".json", ".ckpt")
 _STEP_NAME = re.compile(r"step-(\d+)")
 _NAME_OF_CALLBACK = re.compile(rf"step-\d{{8,}}|{FINAL_NAME}")
 _TEMPORARY = re.compile(
-    # A process number and a random one follow the name. The callback's own names are recognized at any length of it.
+    # A process id and a random number follow the name. After a name of the callback, the number has any length.
     rf"{re.escape(TEMPORARY_PREFIX)}(?:.+-\d+-[0-9a-f]{{8}}|(?:{_NAME_OF_CALLBACK.pattern})[^-]*-\d+-[0-9a-f]+)",
     re.DOTALL,
 )
@@ -196,7 +196,7 @@ class RecordMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord(RecordMeta):
-    """A parsed record. Its annotations are the rules for a record when it is read; a later genlight may write more.
+    """A parsed record. Its members must fit these annotations; others, of a later genlight, are ignored.
 
     `is_old` marks a record of an older runtime, whose files cannot be checked.
     """
@@ -356,7 +356,7 @@ def read_record(path: str | os.PathLike[str], data: bytes | None = None) -> Chec
         BrokenCheckpointError: The record is damaged, or is not a record.
         FileNotFoundError: There is no such file.
     """
-    # A link (``last.ckpt``) is read as its target, because its files lie next to the target.
+    # A link (``last.ckpt``) is read as its target, because the files of the checkpoint are next to the target.
     path = Path(os.path.realpath(path))
     try:
         return _parse_record(path, data)

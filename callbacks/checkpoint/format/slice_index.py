@@ -92,7 +92,7 @@ def part_folder(rank: int) -> str:
 
 
 def rank_of(name: str) -> int | None:
-    """Return the rank that wrote the file `name`, as in ``rank-00001/model.safetensors``; None if it is no rank's."""
+    """Return the rank that wrote the file `name`, such as 1 for ``rank-00001/model.safetensors``, or None."""
     folder, slash, _ = name.partition("/")
     number = folder.removeprefix(_FOLDER_PREFIX)
     return int(number) if slash and number != folder and number.isdigit() else None

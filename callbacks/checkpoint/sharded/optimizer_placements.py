@@ -1,8 +1,8 @@
 """Placements of sharded optimizer state, stored in addition to the state in an optimizer's state dict.
 
-State with its parameter's shape, such as a moment, is sharded like the parameter. Placements are stored for all other
-state: one number for each row (row-wise Adagrad, Adam-mini), factors (Adafactor), projected gradients (GaLore), and
-state of no parameter.
+State with the shape of its parameter, such as a moment, is sharded like the parameter. For other sharded state, its
+placements are stored: one number for each row (row-wise Adagrad, Adam-mini), factors (Adafactor), projected gradients
+(GaLore), and state that belongs to no parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...optimizer_state import parameters_of
 from .slices import shard_over, sharded_like
 
 KEY = "placements"
-"""Member of a state dict with the sharded dimension for each dimension of the mesh, by place in ``state``."""
+"""Member of a state dict: by place in ``state``, the dimension of the tensor that each dimension of the mesh shards."""
 
 
 def with_placements(parameters: Sequence[torch.Tensor], state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _is_part(value: Any) -> bool:
 
 
 def place_state(parameters: Sequence[torch.Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict, from `with_placements` or not, with its tensors sharded as they were when it was made."""
+    """Return a state dict with its tensors sharded again: by its placements, otherwise like their parameters."""
     placements = state_dict.get(KEY, {})
     state = {}
     for key, entry in state_dict["state"].items():
@@ -114,7 +114,7 @@ def _place(value: Any, parameter: torch.Tensor | None, dimensions: Sequence[int 
     if dimensions is None:
         return sharded_like(value, parameter) if value.shape == parameter.shape else value
     mesh = parameter.device_mesh
-    if len(dimensions) != mesh.ndim:  # saved on a mesh with replicas, or without
+    if len(dimensions) != mesh.ndim:  # only one of the two meshes has a dimension for replicas
         sharded = next((each for each in dimensions if each is not None), None)
         dimensions = [sharded if isinstance(place, Shard) else None for place in parameter.placements]
     placements = [Replicate() if each is None else Shard(each) for each in dimensions]

@@ -1,10 +1,10 @@
 """Sharded tensors: find the part that a rank holds, and read any part from the slices that ranks saved.
 
 While a checkpoint is saved or loaded, most code passes tensors on without using their values: a trainer's
-``state_dict`` returns its modules' state, and its ``load_state_dict`` passes it back. In a save these are the sharded
-tensors themselves, and each rank saves its slice. In a load it is a `WholeTensor` with the shape of the complete
-tensor. It reads only a rank's slice when it is combined with a sharded tensor of that shape. Any other use reads all
-of it, once. Only the slices that are read are proven.
+``state_dict`` returns its modules' state, and its ``load_state_dict`` passes it back. In a save, these are the sharded
+tensors themselves, and each rank saves its slice. In a load, each is a `WholeTensor` with the shape of the complete
+tensor. If code combines a `WholeTensor` with a sharded tensor of that shape, only this rank's slice is read. Any other
+use reads all slices, once. Only the slices that are read are proven.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def shard_over(
     device: torch.device,
     stride: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """Shard `value` over `mesh`; `stride` is the result's, by default without gaps."""
+    """Shard `value` over `mesh`; the result has `stride`, by default that of a contiguous tensor."""
     if any(type(place) not in (Shard, Replicate) for place in placements):
         return distribute_tensor(unsharded(value).to(device), mesh, placements)
     shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
@@ -118,7 +118,7 @@ class WholeTensor(torch.Tensor):
     plain: torch.Tensor | None
     """All values, after their first use."""
     sharded: DTensor | None
-    """The values in place of `plain`, after an operation on shards has written to this tensor."""
+    """The values after an operation on shards has written to this tensor; `plain` is None from then on."""
 
     @staticmethod
     def __new__(cls: type[WholeTensor], slices: SavedSlices) -> WholeTensor:
