@@ -1,4 +1,4 @@
-"""Ends training once a metric or score no longer improves."""
+"""The callback that ends training once a metric or score no longer improves, and `StopVote`, the stop of any rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .hook.hook import Hook, skippable
 log = logging.getLogger(__name__)
 
 AGREE_EVERY = 10
-"""Steps from one agreement of the ranks on a stop to the next."""
+"""Number of steps between two agreements of the ranks on a stop."""
 
 
 class StopVote:
@@ -182,7 +182,7 @@ class EarlyStopping(Hook):
             return
         if not math.isfinite(value):
             if any(isinstance(callback, Recover) for callback in callbacks_of(trainer)):
-                return  # that callback decides about such a step
+                return  # `Recover` decides about such a step
             raise MonitorError(
                 f"EarlyStopping(monitor={self.monitor!r}): its value at step {step} is {value}. Resume from an earlier "
                 "checkpoint after the cause is fixed; `WatchNonfinite` and `Diagnosis` help to find it"

@@ -30,7 +30,10 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _magnitudes(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return each tensor's largest magnitude, or its bounds; nan if it has one. A sum of squares could overflow."""
+    """Return each tensor's largest magnitude, or its minimum and maximum; nan if an element is nan.
+
+    A sum of squares could overflow.
+    """
     if dtype in _WIDENED:
         return torch.stack([tensor.float().abs().max() for tensor in tensors])
     if tensors[0].is_cpu and not dtype.is_complex:  # on the CPU a norm takes five times as long

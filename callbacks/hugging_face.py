@@ -1,6 +1,6 @@
 """For Hugging Face's ``Trainer`` and TRL's: stops with exit code 75, complete checkpoints, and the event log.
 
-Requires transformers. Their trainer stays as it is and saves as it does; this callback decides when to stop, and which
+Requires transformers. Their trainer trains and saves as usual; this callback decides when to stop, and which
 checkpoints count.
 """
 
@@ -32,7 +32,7 @@ from .stop.stop_requests import STOP_REASONS_BY_CODE, Agreement
 log = logging.getLogger(__name__)
 
 _MARK = "genlight.json"
-"""Last file of a checkpoint: sizes and digests of the others. Without it, or if one differs, there is no checkpoint."""
+"""Last file of a checkpoint: sizes and digests of its other files. Without it, or if a file differs, none counts."""
 _LARGEST_MARK = 16 << 20
 _NAMES = {"loss": "train/loss", "learning_rate": "train/lr", "grad_norm": "train/grad_norm"}
 
@@ -45,8 +45,9 @@ class GenlightCallback(TrainerCallback):  # type: ignore[misc]  # transformers m
     limit end the training after the current step and its checkpoint, with exit code 75, on all ranks after the same
     step. ``events.jsonl`` in ``output_dir`` has the metrics, checkpoints and ends of all attempts.
 
-    A checkpoint counts once its files are durable and `_MARK` names them all. Others stay untouched and are named in a
-    warning; to continue from one that was saved without this callback, pass it to ``trainer.train`` once.
+    A checkpoint counts once its files are durable and its ``genlight.json`` names them all. Other checkpoints stay
+    untouched, and a warning names them. To continue from a checkpoint that was saved without this callback, pass it to
+    ``trainer.train`` once.
 
     Args:
         cancel_file: As for `StopRequests`.

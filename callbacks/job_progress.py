@@ -1,4 +1,4 @@
-"""Progress of a run for its users: one line that is redrawn on a terminal, a line now and then elsewhere."""
+"""Progress of a run for its users: on a terminal one line that is redrawn, otherwise a new line every few seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .upload_artifacts import UploadArtifacts
 
 REDRAWN_EVERY_S = 0.1
 WINDOW_S = 30.0
-"""Period over which speed is measured; it covers at least two readings."""
+"""Period over which speed is measured; longer if it has fewer than two readings."""
 MOST_VALUES = 3
 """Maximum number of scores, returns and logged values shown next to the loss."""
 _ALWAYS = ("train/loss", "train/lr")
@@ -61,7 +61,7 @@ class JobProgress(Hook):
         self._every_s, self._pace, self._next = every_s, Pace(every_s), 0.0
         self._shown_step = -1
         self._looks: deque[tuple[int, float]] = deque()
-        """Steps and times from the end of the first step, whose own duration is not typical."""
+        """Steps and times of the readings. The first comes after the first step, which takes longer than others."""
         self._values: dict[str, float] = {}
         self._scores: dict[str, float] = {}
         self._saved: int | None = None
@@ -118,7 +118,7 @@ class JobProgress(Hook):
 
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if hosted_by(pl_module) is not None:  # values of a LightningModule may wait for a device that has failed
+        if hosted_by(pl_module) is not None:  # reading values of a LightningModule could wait for a failed device
             self._read(trainer, pl_module)
         self._end(trainer)
 
@@ -141,7 +141,7 @@ class JobProgress(Hook):
         line = "  ".join(self._parts(trainer))
         if self._live is not None:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif step != self._shown_step:  # otherwise that line was already written
+        elif step != self._shown_step:  # otherwise the line of this step was already written
             sys.stderr.write(f"{line}\n")
         self._shown_step = step
 
@@ -156,7 +156,7 @@ class JobProgress(Hook):
             }
 
     def _parts(self, trainer: pl.Trainer) -> list[str]:
-        """The parts of the line, the most important first."""
+        """Return the parts of the line, the most important first."""
         (first_step, began), (step, now) = self._looks[0], self._looks[-1]
         speed = (step - first_step) / max(now - began, 1e-9)
         limit, last = trainer.max_steps, last_step(trainer)
@@ -183,7 +183,7 @@ class JobProgress(Hook):
 
 
 def _header(trainer: pl.Trainer, pl_module: pl.LightningModule) -> str:
-    """A header for the run: ``Tiny: 1,234 parameters, cpu, 32-true, 100 steps``."""
+    """Return the header of a run, such as ``Tiny: 1,234 parameters, cpu, 32-true, 100 steps``."""
     name = type(getattr(pl_module, "plugin", pl_module)).__name__
     parameters = sum(parameter.numel() for parameter in pl_module.parameters())
     ranks = f"{trainer.world_size} x " if trainer.world_size > 1 else ""

@@ -1,8 +1,8 @@
 """All protected names of Lightning that genlight reads, overrides or assigns.
 
-Each name is looked up when this module is imported. A release of Lightning that lacks one causes a clear `ImportError`
-instead of a run that fails, or trains wrong, later. A missing name that genlight only overrides causes no error, so the
-tests of the loop run a fit under the lowest and the highest supported release.
+Each name is looked up when this module is imported. If a release of Lightning lacks one, a clear `ImportError` is
+raised, instead of a later run that fails or trains wrong. A method that genlight overrides may exist but no longer be
+called, so the tests of the loop run a fit under the lowest and the highest supported release.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WEIGHT_AVERAGING: type[pl.Callback] | tuple[()] = getattr(stock, "WeightAveragin
 """Lightning's `WeightAveraging` callback (2.6 and later); an empty tuple in older versions."""
 
 SUPPORTED = {"lightning": "lightning>=2.5.6,<2.7,!=2.6.2,!=2.6.3", "torch": "torch>=2.9"}
-"""The releases that genlight's own requirements name."""
+"""The releases in genlight's own requirements."""
 
 NEWEST_TORCH = "2.15"
 """The newest release on which the tests have passed; a later one causes a warning."""
@@ -114,13 +114,13 @@ received_sigterm: Callable[[pl.Trainer], bool] = attrgetter("_signal_connector.r
 """The flag behind the property ``trainer.received_sigterm``."""
 
 signal_connector: Callable[[pl.Trainer], SignalConnector] = attrgetter("_signal_connector")
-"""The part that installs Lightning's own signal handlers, and puts back those that it found."""
+"""The part that installs Lightning's own signal handlers, and restores the earlier ones."""
 
 checkpoint_connector: Callable[[pl.Trainer], CheckpointConnector] = attrgetter("_checkpoint_connector")
 """The part that restores a checkpoint."""
 
 logger_connector: Callable[[pl.Trainer], LoggerConnector] = attrgetter("_logger_connector")
-"""The part that takes over the values that a step logs."""
+"""The part that collects the values that a step logs."""
 
 logged_step: Callable[[pl.Trainer], int] = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
 """The step at which Lightning's own loop logs the next metrics; the first batch is step 0."""
@@ -135,7 +135,7 @@ tensor_parallel_size: Callable[[ModelParallelStrategy], int | str] = attrgetter(
 
 
 def choose_start(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None:
-    """Have the fit that is starting load ``choose(path)`` in place of `path`; both are None if it loads nothing."""
+    """Have the fit that is starting load ``choose(path)`` in place of `path`; a path of None loads nothing."""
     connector = checkpoint_connector(trainer)
     vars(connector).pop("resume_start", None)
     start = connector.resume_start

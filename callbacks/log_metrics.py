@@ -38,7 +38,8 @@ class LogMetrics(Hook):
     A record merges the metrics of the step, the means of the newest rollout's statistics (``rollout/…``), the share of
     time spent waiting for data, the scores of an evaluation, and the figures of other hooks: ``time/…`` of `Goodput`,
     ``system/…`` of `SystemMonitor`, ``perf/…`` of `Heartbeat`, ``diagnosis/…`` of `Diagnosis`. Scores and figures that
-    come at another step are sent at that step. ``trainer/evaluated_step`` is the step of scores that come later.
+    come at another step are sent at the end of that step. ``trainer/evaluated_step`` is the earlier step to which late
+    scores belong.
 
     Metrics and scores, but not figures, also go to ``callback_metrics`` and the progress bar. Fires ``on_metrics``.
 
@@ -46,8 +47,8 @@ class LogMetrics(Hook):
     ``reduce="mean"`` they are the means over all ranks, which exchange them only at the cadence. A rank without a
     metric does not count in its mean. A monitor that reads metrics between two cadences sees those of rank zero.
 
-    For modules that host a trainer of the contract (``pl_module.metrics()``). Other modules log by themselves: for
-    these it warns, and sends only scores and the figures of other hooks.
+    It is for modules that host a trainer class. Other modules log by themselves: for these it warns, and sends only
+    scores and the figures of other hooks.
 
     Args:
         every_n_steps: Cadence in steps; 0 turns it off.
@@ -74,7 +75,7 @@ class LogMetrics(Hook):
         self._unsent_scores: Mapping[str, float] = {}
         self._unsent_figures: Mapping[str, float] = {}
         self._waited: tuple[float, float] | None = None
-        """Total wait for data up to the last cadence, and its time; None if the loader does not measure it."""
+        """Seconds waited for data up to the last cadence, and the time of that; None if the loader measures no wait."""
         self._sent_rollout: Mapping[str, Any] | None = None
 
     @override
@@ -113,7 +114,7 @@ class LogMetrics(Hook):
             if rollout is not self._sent_rollout:
                 self._sent_rollout = rollout
                 of_rollout = rollout_means(rollout or {})
-        if is_due and self._channel is not None:  # also a rank that suppressed its metrics, or the others would wait
+        if is_due and self._channel is not None:  # also on a rank without metrics, or the others would wait for it
             everyone = self._channel.gather_everywhere((of_step or {}, of_rollout))
             if of_step is not None:
                 of_step, of_rollout = (_means([each[part] for each in everyone]) for part in (0, 1))
@@ -121,7 +122,7 @@ class LogMetrics(Hook):
             return
         if of_step is not None:
             run_state.loss_stats = of_step
-            for listener in self._listeners:  # like `publish_metrics`, but without calls of empty methods
+            for listener in self._listeners:  # like `publish_metrics`, but skips callbacks that do not override it
                 listener(trainer, pl_module, of_step, step)
             metrics = {**of_step, **of_rollout}
             if self._waited is not None:
@@ -133,7 +134,7 @@ class LogMetrics(Hook):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._unsent_scores and trainer.is_global_zero:  # scores of an evaluation command since the last step
+        if self._unsent_scores and trainer.is_global_zero:  # an evaluation command has ended after the last step
             _send(trainer, pl_module, self._unsent_scores, {}, trainer.global_step)
             if (hosted := hosted_by(pl_module)) is not None:
                 hosted.feed_callback_metrics()
@@ -142,7 +143,7 @@ class LogMetrics(Hook):
     def on_scores(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, scores: Mapping[str, float], step: int
     ) -> None:
-        if not trainer.validating:  # Lightning sends the scores of a validation
+        if not trainer.validating:  # Lightning itself logs the scores of `trainer.validate`
             evaluated = {EVALUATED_STEP: float(step)} if step < trainer.global_step else {}
             self._unsent_scores = {**self._unsent_scores, **scores, **evaluated}
             self.next_due_step = 0

@@ -1,8 +1,8 @@
 """Have each logger of a resumed run log each step once.
 
-The files of CSVLogger and TensorBoardLogger are corrected if a resumed fit writes into the same folder: by default,
-`CSVLogger` deletes the steps before the resume, and TensorBoard shows the steps after the checkpoint twice. Neither W&B
-nor MLflow can delete rows; they get no step that an earlier attempt has logged.
+By default, if a resumed fit writes into the same folder, `CSVLogger` deletes the steps before the resume, and
+TensorBoard shows the steps after the checkpoint twice. This module corrects their files. W&B and MLflow cannot delete
+rows, so they do not get steps that an earlier attempt has logged.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ class _Logged(msgspec.Struct):
     run: str
     """The logger's run; its steps belong to no other."""
     last: dict[str, int]
-    """The last step of each metric: the scores of a step may come after the kill that its loss preceded."""
+    """The last step of each metric: a kill may come after the loss of a step and before its scores."""
 
 
 def log_each_step_once(logger: Logger, path: Path, run: str, *, resumes: bool) -> None:
     """Have `logger` skip each metric up to the last step at which an earlier attempt has logged it to the same run.
 
-    An exact resume gives these steps the same values. A step counts once it was handed to the logger; if that keeps
-    steps in memory, it may lose the last ones in a kill. Steps that `Recover` repeats within an attempt are logged.
+    An exact resume gives these steps the same values. A step counts as logged once the logger has received it. A logger
+    that keeps steps in memory may lose the last ones in a kill. Steps that `Recover` repeats within an attempt are
+    logged.
 
     Args:
         logger: The logger.
@@ -94,7 +95,8 @@ def _log_new(
         logged.last.update(dict.fromkeys(new, step))
         with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as file:
             text = msgspec.json.encode(logged)
-            file.write(text.ljust(os.fstat(file.fileno()).st_size))  # one call of the system: a kill tears nothing
+            # One system call, so that a kill leaves either the old or the new text.
+            file.write(text.ljust(os.fstat(file.fileno()).st_size))
     if new:
         type(logger).log_metrics(logger, new, step)
 
@@ -109,7 +111,7 @@ def _keep_file(logger: CSVLogger) -> bool:
         )
         return False
     file, backup = folder / METRICS_FILE, folder / _BACKUP_FILE
-    if file.is_file() and not backup.is_file():  # an existing one comes from a process that was killed below
+    if file.is_file() and not backup.is_file():  # an existing backup comes from a process killed in the lines below
         os.replace(file, backup)
     if not backup.is_file():
         return False

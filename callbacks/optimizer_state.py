@@ -45,7 +45,7 @@ def map_values(function: Callable[[Any], Any], entry: Any) -> Any:
 
 
 def settings_and_counters(path: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the settings of an optimizer's groups, and of the integers in its state.
+    """Yield the names and values of the settings in an optimizer's groups, and of the integers in its state.
 
     Args:
         path: Prefix of the names.
@@ -118,7 +118,7 @@ def restore_as_stored(
 
 
 def has_separate_state(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` wraps another one and has a separate state; a state dict may then belong to either."""
+    """Whether `optimizer` wraps another one and both have a state; a state dict may then belong to either."""
     return any(inner.state is not optimizer.state for inner in _inner(optimizer))
 
 

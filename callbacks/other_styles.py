@@ -1,4 +1,4 @@
-"""Common code of trainer hooks and six-hook callbacks, which an adapter runs as Lightning callbacks."""
+"""Common code of the two other styles of callbacks, trainer hooks and six-hook callbacks: each has an adapter."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .hook.hook import Hook, judge
 
 
 class OtherStyle:
-    """Base of callbacks of another style: if a trainer gets one directly, the error names its adapter."""
+    """Base of callbacks of another style. If a user gives one directly to a trainer, the error names its adapter."""
 
     _style: ClassVar[str]
     """The style, in words."""
     _place: ClassVar[str]
-    """How to give one to a trainer; ``{}`` stands for the callback."""
+    """Code that gives a callback of the style to a trainer; ``{}`` stands for the callback."""
 
     @property
     def setup(self) -> Any:
@@ -66,7 +66,7 @@ class StyleAdapter(Hook):
 
 
 def forwarding_hook(event: str) -> Any:
-    """Return a hook of a `StyleAdapter` that tells its callback `event`."""
+    """Return a hook of a `StyleAdapter` that calls the method `event` of its callback."""
 
     def tell(self: StyleAdapter, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.tell(event, trainer, pl_module)
@@ -78,7 +78,7 @@ def require_events(name: str, callback: Any, events: Sequence[str], base: type) 
     """Refuse the argument `name` if it is a class, has none of the `events`, or is a callback of another style.
 
     Raises:
-        TypeError: It is; for another style the message names the adapter of that style.
+        TypeError: The argument is one of these; for another style, the message names the adapter of that style.
     """
     own = [each for each in events if getattr(type(callback), each, None) is not getattr(base, each)]
     if isinstance(callback, type) or not any(callable(getattr(callback, each, None)) for each in own):

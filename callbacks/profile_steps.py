@@ -22,7 +22,7 @@ class ProfileSteps(Hook):
     """Profiles the steps from `first` to `last` on rank zero, and writes a trace for Perfetto or ``chrome://tracing``.
 
     The file is ``steps-<first>-<last>.json.gz``. Profiled steps are slower; other steps cost nothing. A run that
-    resumes after `first` profiles the steps that are left. Steps are counted from 1.
+    resumes after `first` profiles the remaining ones of these steps. Steps are counted from 1.
 
     Args:
         first: First step of the trace.
@@ -67,7 +67,7 @@ class ProfileSteps(Hook):
         self._write(trainer)
 
     def _continue(self, trainer: pl.Trainer) -> None:
-        """Begin before `first`, end after `last`; in between there is nothing to do."""
+        """Start the profiler just before `first`, and write the trace just after `last`."""
         step = trainer.global_step
         if step >= self.last:
             self._write(trainer)
@@ -88,7 +88,7 @@ class ProfileSteps(Hook):
         folder = self.directory or Path(trainer.default_root_dir) / "profile"
         make_directory(folder, shared=None)
         path = folder / f"steps-{self.first}-{self.last}.json.gz"
-        temporary = path.with_name(f"{temporary_name(path.name)}.json.gz")  # torch compresses by the name
+        temporary = path.with_name(f"{temporary_name(path.name)}.json.gz")  # torch compresses a file with this suffix
         profile.export_chrome_trace(str(temporary))
         fsync_file(temporary)
         os.replace(temporary, path)

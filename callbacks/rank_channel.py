@@ -1,9 +1,9 @@
 """Messages between ranks, separate from the collectives of training.
 
 Channels are separate gloo groups: their messages stay in host memory, wait for no device, and cannot be matched with a
-collective of training that another rank issued in another order. For saves there are two, one for the training threads
-and one for the writing threads, because threads must not share one. A rank that dies closes its connections, and a rank
-that waits for it gets an error at once.
+collective of training that another rank issued in another order. Saves use two channels, one for the training threads
+and one for the writing threads, because threads must not share a channel. When a rank dies, its connections close, and
+the ranks that wait for it get an error at once.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ ALONE = Channel(alone=True)
 class RankGroups:
     """The channels of one process; all ranks create theirs at the same time.
 
-    Both are created before the first save: creating one waits for every rank, also for one that has died.
+    Both are created before the first save, because creating a channel waits for every rank, even for a dead one.
     """
 
     def __init__(self) -> None:

@@ -59,14 +59,14 @@ class RunEvents:
         except EventLogError as error:
             if not self._has_warned:
                 self._has_warned = True
-                log.warning("telemetry is not written, and training goes on without it: %s", error)
+                log.warning("telemetry is not written, and training continues without it: %s", error)
 
 
 class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts products, convolutions and attention by the formulas of torch's own counter.
 
-    Unlike `torch.utils.flop_counter.FlopCounterMode` it puts no hooks on modules and gradients, because other parts of
-    the run may translate or forbid them, and a formula that fails ends the count and not the step.
+    It differs from `torch.utils.flop_counter.FlopCounterMode`: it puts no hooks on modules and gradients, which other
+    parts of the run may translate or forbid, and a formula that fails ends only the count, not the step.
     """
 
     def __init__(self) -> None:
@@ -83,17 +83,17 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None and self.flops is not None:
             try:
                 self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
-            except Exception as error:  # noqa: BLE001  # whatever a formula of torch does not foresee
+            except Exception as error:  # noqa: BLE001  # torch's formulas may fail on unusual arguments
                 self.flops = None
                 log.warning("the operations of a step cannot be counted: %s: %s", type(error).__name__, error)
         return out
 
 
 class _Mark(NamedTuple):
-    """A moment of training."""
+    """A moment of training, from which speed is measured."""
 
     at: float
-    """Start of the window, on the clock of ``time.monotonic``."""
+    """Its time, on the clock of ``time.monotonic``."""
     step: int
     batches: int
 
@@ -105,9 +105,8 @@ class Heartbeat(Hook):
     figures go into ``artifacts`` of the event, and to loggers as ``perf/…``:
 
     - ``steps_per_sec``, and the same over the attempt (``attempt_steps_per_sec``)
-    - ``flops_per_sec`` of this device: the operations of a step, counted by the formulas of
-      ``torch.utils.flop_counter`` in the second step and again in a step after batches changed their shapes, as seen
-      at a heartbeat
+    - ``flops_per_sec`` of this device: the operations of a step, by the formulas of ``torch.utils.flop_counter``. They
+      are counted in the second step, and again after a heartbeat at which batches have other shapes
     - ``tokens_per_sec`` of all ranks, if steps report the metric ``tokens``: the tokens of their batch on this rank
     - ``mfu``: ``flops_per_sec`` as a share of `peak_flops`
     - ``watts`` of an NVIDIA GPU by NVML (needs ``nvidia-ml-py``)
@@ -157,7 +156,7 @@ class Heartbeat(Hook):
         self._first_step_s: float | None = None
         self._has_nvml = trainer.strategy.root_device.type == "cuda"
         self._flops: int | None = None
-        """Operations of a step whose batch has the shapes below; None while that is not known."""
+        """Operations of a step whose batch has the shapes in `_shapes`; None while that is not known."""
         self._shapes: list[object] = []
         self._counts_next = self.count_flops and self.interval_steps > 0
         self._batches = 0
@@ -165,14 +164,14 @@ class Heartbeat(Hook):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # The attempt's window too: undone steps are not progress, and would count twice.
+        # Both figures of speed start again, because the undone steps would count twice.
         self._window = self._attempt = _Mark(time.monotonic(), trainer.global_step, self._batches)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._counts_next and self._batches:  # the first step may do what later ones do not
+        if self._counts_next and self._batches:  # the first step may do work that later steps do not
             self._counts_next = False
             self._shapes = _shapes_of(batch)
             self._counter = _FlopCounter()
@@ -249,12 +248,12 @@ class Heartbeat(Hook):
 
 
 def _shapes_of(batch: Any) -> list[object]:
-    """The shapes of the tensors and arrays of a batch; the row counts of Arrow batches."""
+    """Return the shapes of the tensors and arrays of a batch, and the row counts of Arrow batches."""
     return [getattr(leaf, "shape", getattr(leaf, "num_rows", None)) for leaf in tree_leaves(batch)]
 
 
 def _metric(trainer: pl.Trainer, *names: str) -> float | None:
-    """The first metric of the step that has one of the names; a 0 counts."""
+    """Return the value of the first of `names` that the step has reported, also if it is 0."""
     metrics = trainer.callback_metrics
     return next((float(metrics[name]) for name in names if name in metrics), None)
 
@@ -369,7 +368,7 @@ class Goodput(Hook):
     of steps that a roll-back has undone, and ``time/steps`` the rest. ``genlight events RUN --goodput`` adds up all
     attempts of a run.
 
-    Time is measured at these events and not in each step, so that a step costs nothing.
+    Time is measured when such a delay begins and ends, so that a step itself costs nothing.
 
     Args:
         every_s: Seconds between two reports; shorter runs report nothing. The last step reports as well.
@@ -378,7 +377,7 @@ class Goodput(Hook):
         ValueError: `every_s` is not positive.
     """
 
-    optional_reads = ("eval_scores",)  # reported after what evaluation holds training up by
+    optional_reads = ("eval_scores",)  # so it runs after an evaluation, and its report includes that
     writes = (FIGURES_FIELD,)
 
     def __init__(self, every_s: float = 10.0) -> None:
@@ -413,7 +412,7 @@ class Goodput(Hook):
             self.next_due_step = min(self.next_due_step, trainer.max_steps)
 
     def _seconds(self, trainer: pl.Trainer, now: float) -> dict[str, float]:
-        """The seconds that this attempt has spent until `now`, by the names of the metrics."""
+        """Return the seconds that this attempt has spent until `now`, by the names of the metrics."""
         spent = dict(self._spent)
         if self._waited_s is not None:
             spent["data_wait"] = (data_wait_s(trainer) or 0.0) - self._waited_s

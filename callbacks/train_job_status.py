@@ -30,9 +30,9 @@ URL_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"
 TOKEN_VARIABLE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # noqa: S105 - the name of a variable
 """Path of the file with the token, which Kubernetes replaces from time to time."""
 CA_VARIABLE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
-"""Path of the certificate that has signed the server's; without it the usual authorities count."""
+"""Path of the certificate of the authority that signed the server's; without it, the usual authorities count."""
 MOST_METRICS = 256
-"""The server takes no more."""
+"""Maximum number of metrics that the server accepts."""
 LARGEST_TOKEN = 1 << 16
 TIMEOUT_S = 5.0
 """Maximum seconds of silence in one request, and of the wait for the last status at the end of training."""
@@ -41,11 +41,12 @@ TIMEOUT_S = 5.0
 class TrainJobStatus(Hook):
     """Sends progress, remaining seconds and metrics to Kubeflow Trainer, which shows them as status of the TrainJob.
 
-    It looks at the run every ``log_every_n_steps`` of the trainer (`metric_every` of a job), on rank zero. A thread
-    sends the newest status, so that no step waits for the server. If the server does not answer, the log says so once,
-    and the thread tries again until there is a newer status. The end of training waits at most 5 s for the last one.
+    It makes a status every ``log_every_n_steps`` of the trainer (`metric_every` of a job), on rank zero. A thread sends
+    the newest status, so that no step waits for the server. If the server does not answer, one warning is logged, and
+    the thread tries again until there is a newer status. The end of training waits at most 5 s for the last status.
 
-    Without the variable ``KUBEFLOW_TRAINER_SERVER_URL`` it does nothing. ``genlight run`` adds it if that is set.
+    Without the variable ``KUBEFLOW_TRAINER_SERVER_URL`` it does nothing. ``genlight run`` adds this callback if the
+    variable is set.
 
     Args:
         every_s: Seconds between two requests.
@@ -66,7 +67,7 @@ class TrainJobStatus(Hook):
         url = os.environ.get(URL_VARIABLE)
         self._sender = _Sender(url, self.every_s) if url else None
         self._began: tuple[int, float] | None = None
-        """Step and time of the first look: the first steps of an attempt take longer than the others."""
+        """Step and time of the first status. Time left is computed from there, because the first steps take longer."""
 
     @skippable
     @override
@@ -112,7 +113,7 @@ class TrainJobStatus(Hook):
 
 
 class _Sender:
-    """Sends the newest status from a thread; one that was not sent yet is replaced by the next.
+    """Sends the newest status from a thread; a newer status replaces one that was not sent yet.
 
     Args:
         url: Address of the server.
@@ -131,7 +132,7 @@ class _Sender:
         self._offered.append(status)
 
     def close(self) -> None:
-        """Send what was offered last, and wait for that no longer than one request may take."""
+        """Send the last offered status, and wait at most `TIMEOUT_S` for that."""
         self._is_closed.set()
         self._thread.join(TIMEOUT_S)
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_genlight_trainer_state"
 _FACTS = {each.name: each.name for each in fields(RunState)} | {"mb_idx": "minibatch_index"}
-"""Fields stored in the run state, with their names there."""
+"""Fields stored in the run state, with the names that they have there."""
 _LIVE = ("optimizer", "policy", "experience", "stats_tracker", "timer", "training_env_id")
 """Fields that are live objects; no checkpoint holds them."""
 
@@ -101,7 +101,7 @@ class TrainerHook(OtherStyle):
     reads: Sequence[str] = ()
     """Fields of the state that must be written before this hook runs."""
     optional_reads: Sequence[str] = ()
-    """Fields that must be written before, if any hook writes them."""
+    """Fields that must be written before this hook runs, if any hook writes them."""
     writes: Sequence[str] = ()
     """Fields that this hook writes."""
 
@@ -132,10 +132,10 @@ class TrainerHook(OtherStyle):
         """Called after each minibatch."""
 
     def on_train_phase_end(self, trainer_state: TrainerState) -> None:
-        """Called after all minibatches of the current experience; ``epoch`` is still the ending one, 0 at first."""
+        """Called after all minibatches of the current experience; ``epoch`` is the one that ends, from 0."""
 
     def on_epoch_end(self, trainer_state: TrainerState) -> None:
-        """Called after a pass over the data, or a rollout with its training phase; ``epoch`` includes it."""
+        """Called after a pass over the data, or a rollout with its training phase; ``epoch`` counts it already."""
 
     def on_training_end(self, trainer_state: TrainerState) -> None:
         """Called when training ends as planned."""
@@ -260,16 +260,16 @@ def log_model_parameters(policy: torch.nn.Module, wandb_run: Any = None) -> dict
 
 
 def setup_wandb_metrics(wandb_run: Any) -> None:
-    """Have W&B draw all metrics over ``epoch``; `MetricsHook` sends it with them."""
+    """Have W&B draw all metrics over ``epoch``, which `MetricsHook` sends with the metrics."""
     for name in ("epoch", "agent_step"):
         wandb_run.define_metric(name)
     wandb_run.define_metric("*", step_metric="epoch")
 
 
 def _interval(name: str, argument: int | None, holder: Any, path: str, default: int | None = None) -> int:
-    """Return a cadence in epochs: `argument`, otherwise the entry at `path` of a configuration, or `default`.
+    """Return a cadence in epochs: `argument`, otherwise the entry at `path` of a configuration, otherwise `default`.
 
-    Without any of them, each epoch counts.
+    Without any of them, the cadence is 1.
 
     Raises:
         ValueError: It is not an integer >= 0, or there is no default and the configuration does not have it.
@@ -291,7 +291,7 @@ class CheckpointHook(TrainerHook):
 
     Args:
         trainer_cfg: A configuration, as mappings or objects: ``checkpoint.checkpoint_interval`` is the default of
-            `interval`, ``checkpoint.wandb_checkpoint_interval`` of `wandb_interval`.
+            `interval`, and ``checkpoint.wandb_checkpoint_interval`` the default of `wandb_interval`.
         device: See `TrainerHook`.
         checkpoint_manager: Your own manager. On rank zero, its ``save_agent(policy, epoch, metadata, wandb_run=…)``
             also saves, and returns the address for ``latest_wandb_uri``. A run that starts at step 0 takes
@@ -346,7 +346,7 @@ class CheckpointHook(TrainerHook):
             raise CheckpointError("CheckpointHook cannot save: give the trainer a Checkpoint callback")
         record = savers[0].save(trainer, trainer.lightning_module) if savers else None
         if record is not None:
-            # Do not report the checkpoint yet: an event log accepts no metric of a step after its checkpoint.
+            # Do not report the checkpoint yet: afterwards an event log accepts no further metric of this step.
             savers[0].wait_until_durable()
             trainer_state.latest_checkpoint_uri = str(record)
         if not trainer.is_global_zero:
@@ -381,13 +381,13 @@ class EvaluationHook(TrainerHook):
 
     Args:
         trainer_cfg: A configuration, as mappings or objects: ``evaluation.evaluate_interval`` is the default of
-            `interval`. A function here is `evaluate`.
+            `interval`. A function in this place is taken as `evaluate`.
         device: See `TrainerHook`.
         eval_config: The part of the configuration for evaluations, with ``evaluate_interval``, if it is separate.
         curriculum: Stored as an attribute of the hook, for `evaluate`.
         evaluate: Takes ``latest_wandb_uri``, otherwise ``latest_checkpoint_uri``, and the `TrainerState`. Returns
             scores: a mapping, an object with fields, or a result that has them as ``scores``.
-        interval: Cadence in epochs; 0 turns it off. It is skipped while there is no checkpoint.
+        interval: Cadence in epochs; 0 turns it off. Nothing is evaluated while there is no checkpoint.
 
     Raises:
         TypeError: There is no `evaluate`.

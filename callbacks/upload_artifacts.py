@@ -35,16 +35,18 @@ class UploadArtifacts(Hook):
     """Queues every checkpoint, sample and metric of a run for upload without waiting for the network.
 
     Works with any LightningModule. It sends the checkpoints of `Checkpoint` with all their files, and keeps these
-    files until they are delivered. It does not send files of Lightning's ``ModelCheckpoint``. For a trainer class it
-    sends the metrics that loggers get; for other modules, ``trainer.callback_metrics`` every `metric_every` steps.
+    files until they are delivered. It does not send files of Lightning's ``ModelCheckpoint``. For a trainer class, it
+    sends the metrics that loggers receive. For other modules, it sends ``trainer.callback_metrics`` every
+    `metric_every` steps.
 
     Endpoints, the file store, the token and the deadline come from the environment (``TRAINER_UPLOAD_METRICS_URL`` and
     so on, ``TENSORHUB_URL``, ``TRAINER_CAPABILITY_TOKEN``, ``TRAINER_UPLOAD_DEADLINE_SECONDS``), so that no
     configuration file holds a secret. The queue is the folder ``uploads`` in the trainer's ``default_root_dir``.
 
     Args:
-        uploader: An uploader that the caller starts, waits for and closes. None creates one for each fit, whose end
-            waits for required uploads. If something cannot be delivered, the fit fails, and the next one delivers it.
+        uploader: An uploader that the caller starts, waits for and closes. None creates an uploader for each fit. The
+            end of the fit then waits for required uploads. If one cannot be delivered, the fit fails, and the next fit
+            delivers it.
         run_id: Name of the run at the receiver; required without `uploader`.
         owner: Owner of the files in the file store.
         targets: Further destinations for checkpoints and samples, such as ``hf://owner/name`` or ``s3://bucket/prefix``.
@@ -130,14 +132,14 @@ class UploadArtifacts(Hook):
         Delivered checkpoints are not sent again, and checkpoints of other runs are not sent. A checkpoint without a
         `run_id`, of a module that genlight does not host, belongs to this run if this fit saves to the same folder.
         """
-        if self._uploader is None or trainer.ckpt_path is None:  # under FSDP the path is not known earlier
+        if self._uploader is None or trainer.ckpt_path is None:  # earlier hooks do not know the path under FSDP
             return
         try:
             path = find_checkpoint(trainer.ckpt_path)
             record = read_record(path)
-        except (FileNotFoundError, BrokenCheckpointError):  # or a checkpoint of another format
+        except (FileNotFoundError, BrokenCheckpointError):  # it may have another format
             return
-        if is_in_memory(path):  # it is never sent; the newest on disk may not be queued yet
+        if is_in_memory(path):  # such a checkpoint is never sent; but the newest on disk may not be queued yet
             on_disk = (each for saver in savers_of(trainer) for each in own_records(list_checkpoints(saver.directory)))
             if (newest := max(on_disk, key=lambda each: each.step, default=None)) is None:
                 return
@@ -194,7 +196,7 @@ class UploadArtifacts(Hook):
     @override
     def on_training_failed(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._external is None:
-            for saver in savers_of(trainer):  # after an exception Lightning calls them after this callback
+            for saver in savers_of(trainer):  # Lightning calls their `on_exception` only after this callback's
                 wait_after_failure(functools.partial(saver.wait, trainer))
         self._finish(trainer, exception)
 

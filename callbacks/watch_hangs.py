@@ -27,10 +27,10 @@ EXIT_HUNG = 1
 CHECKS_PER_LIMIT = 10
 MAX_PAUSE_S = 5.0
 OTHERS_TIMEOUT_S = 2 * MAX_PAUSE_S
-"""Time that a rank which ends the run waits for the stacks of the others before they are killed."""
+"""Seconds that the rank that ends the run waits for the files of the others, because they are killed with it."""
 OTHERS_POLL_S = 0.1
 WORK_FRESH_S = 6 * MAX_PAUSE_S
-"""Seconds for which another rank counts as working after it touched its file; clocks differ, file systems are slow."""
+"""Seconds for which another rank counts as working after it touched its file: clocks differ, file systems are slow."""
 SMOOTHING = 0.9
 """Weight of earlier steps in the running mean of step times."""
 
@@ -42,20 +42,20 @@ class WatchHangs(Hook):
     writes one file, ``rank-<rank>-<number>.txt``; if a step finishes after all, the watch starts again. Validation
     batches count as progress. Before the first step, for example during compilation, only `floor_s` applies.
 
-    An evaluation, a rollout, a checkpoint, samples and a pause that a step asked for may take longer than steps: each
-    has `work_limit_s`, or `factor` times the longest of its kind so far. The other ranks wait for it as long, if they
-    share the folder of the files.
+    An evaluation, a rollout, a checkpoint, samples and a pause that a step asked for may take longer than steps. Their
+    limit is `work_limit_s`, or `factor` times the longest of the kind so far. The same limit holds for the ranks that
+    wait meanwhile, if they share the folder of the files.
 
     With `end_run` the process ends as well. An exception cannot be raised in a thread that waits inside a collective or
     a driver, so the watching thread reports the failure itself (if the run has set ``on_hang``) and calls ``os._exit``.
-    A restart continues from the last durable checkpoint. The report names the files of all ranks, and the ranks that
-    wrote none, since one that is lost or paused holds up the others.
+    A restart continues from the last durable checkpoint. The report names the files of all ranks, and the ranks without
+    a file: a rank that is lost or paused may be the one that the others wait for.
 
     Args:
         directory: Folder for the files; None means ``<default_root_dir>/hangs``.
         factor: A step that takes this many times the usual duration counts as a hang.
         floor_s: Shortest duration that counts as a hang, in seconds.
-        work_limit_s: The same for an evaluation, a rollout, a checkpoint, samples or a pause.
+        work_limit_s: The same limit for an evaluation, a rollout, a checkpoint, samples or a pause.
         end_run: Whether a hang ends the run.
 
     Raises:
@@ -195,14 +195,14 @@ def _is_fresh(path: Path) -> bool:
 
 
 def _batches_of(trainer: pl.Trainer) -> Callable[[], int]:
-    """Return a function that counts the trained and validated batches."""
+    """Return a function that returns the number of batches trained and validated so far."""
     epoch_loop = trainer.fit_loop.epoch_loop
     trained, validated = epoch_loop.batch_progress.total, epoch_loop.val_loop.batch_progress.total
     return lambda: trained.completed + validated.completed
 
 
 def _stacks_of_others(directory: Path, rank: int, ranks: int, began_s: float) -> dict[int, Path | None]:
-    """Return the newest file of each other rank; waits, because ranks in the same hang notice it at different times."""
+    """Return the newest file of each other rank, or None. Waits, because ranks notice one hang at different times."""
     end = time.monotonic() + OTHERS_TIMEOUT_S
     others = [other for other in range(ranks) if other != rank]
     while True:

@@ -33,15 +33,14 @@ from .hook.hook import Hook, skippable
 log = logging.getLogger(__name__)
 
 _SAMPLES_DUE = "samples_due"
-"""Entry in genlight's part of a checkpoint: samples are due at its step, and are made after the save."""
+"""Entry in genlight's part of a checkpoint: the samples of its step are made only after the save."""
 _REQUEST_FIELDS = ("prompt", "negative_prompt", "instruction", "source_image", "task")
 
 
 class SampleRequest(dict[str, Any]):
     """A request for one sample, for ``generate_sample``: a mapping whose entries are also attributes.
 
-    The defaults are ``t2i`` for the task, ``sample-00`` and so on for the name, an empty string for the two prompts,
-    and None for everything else.
+    By default the task is ``t2i``, the name ``sample-00`` and so on, both prompts are empty, and other fields None.
 
     Args:
         fields: Any of name, task, prompt, negative_prompt, instruction, source_image and seed, and your own entries.
@@ -71,10 +70,10 @@ class WriteSamples(Hook):
     A sample is a file ``step-00000200-00.json`` (request, seed, return value, names of its files) and a folder
     ``step-00000200-00/`` with the files that the generator wrote to its ``output_dir``. The folder has a temporary name
     until its files are on disk, and the JSON is written last: a sample without it does not count, and leftovers of a
-    killed run are removed at the next start. If the trainer has no generator, the JSON holds only the request. If there
-    are no requests, there is one text file, ``step-00000200.txt``, next to the JSON of the generator. Random numbers
-    drawn by sampling do not affect training. If the samples of a step came after its checkpoint, a run that resumes
-    from there makes them again first, because a kill may have prevented them.
+    killed run are removed at the next start. If the trainer has no generator, the JSON holds only the request. Without
+    requests, the generator is called once with the default request, and a text file ``step-00000200.txt`` is written as
+    well. Random numbers drawn by sampling do not affect training. A run that resumes from a checkpoint that was saved
+    before the samples of its step first makes these samples, because a kill may have prevented them.
 
     Args:
         directory: Folder for samples.
@@ -247,7 +246,7 @@ def _durable_files(directory: Path, sample: str) -> Iterator[Path]:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove incomplete samples of a killed run; only the run that owns the directory may do this."""
+    """Remove incomplete samples of a killed run; only the run that writes to the directory may do this."""
     for entry in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -1,8 +1,8 @@
 """WASR telemetry: one JSON object per line about the progress of a run, in a local file. Nothing is sent anywhere.
 
 Several processes and threads may write to one file: each line is written under the file's lock, completely or not
-at all, and the next writer cuts off a line that a crash tore. The import path that existing code uses,
-``worldflux.telemetry.wasr``, works after any import of genlight if that package is not installed.
+at all, and the next writer cuts off a line that a crash left incomplete. Existing code imports
+``worldflux.telemetry.wasr``; if that package is not installed, any import of genlight provides this module there.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class TelemetryEvent(msgspec.Struct, kw_only=True):
 
 
 OPTIONAL_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(TelemetryEvent) if not f.required)
-"""Keys that are null, or an empty list, in events without such a value."""
+"""Keys that an event may lack a value for; it is then null, or an empty list."""
 REQUIRED_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(TelemetryEvent) if f.required)
-"""Keys with a value in every event, except that an unknown number is null."""
+"""Keys with a value in every event; of these, only an unknown number is null."""
 
 TRIES = 200
-"""How often a writer tries to take the lock, 50 ms apart: others hold it for one line."""
+"""Number of times that a writer tries to take the lock, 50 ms apart; others hold it only while they write a line."""
 
 
 def make_run_id() -> str:

@@ -236,7 +236,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.takes_newest = False
         """Whether training continues from the newest checkpoint, and not from a chosen one; the runtime sets it."""
         self._keeps_memory = False
-        """Whether checkpoints in memory stay there when training fails: a supervisor may start the run again from them."""
+        """Whether checkpoints in memory stay when training fails: a supervisor may start the run again from them."""
         self._last_saved_step: int | None = None
 
     @override

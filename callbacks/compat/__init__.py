@@ -1,4 +1,4 @@
-"""The six-hook style: callbacks that are handed the trainer at begin and end of training, epochs and steps.
+"""The six-hook style: callbacks that receive the trainer at the begin and end of training, of epochs and of steps.
 
 Names are resolved when they are first used (PEP 562). May import all callbacks, the reporters, the plumbing and the
 contract.

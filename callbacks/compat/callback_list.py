@@ -69,7 +69,7 @@ class CallbackList(Hook):
             is_second_progress = shows_progress and isinstance(callback, JobProgress)
             if callback not in present and not is_second_progress:
                 self._joined.append(callback)
-        # This list comes before its callbacks, because they read what it notes of a step. Checkpoints come last.
+        # This list comes before its callbacks: it updates the `TrainerView` that they read. Checkpoints come last.
         place = present.index(self) + 1
         checkpoints = [each for each in self._joined if isinstance(each, pl.callbacks.Checkpoint)]
         others = [each for each in self._joined if each not in checkpoints]
@@ -106,7 +106,7 @@ class CallbackList(Hook):
         if view.stop_vote.is_due(trainer):
             view.stop_vote.agree(trainer)
 
-    # The six hooks, for your own loop to call. Lightning and genlight call two of these names too, with a module.
+    # The six hooks, for your own loop to call. Lightning and genlight also call the last two, with a module.
 
     def on_train_begin(self, trainer: Any) -> None:
         """Training begins."""

@@ -1,6 +1,6 @@
-"""The base class of the six-hook style, and the callbacks that the style comes with.
+"""The base class of the six-hook style, and the ready-made callbacks of the style.
 
-If genlight has a callback for the same purpose, the one here is that callback with the arguments of this style.
+A ready-made callback is a subclass of genlight's callback for the same purpose, if there is one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HOOKS: Final = ("on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_en
 class Callback(OtherStyle):
     """Base of callbacks whose hooks take the trainer, a `TrainerView`; a subclass overrides the hooks it needs.
 
-    Put them into a `CallbackList`. It is a Lightning callback: ``Trainer(callbacks=[CallbackList([Mine()])])``.
+    Put them into a `CallbackList`, which is a Lightning callback: ``Trainer(callbacks=[CallbackList([Mine()])])``.
     """
 
     _style, _place = "a callback of the six-hook style", "CallbackList([{}])"
@@ -48,7 +48,7 @@ class Callback(OtherStyle):
     """The ranks that run it."""
 
     def on_train_begin(self, trainer: Any) -> None:
-        """Training begins, of a new run or of a resumed one."""
+        """Training begins, in a new run or a resumed one."""
 
     def on_train_end(self, trainer: Any) -> None:
         """Training has ended as planned."""
@@ -63,15 +63,15 @@ class Callback(OtherStyle):
         """A step begins."""
 
     def on_step_end(self, trainer: Any) -> None:
-        """A step has ended; ``trainer.metrics`` are its own."""
+        """A step has ended; ``trainer.metrics`` are the metrics of this step."""
 
 
 class NeedsFit(Callback):
-    """A callback of this package: its hooks use what only a `TrainerView` has."""
+    """A callback whose hooks need a `TrainerView`, so that it cannot run in your own loop."""
 
 
 class _Periodic(NeedsFit):
-    """Acts at the end of every so many steps; 0 turns it off."""
+    """Acts at a cadence of steps; 0 turns it off."""
 
     def __init__(self, name: str, every: int) -> None:
         self._every = step_cadence(name, every)
@@ -98,7 +98,7 @@ class LoggingCallback(_Periodic):
     Args:
         log_interval: Cadence in steps; 0 turns it off.
         use_wandb: Whether to add Lightning's ``WandbLogger`` to the trainer's loggers, if there is none.
-        wandb_project: Its project; None is Lightning's ``lightning_logs``.
+        wandb_project: Project of that logger; None is Lightning's ``lightning_logs``.
         wandb_run_name: The name that wandb shows; with None, wandb chooses one.
 
     Raises:
@@ -144,7 +144,7 @@ class LoggingCallback(_Periodic):
 class CheckpointCallback(Checkpoint):
     """Saves checkpoints at a cadence, and keeps the newest and the best; see `Checkpoint`.
 
-    The best is the one with the smallest loss that a step returns or reports, also if nothing logs it.
+    The best has the smallest loss that a step returns or reports, even if nothing logs the loss.
 
     Args:
         save_interval: Cadence in steps; 0 turns it off.
@@ -235,7 +235,7 @@ class ProgressCallback(JobProgress):
 
 
 class _NamesRun(Hook):
-    """Gives a run that has no id one."""
+    """Gives a run without an id the id `run_id`."""
 
     run_id: str | None
 
@@ -252,7 +252,7 @@ class HeartbeatCallback(_NamesRun, Heartbeat):
     Args:
         interval_steps: Cadence in steps; 0 turns it off.
         scenario: Name of the scenario in the events.
-        run_id: Id of a run that has none.
+        run_id: Id for the run, if it has none.
         metrics_path: The telemetry file; None is ``WORLDFLUX_METRICS_PATH``, or ``.worldflux/metrics.jsonl``.
 
     Raises:
@@ -279,7 +279,7 @@ class DiagnosisCallback(_NamesRun, Diagnosis):
         gradient_min_norm: Gradients vanish if the largest norm of a parameter's gradient is below this.
         latent_std_min: Latent values have collapsed if their standard deviation is below this.
         scenario: Name of the scenario in the events.
-        run_id: Id of a run that has none.
+        run_id: Id for the run, if it has none.
         metrics_path: The telemetry file.
 
     Raises:
@@ -318,7 +318,7 @@ class TrainingReportCallback(NeedsFit):
             **trainer.runtime_profile(),
             "config": without_secrets(vars(trainer.config)),
         }
-        # NaN and infinity become null; other values that JSON does not have become their text.
+        # NaN and infinity become null; other values that JSON cannot represent become text.
         encoded = msgspec.json.encode(report, enc_hook=str, order="sorted")
         path = self.path or trainer.output_dir / "training_report.json"
         write_bytes_durably(path, msgspec.json.format(encoded) + b"\n")

@@ -40,8 +40,8 @@ _OF_LIGHTNING = {"epoch": "current_epoch", "total_steps": "max_steps", "is_main_
 class TrainerView:
     """The trainer of the six-hook style.
 
-    ``state`` is this object again, for callbacks that say ``trainer.state.global_step``. Other attributes come from
-    the Lightning trainer; ``epoch``, ``total_steps`` and ``is_main_process`` are its attributes under other names.
+    ``state`` is this object again, for callbacks that read ``trainer.state.global_step``. Other attributes come from
+    the Lightning trainer, three of them under the names ``epoch``, ``total_steps`` and ``is_main_process``.
 
     Args:
         trainer: The Lightning trainer.
@@ -54,7 +54,7 @@ class TrainerView:
         device: The device that trains.
         output_dir: The folder for the files of the run.
         train_start_time: When the fit was set up, in seconds since 1970.
-        ttfi_sec: Seconds from there to the end of the first step of this attempt; None before.
+        ttfi_sec: Seconds from `train_start_time` to the end of the first step of this attempt; None before that.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -73,7 +73,7 @@ class TrainerView:
         self._named: Mapping[str, Any] = {}
         self._metrics: dict[str, float] = {}
         self._metrics_step: int | None = None
-        """The step of these metrics; None if they have to be read."""
+        """The step of `_metrics`; None if they must be read again."""
 
     def __getattr__(self, name: str) -> Any:
         if "lightning" not in vars(self):  # `copy` and `pickle` look up attributes before they set any
@@ -154,7 +154,7 @@ class TrainerView:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training ends; all ranks do, at most 10 steps after one of them has set it."""
+        """Whether training ends. All ranks end at most 10 steps after one of them has set this."""
         return self.lightning.should_stop or self.stop_vote.is_requested
 
     @should_stop.setter
@@ -196,7 +196,7 @@ class TrainerView:
         return checkpoint
 
     def step_ended(self, outputs: Any) -> None:
-        """A step has ended with `outputs`; metrics that were read before belong to an earlier step.
+        """Note that a step has ended with `outputs`.
 
         Each `CallbackList` of the trainer calls this; a step counts once.
         """
@@ -239,7 +239,7 @@ class TrainerView:
 
 
 def view_of(trainer: pl.Trainer, module: pl.LightningModule) -> TrainerView:
-    """The view that all callbacks of this style share; made at the first call."""
+    """Return the view that all callbacks of this style share; the first call makes it."""
     view: TrainerView | None = getattr(trainer, _ATTRIBUTE, None)
     if view is None or view.module is not module:
         view = TrainerView(trainer, module)
@@ -251,10 +251,10 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any])
     """Write a checkpoint of the six-hook style; durable when this returns.
 
     Args:
-        path: The file; it is replaced when the new one has been proven.
+        path: The file; an existing one is replaced once the new one is proven.
         checkpoint: ``model_state_dict, optimizer_state_dict, global_step``, and other entries (``best_loss, config,
-            scheduler_state_dict, scaler_state_dict, model_config``). A value that is neither a tensor nor plain becomes
-            its text.
+            scheduler_state_dict, scaler_state_dict, model_config``). A value that is neither a tensor nor a plain value
+            is stored as text.
 
     Returns:
         The file.
@@ -284,7 +284,7 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any])
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
-    """The content of a checkpoint of the six-hook style; nothing in it is run.
+    """Return the content of a checkpoint of the six-hook style, without running code from it.
 
     Args:
         path: The file.
@@ -312,7 +312,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
 
 
 def _plain(value: Any) -> Any:
-    """`value` as ``weights_only`` reads it: tensors and plain values stay, anything else becomes its text."""
+    """Return `value` in a form that ``weights_only`` can read: what is neither a tensor nor plain becomes text."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, Mapping):

@@ -23,7 +23,7 @@ from ..hook.hook import Hook, skippable
 log = logging.getLogger(__name__)
 
 _reported: weakref.WeakKeyDictionary[pl.LightningModule, set[str]] = weakref.WeakKeyDictionary()
-"""Hooks already reported, by module."""
+"""Hooks for which `keep_modes` has warned, by module."""
 
 
 class Evaluate(Hook):
@@ -47,7 +47,7 @@ class Evaluate(Hook):
     ranks: Literal["zero", "all"] = "all"
     writes = ("eval_scores",)
     _not_events = Hook._not_events | {"on_fit_start"}
-    # Refuse a trainer without `evaluate`, even if a failing evaluation would be tolerated.
+    # Refuse a trainer without `evaluate`, even if `critical` is false.
 
     def __init__(self, every_n_steps: int, *, critical: bool = False, average: bool = False) -> None:
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps)
@@ -135,9 +135,9 @@ def _scores_of_all_ranks(trainer: pl.Trainer, pl_module: pl.LightningModule, *, 
 
 @contextlib.contextmanager
 def keep_modes(pl_module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Restore the modes that the block changes, and report the modules once.
+    """Restore the training modes of modules that the block changes, with one warning that names them.
 
-    After an evaluation that leaves the model in eval mode, all later steps would train without dropout.
+    If an evaluation left the model in eval mode, all later steps would train without dropout.
 
     Args:
         pl_module: The module whose submodules keep their modes.

@@ -70,7 +70,7 @@ class EvaluateCommand(Hook):
     _running: ScoreCommand | None = None
     _waiting: CheckpointRecord | None = None
     _not_events = Hook._not_events | {"on_fit_start"}
-    # Refuse a run without checkpoints to score, even if a failing evaluation would be tolerated.
+    # Refuse a run without checkpoints to score, even if `critical` is false.
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class EvaluateCommand(Hook):
         try:
             publish_scores(trainer, command.scores(), command.record.step)
         finally:
-            self._running = None  # only now, since retention keeps the checkpoint until its score is known
+            self._running = None  # not earlier: until now, retention must keep the checkpoint
             self._begin_next()
 
     def _end(self) -> None:
@@ -181,7 +181,7 @@ class EvaluateCommand(Hook):
 
 
 class ScoreCommand:
-    """A command that prints scores, in a separate process group. The whole group is killed at its end.
+    """A command that prints scores, in a separate process group. When it ends, the complete group is killed.
 
     It gets no standard input, and no variables that make a process a rank.
 
@@ -247,7 +247,7 @@ class ScoreCommand:
         self._close()
 
     def _has_ended(self) -> bool:
-        """Return whether it has ended, without reaping it, so that no other process group can get its number."""
+        """Return whether it has ended; does not reap it, so that its number stays reserved until `_kill`."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _kill(self) -> None:

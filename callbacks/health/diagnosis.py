@@ -38,7 +38,7 @@ NONFINITE_STEP = "trainer/nonfinite_step"
 """Metric: the step at whose end something was first found not to be finite."""
 
 TIMED_STEPS = 4
-"""How many steps before a check are timed."""
+"""Number of steps before a check that are timed."""
 
 
 class WatchNonfinite(Hook):
@@ -103,7 +103,8 @@ class WatchNonfinite(Hook):
             )
         if trainer.is_global_zero:
             log.warning(
-                "%s. Training goes on; `on_nonfinite: stop` in a job, or WatchNonfinite('stop'), would end it", finding
+                "%s. Training continues; `on_nonfinite: stop` in a job, or WatchNonfinite('stop'), would end it",
+                finding,
             )
 
     @override
@@ -114,7 +115,7 @@ class WatchNonfinite(Hook):
 def _examined(
     pl_module: pl.LightningModule, outputs: Any, *, with_gradients: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that must be finite, with their words."""
+    """Yield the tensors that must be finite, each with its name in messages."""
     for name, value in outputs.items() if isinstance(outputs, Mapping) else ():
         if isinstance(name, str) and "loss" in name.lower() and isinstance(value, torch.Tensor | float):
             yield f"the metric {name!r}", torch.as_tensor(value)
@@ -128,8 +129,8 @@ class Diagnosis(Hook):
     """Reports when training goes wrong: one ``diagnostic`` event when a fault begins, and one when it ends.
 
     At its cadence it reads the gradients that the update uses (averaged, unscaled, clipped), the size of the update,
-    the losses of all steps since the last check, the times of the last few and the batch. All ranks exchange their
-    readings and reach the same verdict. Faults:
+    the losses of all steps since the last check, the times of the last few steps, and the batch. All ranks exchange
+    their readings and reach the same verdict. Faults:
 
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
       the step of the check (`trace_modules`: in any step). An update that a gradient scaler skips is not a fault.
@@ -244,7 +245,7 @@ class Diagnosis(Hook):
         self._history = msgspec.convert(state_dict["history"], History)
 
     def _watch_next(self, stride: int) -> None:
-        """Watch the next step if the check is near; a step counts as `stride`."""
+        """Watch the next step if the check is near; each step advances ``global_step`` by `stride`."""
         left = self._next_check - self._step
         if self._probe is not None and left <= TIMED_STEPS * stride:
             self._probe.watch_next(is_checked=left <= stride)

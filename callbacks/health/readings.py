@@ -26,13 +26,13 @@ from ..replicas.digest import digest_of_all
 from .rules import Reading
 
 LATENT_METRICS = {"latent_std": 1.0, "z_std": 1.0, "latent_var": 0.5, "z_var": 0.5}
-"""Metrics for the spread of latent values, with the power that converts each to a standard deviation; the first that a
-step reports counts."""
+"""Metrics for the spread of latent values, each with the power that converts it to a standard deviation. The first that
+a step reports counts."""
 MOST_COMPARED = 64
 """Maximum number of weights of an optimizer that are compared before and after an update, evenly spread."""
 SAMPLES_OF_TENSOR = 256
-"""Approximate number of elements compared of each weight: a copy of all would double the memory. With 16,000 elements
-in total the norm is accurate to one percent, more than any rule needs."""
+"""Approximate number of elements of each weight that are compared, because a copy of all would double the memory. With
+16,000 elements in total the norm is accurate to one percent, which is enough for every rule."""
 LOSSES = ("loss", "train/loss", "train_loss")
 """Names of the loss among the results of a step; the first one present counts."""
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -56,14 +56,14 @@ def _within_step(method: _Method) -> _Method:
 class Probe:
     """Reads the steps before a check: the losses of all steps, the times of a few, the rest only in the last step.
 
-    - The update is read in hooks that torch's own optimizers call in their ``step``, so gradients are read as they are
-      used: averaged over ranks, unscaled, clipped. An update that a gradient scaler skips is not seen.
+    - The update is read in hooks that torch's own optimizers call in their ``step``. So gradients are read as the
+      update uses them: averaged over ranks, unscaled, clipped. An update that a gradient scaler skips is not read.
     - A time runs from the end of a step to the last gradient of the next. Ranks leave the update together, because it
       needs the gradients of all, and wait for each other again at the last gradient. In between are only this rank's
       callbacks, data, forward and backward. Sharded modules are not timed, because their ranks also meet in between.
     - The outputs of all modules without children are read, and the gradients at these outputs; each costs one reduction
-      on its device. The gradient at an output is computed by the backward of the next module: if it is the first that
-      is not finite, the module passed just before is named.
+      on its device. The backward of the next module computes the gradient at an output. So if that gradient is the
+      first value that is not finite, the module whose backward ran just before is named.
 
     Args:
         trainer: The trainer, set up.
@@ -111,11 +111,11 @@ class Probe:
         self._norms: list[tuple[list[str], torch.Tensor]] = []
         """Names of parameters, and L2 norms of their gradients."""
         self._before: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
-        """Some weights of each optimizer, and samples of them before the update."""
+        """Some weights of each optimizer, and samples of these weights before the update."""
         self._changes: list[torch.Tensor] = []
         """Norms of the update's changes to the samples."""
         self._weights: list[torch.Tensor] = []
-        """Norms of these samples before it."""
+        """Norms of the samples before the update."""
         self._rates: list[float] = []
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
@@ -132,7 +132,7 @@ class Probe:
             handle.remove()
 
     def note_loss(self, step: int, outputs: Any) -> None:
-        """Keep the loss of a step. This is the only cost of each step: one copy on the loss's device."""
+        """Keep the loss of a step: one copy on its device. Steps far from a check cost nothing else."""
         self._running_step = step + 1
         loss = _loss_of(outputs)
         if isinstance(loss, torch.Tensor):
@@ -144,7 +144,7 @@ class Probe:
 
     @_within_step
     def note_batch(self, batch: Any) -> None:
-        """Keep a fingerprint of a batch, to recognize it if the next step or another rank gets the same batch."""
+        """Keep a fingerprint of a batch, to notice if the next step or another rank gets the same batch."""
         self._batches.append(fingerprint(batch, self._device))
 
     def read(self, step: int, outputs: Any) -> Reading:
@@ -235,7 +235,7 @@ class Probe:
 
     @_within_step
     def _note_output(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():  # an evaluation, or the first pass of a checkpointed one
+        if not torch.is_grad_enabled():  # an evaluation, or the first forward of a module with gradient checkpointing
             return
         for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided:
@@ -257,14 +257,14 @@ def _origin(seen: Sequence[tuple[int, bool, str]], values: Sequence[float]) -> t
     index = next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
     if index is None or not seen[index][1]:
         return None if index is None else seen[index]
-    _, is_gradient, name = seen[index - 1]  # there is one: a gradient comes back to an output
+    _, is_gradient, name = seen[index - 1]  # exists: the output comes before the gradient at it
     return seen[index][0], True, name if is_gradient else "the loss"
 
 
 def scaled_by(trainer: pl.Trainer, module: Any) -> str:
     """Name the scaler that scales losses and skips updates by itself; empty if there is none."""
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        return "16-mixed, which leaves out updates by itself"
+        return "16-mixed, which skips updates by itself"
     discovered = getattr(module, "discovered", None)
     return "a gradient scaler of the trainer's own" if discovered is not None and discovered.scalers else ""
 

@@ -54,8 +54,8 @@ _OF_THE_DATA = ("run_id", "epoch", "minibatch_index", "latest_checkpoint_uri")
 class _Progress:
     """The state of `Recover`, saved in checkpoints.
 
-    An incident begins with a fault and is over once `good_steps` steps have been trained beyond the furthest step in
-    which it showed; a roll-back has to come that far again first. So a run that meets the same fault again and again
+    An incident begins with a fault. It ends once `good_steps` steps have been trained beyond the furthest step with a
+    fault; after a roll-back, the run must first come that far again. So a run that meets the same fault again and again
     climbs the ladder, and cannot go in circles.
     """
 
@@ -64,9 +64,9 @@ class _Progress:
     taken: dict[str, int] = field(default_factory=dict)
     """How often each rung was taken, in all incidents."""
     began_at: int = 0
-    """The earliest step whose gradients were in an update with a fault of this incident."""
+    """The earliest step whose gradients were part of a faulty update of this incident."""
     ends_at: int = 0
-    """The step after which the incident is over, if no fault comes."""
+    """The step after which the incident ends, if no other fault comes."""
     window_began_at: int = 1
     """The first step whose gradients are in the next update."""
     rate_factor: float = 1.0
@@ -82,7 +82,7 @@ class Recover(Hook):
 
     - ``skip``: nothing more. The step counts, and training continues with the next batch.
     - ``lower_lr``: the learning rate is multiplied by `lr_factor` for the next `lower_lr_steps` steps. Schedulers are
-      not affected. If the rung is taken again while it holds, the rate is lowered again.
+      not affected. If the rung is taken again during these steps, the rate is lowered further.
     - ``roll_back``: model, optimizers, schedulers, scalers, the state of the class, random states, callbacks and the
       step counter are restored from the newest checkpoint that was saved before the incident, is intact and has finite
       weights. The data is not rewound: all batches since that checkpoint are skipped, because it is not known which of
@@ -159,7 +159,7 @@ class Recover(Hook):
         self._found: Fault | None = None
         """The current step's fault."""
         self._reading: Reading | None = None
-        """The loss of the last update."""
+        """The last update, with its loss, if this step made one."""
         self._target: CheckpointRecord | None = None
 
     @property
@@ -282,7 +282,7 @@ class Recover(Hook):
                 rewind(callback, trainer.global_step)
         fire(trainer, "on_roll_back")
         if trainer.is_global_zero:
-            for record in own_records(list_tiers(saver.directory)):  # or a start would resume from one
+            for record in own_records(list_tiers(saver.directory)):  # a start must not resume from an undone step
                 if record.step > target.step and _is_of_run(record, trainer, saver):
                     delete_checkpoint(record.path)
             log.warning(
@@ -338,7 +338,7 @@ def _are_known(names: Sequence[str], known: Collection[str]) -> bool:
 
 
 def _saver_of(trainer: pl.Trainer) -> Checkpoint | None:
-    """The callback whose checkpoints a roll-back goes to: the first that saves while training."""
+    """Return the callback whose checkpoints a roll-back goes to: the first that saves while training."""
     return next((each for each in savers_of(trainer) if each.saves_while_training), None)
 
 
@@ -419,7 +419,7 @@ def _restore_callbacks(
 
 
 def _require_equal(pl_module: Any, expected: Any, name: str) -> None:
-    """Refuse a state that differs from the checkpoint: a class may not expect ``load_state_dict`` within a run."""
+    """Refuse a restored state that differs from the checkpoint: a class may load states only before the first step."""
     payload = pl_module.hosted_trainer.state.payload()
     on_host = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, payload)
     saved, now = digests_of(expected), digests_of(on_host)
@@ -428,5 +428,5 @@ def _require_equal(pl_module: Any, expected: Any, name: str) -> None:
         raise RecoveryError(
             f"the roll-back to {name} is not exact: {format_path(('state', *where))} differs from the checkpoint, "
             f"after `load_state_dict` of {type(pl_module.plugin).__name__} was called within a run. Restore the whole "
-            "payload there, or leave 'roll_back' out of the ladder; the run can be resumed from that checkpoint"
+            "payload there, or remove 'roll_back' from the ladder; the run can be resumed from that checkpoint"
         )

@@ -14,7 +14,7 @@ LOSSES_KEPT = 256
 NORMS_KEPT = 20
 NORMS_FOR_MEDIAN = 5
 COOL_DOWN_CHECKS = 2
-"""Number of checks in a row without a fault after which it has ended."""
+"""A fault has ended after this many checks in a row without it."""
 MOST_NAMES = 5
 EXPLODES_BY = 100.0
 """A gradient explodes if its norm is this many times the usual largest norm."""
@@ -25,7 +25,7 @@ LARGEST_NORM = 1e4
 DEAD_CHECKS = 3
 """Number of checks in a row without a gradient after which a parameter is dead."""
 SMALLEST_UPDATE, LARGEST_UPDATE = 1e-8, 0.3
-"""An update is too small or too large below or above these shares of the weights' norm."""
+"""Limits on the norm of an update, as a share of the norm of the weights."""
 SPIKE_DEVIATIONS = 8.0
 """A loss is a spike if it is this many standard deviations above the median."""
 LOSSES_FOR_SPREAD = 32
@@ -34,7 +34,7 @@ SMALLEST_SPREAD = 0.01
 STRAGGLER_FACTOR = 2.0
 """A rank is a straggler if it takes this many times as long as the others."""
 STRAGGLES_BY_S = 0.002
-"""A smaller difference is not reported."""
+"""A rank that is slower by less than this is not reported."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Reading:
     latent: tuple[str, float] | None = None
     """Name of a metric for the spread of latent values, and the standard deviation that it reports."""
     origin: tuple[int, bool, str] | None = None
-    """The first module with a value that is not finite: its step, whether it was in the backward, and its name."""
+    """The first module with a value that is not finite: the step, whether it was in the backward, and its name."""
     ranks: Sequence[tuple[str, float]] = ()
     """Host of each rank, and its seconds from one update to the last gradient before the next."""
     batches: Sequence[tuple[float, ...]] = ()
@@ -81,7 +81,7 @@ class Reading:
             readings[0],
             gradient_norms=norms,
             losses=sorted(losses.items()),
-            # The earliest; a value that is wrong in the forward is wrong in the backward of the same step.
+            # Of the same step, the forward (False) comes first: a nan there also makes the backward nan.
             origin=min((reading.origin for reading in readings if reading.origin is not None), default=None),
             ranks=[each for reading in readings for each in reading.ranks],
             batches=[each for reading in readings for each in reading.batches],
@@ -105,7 +105,7 @@ class Fault:
 
 @dataclass
 class History:
-    """Results of earlier checks that the rules need, and the faults that are not over; saved in checkpoints."""
+    """Results of earlier checks that the rules need, and the faults that have not ended; saved in checkpoints."""
 
     losses: list[float] = field(default_factory=list)
     largest_norms: list[float] = field(default_factory=list)
@@ -133,7 +133,7 @@ class History:
         """Add the faults of a check.
 
         Returns:
-            The faults that begin, and the faults that are over, with the facts of their beginning.
+            The faults that begin now. Also those that have ended, with ``is_over`` and the facts of their begin.
         """
         now = {fault.kind: fault for fault in found}
         begins = [fault for kind, fault in now.items() if kind not in self.active]
@@ -158,7 +158,7 @@ Found = Iterator[tuple[str, dict[str, Any]]]
 Rule = Callable[[Case], Found]
 
 RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {}
-"""The rule for each kind of fault, and what to try then."""
+"""The rule for each kind of fault, and the suggestions for the user."""
 
 
 def find_faults(case: Case, kinds: Collection[str] = RULES.keys()) -> list[Fault]:
@@ -319,7 +319,7 @@ def latent_collapse(case: Case) -> Found:
     "Look at the data of that rank: a slow disk, longer samples, fewer workers.",
 )
 def straggler(case: Case) -> Found:
-    """One rank takes longer than the others that wait for it, at two checks in a row."""
+    """One rank takes far longer than the others, which wait for it, at two checks in a row."""
     rank = _slow_rank(case.now)
     if rank is not None and rank == case.before.slow_rank:
         (host, seconds), others = case.now.ranks[rank], _median_of_others(case.now, rank)
@@ -349,7 +349,7 @@ def _first_broken_step(reading: Reading) -> int | None:
 
 
 def _origin(reading: Reading) -> tuple[str, dict[str, Any]]:
-    """Return the first module, if known: once weights are nan, all modules of later steps give nan."""
+    """Return the first module with nan, in words; nothing if an earlier step had nan, as then all modules give nan."""
     if reading.origin is None or reading.origin[0] > (_first_broken_step(reading) or reading.step):
         return "", {}
     step, in_backward, name = reading.origin

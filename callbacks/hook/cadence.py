@@ -11,7 +11,7 @@ from typing import Any
 from ...adapter.plumbing.text import require
 
 NEVER = sys.maxsize
-"""The `next_due_step` of a hook that does not wait for a step."""
+"""The `next_due_step` of a hook that no step needs to call."""
 
 
 def step_cadence(name: str, every: Any) -> int:
@@ -38,7 +38,7 @@ def positive(name: str, value: float) -> float:
 
 
 class Boundaries:
-    """The boundaries of a cadence that a hook has seen, so that it acts once for each; a roll-back rewinds them.
+    """The boundaries of a cadence that a hook has passed. It acts once at each; a roll-back rewinds them.
 
     Args:
         hook: Its ``next_due_step`` is set to the next boundary.
@@ -61,7 +61,7 @@ class Boundaries:
         return is_due
 
     def will_cross(self, step: int) -> bool:
-        """The answer that `crosses` will give."""
+        """Return the answer that `crosses` will give, without passing the boundary."""
         return crossed(self._step, step, self._cadence)
 
     @property
@@ -73,7 +73,7 @@ class Boundaries:
 class Pace:
     """Converts a period in seconds into steps, so that a hook need not read the clock in each step.
 
-    It notices after at most `MOST_UNSEEN` steps that steps have become slower.
+    If steps become slower, it notices that after at most `MOST_UNSEEN` steps.
 
     Args:
         every_s: The approximate period in seconds.
@@ -118,7 +118,7 @@ def next_multiple(step: int, every: int) -> int:
 
 
 def rewind(hook: Any, step: int) -> None:
-    """Rewind `hook` to `step`: every attribute of it that has a method ``rewind``."""
+    """Rewind `hook` to `step`: call ``rewind`` of each of its attributes that has this method."""
     hook.next_due_step = 0
     for value in vars(hook).values():
         if hasattr(value, "rewind"):

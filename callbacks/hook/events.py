@@ -38,7 +38,7 @@ def run_state_of(trainer: pl.Trainer) -> RunState:
 
 
 def run_id_of(trainer: pl.Trainer) -> str:
-    """Return the id that all callbacks of a run share; generated once if the run has none, and kept by checkpoints."""
+    """Return the id that all callbacks of a run share. If there is none, generate it; checkpoints then store it."""
     state = run_state_of(trainer)
     state.run_id = state.run_id or make_run_id()
     return state.run_id
@@ -95,7 +95,7 @@ def is_number(value: Any) -> bool:
 
 
 def numbers_of(value: Any, name: str = "") -> dict[str, float]:
-    """The numbers in a mapping, or in the fields of an object, by name; nested names are joined by slashes."""
+    """Return the numbers in a mapping, or in the fields of an object, by name; slashes join nested names."""
     if isinstance(value, numbers.Real) or (hasattr(value, "item") and getattr(value, "shape", None) == ()):
         return {name: float(value)}
     if isinstance(value, Mapping):
@@ -115,9 +115,9 @@ def numbers_of(value: Any, name: str = "") -> dict[str, float]:
 
 
 def facts_to_store(trainer: pl.Trainer) -> dict[str, Any]:
-    """The run state as a checkpoint holds it; of ``eval_scores`` that are not plain values only the numbers.
+    """Return the run state for a checkpoint. If ``eval_scores`` are not plain values, only their numbers are included.
 
-    Objects would be found again only in a process that has imported their class.
+    Other objects could be loaded only in a process that has imported their class.
     """
     facts = run_state_of(trainer).state_dict()
     scores = facts["eval_scores"]
@@ -196,8 +196,8 @@ def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
 def awaits_module_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
     """Whether ``on_module_batch_end`` is still to come in this step; call it in ``on_train_batch_end``.
 
-    genlight's loop fires that event itself. Lightning's own loop has no such event, so there the module's hook is
-    replaced, until it is called, by one that fires the event afterwards.
+    genlight's loop fires that event itself. Under Lightning's own loop, this call replaces the module's hook once, by
+    a hook that fires the event afterwards.
 
     Returns:
         False if the module does not override the hook, so there is nothing to wait for.

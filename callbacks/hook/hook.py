@@ -46,10 +46,10 @@ RUN_STATE_KEY = "genlight_run_state"
 
 FIELDS_OF_HOOKS = frozenset({"eval_scores", "latest_checkpoint_uri", "latest_sample_uris", "latest_wandb_uri"})
 FIELDS_OF_THE_LOOP = frozenset(RunState.__dataclass_fields__) - FIELDS_OF_HOOKS
-"""Fields of the run state that the loop itself writes, so that a hook may read them without another that writes."""
+"""Fields of the run state that the loop itself writes, so that a hook may read them although no hook writes them."""
 
 FIELDS_OF_THE_ATTEMPT = frozenset({"attempt", "stop_reason", "rolls_back"})
-"""Fields that a resumed run does not take from its checkpoint: the stop that ended the last attempt is over."""
+"""Fields that a resumed run does not take from its checkpoint: the stop of the last attempt must not end this one."""
 
 
 _ENDS_RUN_ATTRIBUTE = "_genlight_ends_run"
@@ -115,7 +115,7 @@ class Hook(pl.Callback):
                 setattr(cls, name, _policed(name, method))
 
     def __getstate__(self) -> dict[str, Any]:
-        # An event that runs here does not run in the copy.
+        # `_inside_event` is left out: an event that runs in this object does not run in the copy.
         left = {"_inside_event", "next_due_step", *self._of_this_process}
         return {name: value for name, value in vars(self).items() if name not in left}
 
@@ -214,7 +214,7 @@ class Hook(pl.Callback):
         """The time between checkpoints that follows from a budget has changed; on rank zero."""
 
     def on_resume_proof(self, trainer: pl.Trainer, pl_module: pl.LightningModule, proof: Proof) -> None:
-        """Steps that the run repeated after a restart were compared with their first time; fired on rank zero."""
+        """Steps that the run repeated after a restart were compared with the earlier attempt; fired on rank zero."""
 
     def on_samples_written(
         self,
@@ -235,7 +235,7 @@ class Hook(pl.Callback):
         """`Diagnosis` has found a fault, the same on all ranks; ``fault.is_over`` is true when it has ended."""
 
     def on_hold_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str | None) -> None:
-        """`what` holds training up from now on, as in ``on_time_spent``, or a pause; None: training continues."""
+        """`what` delays training from now on: a name of ``on_time_spent``, or a pause. None: training continues."""
 
     def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
         """`what` delayed training for `seconds`: ``checkpoint``, ``samples``, ``evaluation`` or ``rollout``.
@@ -254,7 +254,7 @@ def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def event(self: Hook, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
-        if self._inside_event:  # a call of super(): the outer event keeps the policy
+        if self._inside_event:  # a call of super(); the policy applies to the outer call
             return method(self, trainer, *args, **kwargs)
         if is_setup:
             order_callbacks(trainer)
@@ -280,7 +280,7 @@ def ending_the_run(error: Exception) -> Exception:
 
 def judge(hook: Hook, event: str, error: Exception) -> None:
     """Raise `error` again if it ends the run, and note it otherwise."""
-    # A marked error may also come from a critical hook for which this one fired an event.
+    # The mark may come from a critical hook that received an event from this one.
     if hook.critical or isinstance(error, TrainingCanceled) or hasattr(error, _ENDS_RUN_ATTRIBUTE):
         raise ending_the_run(error)
     hook._failures = hook._failures or Counter()
@@ -315,8 +315,8 @@ def order_callbacks(trainer: pl.Trainer) -> None:
     ordered = iter(in_order([callback for callback in registered if isinstance(callback, Hook)]))
     # A new list, because Lightning is iterating over the old one while it calls `setup`.
     callbacks = [next(ordered) if isinstance(callback, Hook) else callback for callback in registered]
-    # What other callbacks change after a step belongs in its checkpoint. Lightning puts checkpoint callbacks last, but
-    # a hook that reads what they write runs even later.
+    # A checkpoint must contain the changes that other callbacks make after its step. Lightning puts checkpoint
+    # callbacks last. Only hooks that read what they write come after them.
     is_saver = [isinstance(callback, Hook) and isinstance(callback, LightningCheckpoint) for callback in callbacks]
     first = is_saver.index(True) if any(is_saver) else len(callbacks)
     before, behind = callbacks[:first], callbacks[first:]
@@ -385,11 +385,11 @@ def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
 def skippable(method: _Method) -> _Method:
     """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``; it sets that at each call.
 
-    genlight's loop does not call it before that step: a call without work still costs some 2 µs, because its code has
-    left the processor's caches. Without this, the callbacks of a job would take 28 µs a step instead of 12. The loop
-    does call it at the first step of an epoch, and once a stop was requested. A hook that gets work from an event sets
-    ``next_due_step`` to 0. Lightning's own loop calls it after every step. An overriding method of a subclass is
-    not skipped unless it is marked too.
+    genlight's loop does not call it before that step, except at the first step of an epoch and after a stop request. A
+    call without work still costs some 2 µs, because its code has left the processor's caches; with all calls, the
+    callbacks of a job would take 28 µs a step instead of 12. A hook that gets work from another event sets
+    ``next_due_step`` to 0. Lightning's own loop calls the method after every step. A method of a subclass that
+    overrides a marked one must be marked too.
     """
     setattr(method, _SKIPPABLE_ATTRIBUTE, True)
     return method

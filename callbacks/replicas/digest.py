@@ -12,16 +12,16 @@ from torch._utils import _flatten_dense_tensors
 from ..checkpoint.codec.tensors import content_digests, device_digest
 
 SMALL_BYTES = 64 * 1024
-"""Tensors up to this size are concatenated first, because a call costs more than copying them."""
+"""Tensors up to this size are concatenated before they are hashed, because a call costs more than the copy."""
 
 
 @torch.no_grad()
 def digest_of_all(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return a 64-bit digest of the bits, types and shapes of `tensors`, on `device`, without synchronizing.
 
-    Tensors of the same type and shape are taken together, in their order; another order of them is another digest.
-    NaNs count by their bits. Tensors on the host are hashed there, at about memory speed. Tensors on a device stay
-    there; each of their words is mixed with its place.
+    Tensors of the same type and shape are hashed together, in their order; in another order they have another digest.
+    NaNs count by their bits. Tensors on the host are hashed there, at about memory speed, and tensors on a device on
+    that device.
     """
     alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[Tensor]] = {}
     for tensor in tensors:
@@ -40,8 +40,8 @@ def _pieces(alike: Iterable[list[Tensor]]) -> list[Tensor]:
     """Return the large tensors, and concatenations of the small ones.
 
     Args:
-        alike: Lists of tensors of the same device, type and shape. One call copies all small ones of a list. If that
-            is still little, it is concatenated with others of the device and type.
+        alike: Lists of tensors of the same device, type and shape. One call copies all small ones of a list. If the
+            result is still small, it is concatenated with others of the same device and type.
     """
     large: list[Tensor] = []
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

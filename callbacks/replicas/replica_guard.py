@@ -33,22 +33,21 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 class ReplicaGuard(Hook):
     """Compares the replicas of all ranks bit by bit and ends the run if they differ.
 
-    Data-parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors, and under every
-    strategy, FSDP 2 included, equal settings of optimizers (learning rates, say), counters and states of schedulers. If
-    they do not, training continues without an error, with a different model on each rank. Typical causes are gradients
-    used before they are averaged, random numbers that must not differ between ranks (weight noise, for
-    example), an update made by only one rank, a learning rate that follows the loss of a rank, and faulty hardware.
+    Data-parallel ranks must hold equal parameters, buffers, optimizer states and trained tensors. Under every strategy,
+    FSDP 2 included, they must also hold equal settings of optimizers (such as learning rates), counters and states of
+    schedulers. Otherwise training continues without an error, with a different model on each rank. Typical causes are
+    gradients used before they are averaged, random numbers that must not differ between ranks (such as weight noise),
+    an update made by only one rank, a learning rate that follows the loss of a rank, and faulty hardware.
 
     By default it compares the replicas after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
-    training. A comparison hashes all tensors on their devices, by their bits and places, and exchanges 32 bytes over
-    a separate process group. The result is read four steps later, so that no step waits for it; a save reads it at
-    once, and fails if replicas differ. The error has the values of the first tensor that differs. It does not
-    compare entries of the trainer class's ``rank_local``, sharded optimizer states, and sharded tensors. With one rank
-    it does nothing.
+    training. A comparison hashes all tensors on their devices, by their bits, and exchanges 32 bytes over a separate
+    process group. The result is read four steps later, so that no step waits for it. A save reads it at once, and fails
+    if replicas differ. The error has the values of the first tensor that differs. Entries of the trainer class's
+    ``rank_local``, sharded optimizer states and sharded tensors are not compared. With one rank it does nothing.
 
     Args:
-        every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 is off. None is
-            the default above.
+        every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 turns it off.
+            None means the steps named above.
 
     Raises:
         ValueError: `every_n_steps` is negative.
@@ -75,7 +74,8 @@ class ReplicaGuard(Hook):
         self._next_double = trainer.global_step + 1
         self._boundaries = Boundaries(self, trainer.global_step)
         self._pending = None
-        # A separate group: diverged ranks then meet in the collectives of training, and those report the cause.
+        # In a separate group, the exchange cannot be matched with another rank's collective of training. Diverged
+        # ranks then fail in a collective of training, whose error names the cause.
         self._group = host_group() if _has_process_group(trainer) else None
 
     @override
@@ -150,7 +150,7 @@ def _has_process_group(trainer: pl.Trainer) -> bool:
 
 
 class _Comparison:
-    """A pending comparison. Ranks agree if the largest digest equals minus the largest negative one.
+    """A pending comparison: ranks agree if the largest digest is also the smallest, minus the largest negative.
 
     Args:
         trainer: The trainer of the ranks.
@@ -202,7 +202,7 @@ def _replicated(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tup
 
 
 def _replicated_values(module: pl.LightningModule, trainer: pl.Trainer) -> list[Tensor]:
-    """Return the tensors of `_replicated`, in the same order on all ranks; names take most of its time."""
+    """Return the tensors of `_replicated`, in the same order on all ranks; faster, because it makes no names."""
     own = getattr(module, "replicated_values", None)
     if own is None:
         return [tensor for _, tensor in _replicated(module, trainer)]

@@ -51,7 +51,7 @@ LOOK_EVERY_S = 0.1
 _Start = Callable[[DataLoader[Any]], Iterator[Any]]
 _start: _Start = getattr(DataLoader, _ENTRY)
 _on_wait: list[Callable[[float], None] | None] = []
-"""Functions that a wait calls, with its duration so far in seconds; the last one counts."""
+"""The `on_wait` of each active `protected_workers`, innermost last; only that one is called."""
 
 
 @contextlib.contextmanager
@@ -88,8 +88,8 @@ def _kinds(base: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
 def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[Any]:
     """Return the iterator of `loader` that `start` makes, with workers that ignore stop signals.
 
-    The loader itself is not changed. If a fork server makes the workers, signals that come before they run end them,
-    and if a signal ends the server, they end after their next batch.
+    The loader itself is not changed. Workers of a fork server are less protected: a signal that comes before they run
+    ends them, and if a signal ends the server, they end after their next batch.
     """
     init = loader.worker_init_fn
     if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # or a subclass prepared it
@@ -133,7 +133,7 @@ class _AsksWhileItWaits:
                 try:
                     on_wait(now - self._waits_since)
                 except BaseException:
-                    for _ in self._workers:  # torch would wait for the blocked ones
+                    for _ in self._workers:  # torch would wait for blocked workers
                         self._leash.send_bytes(b"end")
                     raise
             if now >= end:
@@ -153,7 +153,7 @@ def _signals_held_back(loader: DataLoader[Any]) -> Iterator[None]:
     if method == "forkserver":  # every process that it makes later would inherit the mask
         yield
         return
-    if method == "spawn":  # Python 3.11 starts a helper first, and unblocks signals then
+    if method == "spawn":  # Python 3.11 starts this helper before the first process, and unblocks signals with it
         resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
     try:
@@ -165,7 +165,7 @@ def _signals_held_back(loader: DataLoader[Any]) -> Iterator[None]:
 def _begin(leash: Connection, init: Callable[[int], None] | None, worker: int) -> None:
     """Prepare a new worker, in its main thread, before any code of the user runs there."""
     for number in REASON_OF_SIGNAL:
-        # A handler: programs that a worker starts would inherit an ignored or blocked signal, and never end on SIGTERM.
+        # Programs that a worker starts inherit an ignored or blocked signal, but not a handler, so they end on SIGTERM.
         signal.signal(number, lambda *_: None)
     Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
     threading.Thread(target=_end_with, args=(leash, os.getppid()), name="genlight-leash", daemon=True).start()
@@ -195,7 +195,7 @@ class _NotHandedOver(ExceptionWrapper):
 
 
 def hand_over_error(problem: str) -> InputError:
-    """The error for a batch that a data worker could not hand over, with the way out."""
+    """Return the error for a batch that a data worker could not hand over, with the way out."""
     if NO_SPACE not in problem:
         return InputError(
             f"A data worker could not send a batch to the training process: {problem}. Make batches of tensors, arrays "

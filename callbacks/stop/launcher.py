@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 SIGNAL_MAY_BE_EARLY_S = 60.0
-"""Slurm checks ``--signal`` about once a minute, and may send it early by this time."""
+"""Slurm checks ``--signal`` about once a minute, so the signal may come this many seconds early."""
 WITHOUT_WARNING_S = 30.0
-"""Default of Slurm's ``KillWait``: seconds from SIGTERM at the limit to SIGKILL, if the job requests no signal."""
+"""Default of Slurm's ``KillWait``: seconds from SIGTERM at the time limit to SIGKILL, if the job requests no signal."""
 TORCHRUN_GRACE_S = 30
 """torchrun's default time between a stop signal and SIGKILL for its ranks."""
 
@@ -23,7 +23,8 @@ def job_end_time_s() -> float | None:
 def launcher_grace_s() -> float | None:
     """Return the seconds between a stop signal and SIGKILL by this process's launcher; None if unknown.
 
-    A rank cannot see torchrun's ``--shutdown-timeout``, only the environment variable; otherwise assume the default.
+    A rank can read only torchrun's environment variable, not its ``--shutdown-timeout``. Without the variable, it
+    assumes torchrun's default.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None

@@ -37,13 +37,13 @@ class StopSignals:
     Therefore the same signal within `REPEATS_WITHIN_S` of the first does not count. Another signal, or the same one
     later, is deliberate.
 
-    The handler does nothing else: saving in it could find a half-made step or a held lock. A second signal also ends a
-    process whose main thread does not return to Python, for example in a hanging collective: a separate thread reads
-    the interpreter's wakeup file, so it sees each signal on arrival. If the program has set its own wakeup file, that
-    one stays, and a signal counts when the main thread returns to Python.
+    The handler does nothing else, because a save in it could meet a half-finished step or a held lock. A second signal
+    also ends a process whose main thread does not return to Python, for example in a hanging collective. For that, a
+    separate thread reads the interpreter's wakeup file and sees each signal on arrival. If the program has set its own
+    wakeup file, that file stays, and a signal counts when the main thread returns to Python.
 
-    The program's earlier handlers are called too, for every signal. If one raises an exception, that is printed, and
-    the stop continues.
+    The program's earlier handlers are called too, for every signal. An exception of such a handler is printed, and the
+    stop continues.
 
     A SIGTERM or SIGUSR1 is a preemption, unless Slurm's end time shows that the job's time is over.
 
@@ -58,7 +58,7 @@ class StopSignals:
         self.before_exit: Callable[[], None] = _do_nothing
         """Called in the same way before a second signal ends the process: ends processes that would be orphaned."""
         self.what_next = ""
-        """The effect of a first signal at this moment; printed to standard error if one comes, unless empty."""
+        """What the program does if the first signal comes now; then printed to standard error, unless empty."""
         self.exit_code: int | None = None
         """The reported exit code once the run has ended; later signals do not change it."""
         self._unsaid = threading.Lock()
@@ -105,7 +105,7 @@ class StopSignals:
         return all(signal.getsignal(number) == self._handle for number in REASON_OF_SIGNAL)
 
     def install(self) -> None:
-        """Handle the signals of `REASON_OF_SIGNAL`. Only the main thread may do that; in any other, do nothing."""
+        """Handle the signals of `REASON_OF_SIGNAL`; in any but the main thread Python refuses that, so do nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in REASON_OF_SIGNAL:
@@ -126,7 +126,7 @@ class StopSignals:
         finally:
             if threading.current_thread() is threading.main_thread():
                 for number, handler in before.items():
-                    # None: the handler was not installed from Python, so Python cannot restore it.
+                    # A handler that was not installed from Python is None, and Python cannot restore it.
                     signal.signal(number, signal.SIG_DFL if handler is None else handler)
                 self._own_handlers.clear()
                 self.end_watch()
@@ -192,8 +192,8 @@ class StopSignals:
             _print(f"{signal.Signals(number).name}: {self.what_next}; {again}")
 
     def _watch_arrivals(self) -> None:
-        # The kernel may give a signal to any thread. If it is not the main thread, a main thread that sleeps or waits
-        # does not wake up, and the handler runs only when it returns to Python.
+        # The kernel may deliver a signal to any thread. If another thread gets it, a main thread that sleeps or waits
+        # does not wake up, and the handler runs only when the main thread returns to Python.
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
         other = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -215,9 +215,8 @@ class StopSignals:
     def _read_arrivals(self, readable: int) -> None:
         """Receive each signal on arrival.
 
-        A repeated signal is late only if the time for repeats was over before it came. This thread may read it much
-        later, because it waits for a busy machine or for the interpreter lock. Therefore it must have found nothing to
-        read after that time.
+        A signal is late if it came after `REPEATS_WITHIN_S`. On a busy machine this thread may read it long after it
+        came. Therefore a signal counts as late only if this thread once found nothing to read after that time.
         """
         poll = select.poll()
         poll.register(readable, select.POLLIN)
@@ -232,7 +231,7 @@ class StopSignals:
                 if not (numbers := arrivals.read(64)):
                     return
                 for number in numbers:
-                    # Another handler may have replaced ours: a Trainer, for example, sets handlers at its end.
+                    # Another handler may have replaced ours: a Trainer, for example, sets handlers when it ends.
                     is_ours = number in REASON_OF_SIGNAL and signal.getsignal(number) == self._handle
                     if is_ours and self._watch is threading.current_thread():
                         self._receive(number, is_late=0.0 < repeats_until <= quiet_at)
@@ -257,7 +256,8 @@ def exit_on_signal(exit_code: int) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in REASON_OF_SIGNAL:
             signal.signal(number, lambda *_: os._exit(exit_code))
-        # Python removes its handlers before the process has ended; an ignored signal stays ignored.
+        # An exiting Python removes its handlers, and the default action would end the process with another code. A
+        # signal that is ignored stays ignored.
         atexit.register(_ignore_signals)
 
 
@@ -268,7 +268,7 @@ def _ignore_signals() -> None:
 
 def _print(line: str) -> None:
     """Write one line to standard error, bypassing Python's streams: one may be locked when the signal comes."""
-    begin = "\n" if os.isatty(2) else ""  # below a progress bar, and the ^C that a terminal shows
+    begin = "\n" if os.isatty(2) else ""  # a progress bar, or the ^C of a terminal, may be on the current line
     with contextlib.suppress(OSError):  # nobody reads it
         os.write(2, f"{begin}{line}\n".encode())
 

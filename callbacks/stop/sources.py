@@ -31,7 +31,7 @@ class Deadline:
 
     Args:
         max_runtime_s: Limit in seconds since the run began; None means no limit.
-        age_s: How long ago the run began; None takes the start of the process.
+        age_s: Seconds since the run began; None counts from the start of the process.
     """
 
     def __init__(self, max_runtime_s: float | None = None, *, age_s: float | None = None) -> None:
@@ -71,13 +71,16 @@ class Deadline:
         self.saves, self._checked_at = saves, None
 
     def note_check(self, now: float) -> None:
-        """Record a check at `now`. Until the next call, nobody notices that a stop is due."""
+        """Record a check at `now`, to learn how long a stop that is due may stay unnoticed between two checks."""
         if self._checked_at is not None:
             self._gap_s = max(now - self._checked_at, _DECAY * self._gap_s)
         self._checked_at = now
 
     def include(self, other: Deadline) -> None:
-        """End at the earlier of the two times. If both have the same limit, keep this one: it knows the run's start."""
+        """End at the earlier of the two times.
+
+        If `other` has the same limit, ignore it: this deadline counts from the start of the run, `other` perhaps not.
+        """
         if other._limit_s and other._limit_s == self._limit_s:
             return
         if self.at is None or (other.at is not None and other.at < self.at):
@@ -183,5 +186,5 @@ def process_age_s() -> float:
     with open("/proc/self/stat") as stat:
         # The second field is the command in parentheses and may hold blanks; starttime is the 22nd.
         started_ticks = int(stat.read().rpartition(")")[2].split()[19])
-    # Not /proc/uptime: in some containers it counts from the container's start, but starttime from the machine's.
+    # In some containers /proc/uptime counts from the start of the container, but starttime from that of the machine.
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

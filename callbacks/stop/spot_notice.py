@@ -1,4 +1,4 @@
-"""Notices of AWS, GCP and Azure that they will take back this machine, read from its metadata address."""
+"""Spot notices: AWS, GCP and Azure announce at a machine's metadata address that they take the machine back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPENER = build_opener(ProxyHandler({}))  # the address is on this machine, what
 
 
 class SpotNotice:
-    """Whether the cloud has announced that it takes back this spot machine.
+    """Asks whether the cloud has announced that it takes back this spot machine.
 
     Args:
         cloud: The cloud whose metadata address is read.
@@ -49,7 +49,7 @@ class SpotNotice:
         self._is_noticed = self._has_warned = False
 
     def reason(self) -> StopReason | None:
-        """Return ``preempted`` once there was a notice; costs no request."""
+        """Return ``preempted`` once there was a notice. Makes no request."""
         return "preempted" if self._is_noticed else None
 
     @contextmanager

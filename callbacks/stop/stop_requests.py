@@ -34,13 +34,13 @@ from .spot_notice import Cloud, SpotNotice
 log = logging.getLogger(__name__)
 
 ROUND_S = 0.05
-"""Target time between rounds: a round costs some 0.3 ms, as much as a step of a small model."""
+"""Target time between rounds of `Agreement`; a round takes some 0.3 ms, as long as a step of a small model."""
 GRACE = (
     "torchrun kills every rank %s s after a stop signal: the current step, its checkpoint and the remaining uploads "
     "have to fit into that. Set another time with its `--shutdown-timeout`, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 )
 WAIT_PATIENCE_S = 15.0
-"""How long a wait for a batch may last after a stop request if no checkpoint can be saved at that moment."""
+"""Seconds that a wait for a batch may last after a stop request, if no checkpoint can be saved during the wait."""
 MOST_STEPS = 32
 """Maximum steps between rounds, for a run whose steps suddenly become slow."""
 
@@ -49,13 +49,13 @@ class Agreement:
     """Maximum over all ranks of a number, exchanged every N steps.
 
     A round is an asynchronous all-reduce. It begins at the end of one step and is read at the end of the next; by then
-    the other ranks have usually begun it too. Together with its number, each rank sends after how many steps it would
-    begin the next round, by its own clock, and the smallest value counts. So all ranks begin it after the same step,
-    whatever their clocks and speeds. The first round comes after the first step. The distance between rounds at most
-    doubles from one to the next.
+    the other ranks have usually begun it too. Together with its number, each rank sends how many steps it would wait
+    until the next round, by its own clock. The smallest value counts, so all ranks begin the next round after the same
+    step, whatever their clocks and speeds. The first round comes after the first step. The number of steps between
+    rounds at most doubles from one round to the next.
 
     Args:
-        group: Process group for the rounds; None makes a group of all ranks, and all must do that at the same time.
+        group: Process group for the rounds; None makes a new group of all ranks, which is collective.
         clock: Returns seconds since any fixed moment.
     """
 
@@ -104,7 +104,7 @@ class Agreement:
         self.due_step = min(self.due_step, step + 1)
 
     def leave(self) -> None:
-        """Take part in rounds until no rank trains any longer; otherwise ranks that still train would wait forever."""
+        """Take part in rounds until no rank trains any longer; without this one, the others would wait forever."""
         while not self._is_over:
             if self._work is None:
                 self._begin(0, trains=False)
@@ -328,7 +328,7 @@ class StopRequests(Hook):
         self._undo.close()
 
     def _take_signals(self, trainer: pl.Trainer) -> None:
-        """Handle signals from now on, unless another part of the program already does that for this callback.
+        """Handle signals from now on, or use the `StopSignals` of the program that already handles them.
 
         Lightning's handlers are not installed: they communicate with other ranks inside the signal handler, and hang
         if the other ranks are doing something else.
@@ -343,7 +343,7 @@ class StopRequests(Hook):
 
 
 def _is_between_steps(trainer: pl.Trainer) -> bool:
-    """Whether the training thread, which waits for a batch, has trained all batches before it.
+    """Whether the training thread, which waits for a batch, has trained all batches before that one.
 
     If Lightning fetches ahead, it has not: it waits for the batch after the next one.
     """

@@ -55,7 +55,7 @@ _MOST_ATTEMPTS = 8
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What one rank trained in one batch. All digests are 64-bit numbers."""
+    """A record of one batch that one rank has trained. All digests are 64-bit numbers."""
 
     step: int
     """Completed steps after the batch."""
@@ -79,7 +79,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> Key:
-        """The place of the batch in the training; equal for a batch that is repeated."""
+        """The place of the batch in the training. A repeated batch has the same key."""
         return self.step, self.epoch, self.batch
 
     def pack(self) -> bytes:
@@ -105,8 +105,8 @@ class Header(msgspec.Struct, frozen=True):
     """Identity of the training: made at its first step, and stored in its checkpoints."""
     rank: int
     attempts: dict[int, dict[str, Any]] = msgspec.field(default_factory=dict)
-    """Facts about each attempt, by its number: ``numerics``, ``packages``, ``host``, ``device``, ``ranks``; ``built``,
-    a digest of the settings in effect that `configure` built, and ``kept``, those that were changed on purpose."""
+    """Facts about each attempt, by its number: ``numerics``, ``packages``, ``host``, ``device`` and ``ranks``;
+    ``built``, a digest of the settings in effect from `configure`; and ``kept``, settings that a start has changed."""
 
 
 @dataclass
@@ -187,7 +187,7 @@ class WitnessFile:
         if self._descriptor is None:
             return
         try:
-            # If the disk is full, a part of the entry may be written: readers ignore it as a torn end.
+            # If the disk is full, only a part of the entry may be written; readers ignore such a torn end.
             os.write(self._descriptor, entry.pack())
         except OSError as error:
             self._give_up(error)
@@ -204,7 +204,7 @@ class WitnessFile:
             self._give_up(error)
 
     def close(self) -> None:
-        """Close the file. Entries that follow are not written."""
+        """Close the file. Later entries are not written."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -213,7 +213,7 @@ class WitnessFile:
         self.close()
         _refuse_linked_folder(self.path)
         if os.path.lexists(self.path):
-            os.close(open_own(self.path, os.O_RDONLY))  # do not replace a link or another user's file
+            os.close(open_own(self.path, os.O_RDONLY))  # refuses a link and another user's file
         text = msgspec.json.encode(self.header)
         line = _MAGIC + xxhash.xxh3_64_hexdigest(text).encode() + b" " + text + b"\n"
         make_directory(self.path.parent, shared=None)
@@ -232,13 +232,13 @@ class WitnessFile:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """The first difference between a repeated batch and its first time."""
+    """The first difference between a repeated batch and the same batch of an earlier attempt."""
 
     kind: Kind
     key: Key
     rank: int
     text: str
-    """What differs, with both values if it has any; a sentence without its end."""
+    """The difference in words, with both values if they are numbers; a sentence without its period."""
 
     @property
     def step(self) -> int:
@@ -267,18 +267,18 @@ def compare(
     with_values: bool = True,
     hints: Mapping[str, str] = HINTS,
 ) -> StepDifference | None:
-    """Compare a repeated batch with its first time.
+    """Compare a repeated batch with the same batch of an earlier attempt.
 
     Args:
-        earlier: Its first time.
-        now: The repetition.
+        earlier: The entry of the earlier attempt.
+        now: The entry of the repetition.
         rank: The rank that trained both.
         facts: Facts about attempts, as in `Header`: they limit what is compared, and name reasons for another loss.
         with_values: Whether losses, learning rates and random states of an accelerator are compared.
         hints: Usual causes, by kind.
 
     Returns:
-        What differs, by its cause: rows, random numbers, settings, or only the loss; None if nothing does.
+        The first that differs of rows, random numbers, settings and loss, in this order; None if nothing does.
     """
     before_and_now = facts.get(earlier.attempt, {}), facts.get(now.attempt, {})
     can_compare, limit = limit_between(*before_and_now)
@@ -290,7 +290,7 @@ def compare(
     generators = [RANDOM_STATES[at] for at in states if at not in left_out]
     has_other_loss = with_values and earlier.losses != now.losses
     if has_other_loss and OF_MODEL in states and not generators:
-        # This is not a difference yet: a model may make and seed a generator at any time.
+        # Only with another loss: by itself this is no difference, since a model may make a generator at any time.
         generators = [RANDOM_STATES[OF_MODEL]]
 
     def differing(kind: Kind, text: str) -> StepDifference:
@@ -318,9 +318,9 @@ def _same(earlier: Entry, now: Entry) -> bool:
 
 
 def limit_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return whether steps of two attempts can be compared, and the limit of that in words; empty if there is none.
+    """Return whether steps of two attempts can be compared, and the reason in words if that is limited.
 
-    With any limit, losses and learning rates are not compared.
+    If there is a reason, losses and learning rates are not compared.
 
     Args:
         before: Facts about one attempt, as in `Header`.
@@ -337,7 +337,7 @@ def limit_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[bo
 
 
 def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the facts that two attempts differ in and that may change exact numbers, a phrase each."""
+    """Return a phrase for each fact that differs between two attempts and may change exact numbers."""
     others = [
         f"{name} is {now.get(name)}, was {before.get(name)}"
         for name in ("host", "device", "ranks")
@@ -355,13 +355,13 @@ class Proof:
     ranks: int
     difference: StepDifference | None = None
     limits: str = ""
-    """What could not be compared, in words."""
+    """The values that could not be compared, in words."""
     against: str = ""
-    """Name of the checkpoint with which the step was compared; empty for a comparison of entries."""
+    """Name of the checkpoint with which the step was compared; empty if entries were compared."""
 
     @property
     def step(self) -> int:
-        """The step to which it belongs: the first that differs, or the last."""
+        """The first step that differs, or the last step that was compared."""
         return self.steps[-1] if self.difference is None else self.difference.step
 
     @property

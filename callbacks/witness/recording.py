@@ -1,7 +1,7 @@
 """Digests of a step: of its rows, of all random states, of its learning rates and losses.
 
-Nothing here waits for a device. Values on one are copied to the host while training continues, and are hashed once
-they have arrived. Of a large tensor, evenly spaced elements are hashed, so that a step stays cheap.
+Nothing here waits for a device. Values on a device are copied to the host while training continues, and are hashed once
+they have arrived. Only evenly spaced elements of a large tensor are hashed, so that a step stays cheap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..lightning_internals import logged_in_step
 from .entry import Entry, Key
 
 _SMALL_BYTES = 16 << 10
-"""Tensors up to this size are hashed completely, of larger ones `_SAMPLED` elements or a few more."""
+"""Tensors up to this size are hashed completely; of a larger tensor, about `_SAMPLED` elements are hashed."""
 _SAMPLED = 2048
 _MOST_LEAVES = 64
 _DEEPEST = 5
@@ -39,12 +39,12 @@ Part = bytes | LateCopy
 
 
 class Reading:
-    """What is known of a batch; complete once the values on devices have arrived.
+    """The future entry of a batch; complete once the values on devices have arrived.
 
     Args:
         entry: The entry without `rows`, `losses` and `loss`.
         rows: The parts of the batch to hash.
-        losses: All losses: numbers, or one tensor on its way from a device.
+        losses: All losses: numbers, or a tensor that is being copied from a device.
     """
 
     def __init__(self, entry: Entry, rows: Sequence[Part], losses: Sequence[float] | LateCopy) -> None:
@@ -52,7 +52,7 @@ class Reading:
         self._late = [part for part in (*rows, losses) if isinstance(part, LateCopy)]
 
     def is_there(self) -> bool:
-        """Whether `entry` waits for nothing."""
+        """Whether all values have arrived, so that `entry` need not wait."""
         return not self._late or all(copy.is_there() for copy in self._late)
 
     def entry(self) -> Entry:
@@ -66,7 +66,7 @@ class Reading:
 
 
 class Sources(NamedTuple):
-    """Generators of random numbers besides the global ones; looked up at the start and after each checkpoint."""
+    """Generators of random numbers besides the global ones. They are looked up again after each checkpoint."""
 
     of_loaders: list[Any]
     of_model: list[Any]
@@ -74,7 +74,7 @@ class Sources(NamedTuple):
 
     @classmethod
     def of(cls, trainer: pl.Trainer, module: pl.LightningModule) -> Self:
-        """Return those of a training."""
+        """Return the generators of a training."""
         return cls(loader_generators(trainer), generators_of_model(module), accelerator() is not None)
 
 
@@ -82,11 +82,11 @@ def read_batch(trainer: pl.Trainer, outputs: Any, batch: Any, key: Key, attempt:
     """Return the reading of the batch that was trained last.
 
     Args:
-        trainer: Trains it.
+        trainer: The trainer.
         outputs: The result of the step, as ``on_train_batch_end`` gets it.
         batch: The batch, as that hook gets it.
-        key: Its place.
-        attempt: Goes into the entry.
+        key: The key of the batch.
+        attempt: Number of this attempt.
         sources: Generators to read.
     """
     rates = _rates(trainer)
@@ -155,9 +155,10 @@ def _digest_of_states(states: Sequence[Any]) -> int:
 
 
 def _losses(outputs: Any) -> Sequence[float] | LateCopy:
-    """Return the losses of a step; those on a device as one tensor.
+    """Return the losses of a step; if they are on a device, as one tensor.
 
-    Those are its values whose name contains "loss"; otherwise its tensors: a plain number may be a time or a speed.
+    Its losses are the values whose name contains "loss". If there are none, they are its tensors, but not its plain
+    numbers, which may be times or speeds.
     """
     values = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
     scalars = {str(name): value for name, value in values.items() if _is_scalar(value)}
@@ -238,7 +239,7 @@ def _leaf(value: Any) -> list[Part]:
         sample = _sample(value.detach().resolve_conj().resolve_neg())
         if sample.device.type != "cpu":
             return [about, LateCopy(sample)]
-        # A copy: the loader may use the memory again before values on a device have arrived.
+        # A copy, because this is hashed later, and the loader may have written the next batch to this memory.
         return [about, ctypes.string_at(sample.data_ptr(), sample.nbytes)]
     if isinstance(value, np.ndarray | np.generic):
         array_ = np.asarray(value)

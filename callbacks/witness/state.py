@@ -35,10 +35,10 @@ from .entry import Proof, StepDifference
 log = logging.getLogger(__name__)
 
 _OF_AN_ATTEMPT = (RUN_STATE_KEY, "callbacks", "loops", "pytorch-lightning_version", "hyper_parameters")
-"""Parts of a checkpoint with the number, the files, the clocks and the settings of an attempt. Of the loops, only the
-positions of loaders are compared: Lightning counts epochs in another way after a resume."""
+"""Parts of a checkpoint that differ between attempts: number, files, clocks and settings of an attempt. Of the loops,
+only the positions of loaders are compared, because after a resume Lightning counts epochs in another way."""
 _OF_A_START = ("elapsed_s", "is_between_batches", "metrics", "changed", WITNESS)
-"""Parts of the state with the duration, the speed and the identity of a training, and what a class does not restore."""
+"""Parts of genlight's member that differ between attempts: duration, speed, identity, and values not restored."""
 _NAMED_AT_MOST = 5
 
 
@@ -51,7 +51,7 @@ def values_in(path: str, value: Any, *, others: bool = False) -> Iterator[tuple[
     Args:
         path: The path of `value`.
         value: The value.
-        others: Whether to enter dataclasses, and to yield all other values as texts.
+        others: Whether to enter dataclasses too, and to yield all remaining values as texts.
 
     Yields:
         The path, the value, and whether it is the code of a quantized tensor; such codes cannot be measured.
@@ -110,7 +110,7 @@ def differing_values(first: Mapping[str, Any], second: Mapping[str, Any]) -> lis
 
     Args:
         first: The result of `values_of_state`.
-        second: Another one. If a tensor of the first is sharded, this one's is sharded in the same way for that.
+        second: Another result. If a tensor in `first` is sharded, its counterpart is sharded alike before comparing.
     """
     return [path for path in {**first, **second} if not _are_equal(first.get(path), second.get(path))]
 
@@ -129,7 +129,7 @@ def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, 
     Args:
         state: What a save of this moment would store. Rank zero has all of it, other ranks their slices.
         record: That checkpoint.
-        channel: All ranks call this, or only rank zero with a channel of its own.
+        channel: Connects the ranks, which all call this; or `ALONE`, if only rank zero does.
 
     Returns:
         The result; None if the checkpoint cannot be read, with a warning.

@@ -1,9 +1,9 @@
 """Keep the witness of this rank while a run trains, and compare the steps that a resumed run repeats.
 
-A run that was killed repeats the steps after its newest checkpoint. It has written an entry for some of them: for the
-first steps after each checkpoint, then at the cadence of metrics, and more rarely the longer ago the checkpoint
-was. Only the number of the step decides, so that all ranks and all attempts have entries for the same steps. A
-repeated step must have the same entry.
+A run that was killed repeats the steps after its newest checkpoint. It has written entries for some of these steps: for
+the first steps after each checkpoint, then at the cadence of metrics, and more rarely the longer ago the checkpoint
+was. Only the number of a step decides whether it has an entry, so that all ranks and all attempts have entries for the
+same steps. A repeated step must have the same entry.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ log = logging.getLogger(__name__)
 FIRST_STEPS = 10
 """Steps after the start and after each checkpoint that have an entry, whatever the cadence."""
 LEAST_CADENCE = 10
-"""If metrics have a shorter cadence, entries have the first multiple of it that is at least this: they cost more."""
+"""Minimum cadence of entries, which cost more than metrics: a shorter cadence of metrics is multiplied up to this."""
 _KEPT_CHECKPOINTS = 2
-"""Entries after the oldest of this many newest checkpoints are kept: a resume may fall back to it."""
+"""Entries are kept after this many newest checkpoints, because a resume may fall back to the oldest of them."""
 _DENSE_ENTRIES = 32
-"""Entries at one cadence after a checkpoint. Then the cadence doubles, and again when the checkpoint is twice as far.
+"""Number of entries after a checkpoint at the first cadence. Then the cadence doubles, and again each time that the
+distance to the checkpoint has doubled.
 
-So steps of any length take at most 1% longer, the file stays small, and the distance between two entries is at most a
-sixteenth of that to the checkpoint."""
+So steps of any length take at most 1% longer, and the file stays small. The distance between two entries is at most a
+sixteenth of the distance to the checkpoint."""
 
 
 class Witness:
-    """The witness of this rank. All ranks make it, and call its methods, at the same steps.
+    """The witness of this rank. All ranks create theirs, and call its methods, at the same steps.
 
     Args:
         trainer: The trainer, about to train its first step.
@@ -95,7 +96,7 @@ class Witness:
 
     @property
     def is_comparing(self) -> bool:
-        """Whether there are steps left that an earlier attempt has trained."""
+        """Whether there are steps left to compare with an earlier attempt."""
         return bool(self._steps)
 
     def _comparable(self, recorded: Recorded | None) -> dict[Key, Entry]:
@@ -191,9 +192,12 @@ class Witness:
         return proof
 
     def note_save(self, step: int, *, forgets: bool) -> None:
-        """A checkpoint of `step` was begun: note the first steps after it.
+        """Note that a checkpoint of `step` was begun; the first steps after it get entries.
 
-        If old checkpoints are removed, it `forgets` the steps before the last two; otherwise a replay may need them.
+        Args:
+            step: Its completed steps.
+            forgets: Remove the entries before the last two checkpoints; if no checkpoint is removed, a replay needs
+                them.
         """
         if step != self._saves[-1]:
             self._saves.append(step)
@@ -202,22 +206,22 @@ class Witness:
             self._file.drop(before=self._saves[0])
 
     def rewind(self, step: int) -> None:
-        """The run was put back to `step`: forget what it trained after it. Called on all ranks."""
+        """Forget the steps after `step`, to which the run was put back. Called on all ranks."""
         self._pending.clear()
         self._steps, self._expected, self.next_step = [], {}, 0
         self._saves = deque([step], maxlen=_KEPT_CHECKPOINTS + 1)
         self._file.drop(after=step)
 
     def close(self) -> None:
-        """Write what has arrived, and close the file."""
+        """Write the entries whose values have arrived, and close the file."""
         self._settle(waits=False)
         self._file.close()
 
 
 def witness_cadence(trainer: pl.Trainer) -> int:
-    """Return the number of steps between entries, a multiple of that between metrics; 0 if there are no metrics.
+    """Return the number of steps between entries, a multiple of the cadence of metrics; 0 if there are no metrics.
 
-    `LogMetrics` decides it if the trainer has one, otherwise Lightning's ``log_every_n_steps``.
+    Metrics have the cadence of `LogMetrics`, if the trainer has one, otherwise Lightning's ``log_every_n_steps``.
     """
     cadences = (callback.every_n_steps for callback in callbacks_of(trainer) if isinstance(callback, LogMetrics))
     every: int = next(cadences, getattr(trainer, "log_every_n_steps", 0))

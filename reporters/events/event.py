@@ -145,7 +145,7 @@ class Failed(_Common):
     step: Annotated[
         int, Meta(ge=0, le=MAX_STEP, description="The step that was running, or the number of completed steps.")
     ]
-    # The runtime before genlight wrote neither of these two; `key_faults` demands them.
+    # Optional only for reading: the older runtime did not write these two, and `key_faults` requires them.
     category: FailureCategory | StopReason | UnsetType = UNSET
     resumable: _Resumable | UnsetType = UNSET
 

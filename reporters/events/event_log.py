@@ -45,10 +45,10 @@ class EventLog:
     """Writes the events of one attempt; conforms to `TrainingReporter`.
 
     The order is ``started``, any number of ``metric``, ``checkpoint``, ``sample`` and ``finding``, then one
-    ``completed`` or ``failed``. That one ends the attempt. ``failed`` may also come first, if the attempt never
-    started. Every event is in the file when its call returns, so that a killed process loses none. ``started``,
-    ``checkpoint``, ``completed`` and ``failed`` are also durable then, with all lines before them. A power cut
-    therefore loses only events that a run reports again when it resumes from a durable checkpoint.
+    ``completed`` or ``failed``, which ends the attempt. An attempt that never started has only ``failed``. Every event
+    is in the file when its call returns, so that a killed process loses none. After ``started``, ``checkpoint``,
+    ``completed`` and ``failed``, the file is also durable when the call returns. So a power cut loses only events that
+    a run reports again when it resumes from a durable checkpoint.
 
     Any thread may call these methods. In a forked child the log is closed, and a copy of a log is closed too.
 
@@ -58,8 +58,9 @@ class EventLog:
         last_checkpoint: The newest checkpoint that this attempt reported.
 
     Args:
-        path: The file. If it exists, new lines are appended: a torn last line is cut off and `seq` continues from the
-            last complete line. The first line of a file has `seq` 1. A file may hold several runs, one after the other.
+        path: The file. If it exists, new lines are appended: an incomplete last line is cut off and `seq` continues
+            from the last complete line. A new file begins with `seq` 1. A file may hold several runs, one after the
+            other.
         run_id: The run. Empty only if an attempt failed before its run was known; such a log accepts only ``failed``.
 
     Raises:
@@ -145,8 +146,8 @@ class EventLog:
 
         Raises the same errors as `metric`.
         """
-        # With few calls: in a loop that reports every step, a call costs half a microsecond, because its code has left
-        # the processor's caches by then.
+        # This code makes few calls: in a loop that reports every step, each call costs half a microsecond, because its
+        # code has left the processor's caches by then.
         step = step if type(step) is int and 0 <= step <= MAX_STEP else checked_step(step)
         run_id, events = self.run_id, []
         for name, value in values.items():
@@ -268,14 +269,14 @@ class EventLog:
         self.close()
 
     def _write(self, event: Event, *metrics: Metric) -> None:
-        """Write an event, or several metrics, and set their places; write none if the rules refuse one of them.
+        """Write an event, or several metrics, and set their `seq` and time; write none if the rules refuse one of them.
 
-        If an interrupt arrives, events are either written and the phase changed, or neither.
+        If an interrupt arrives, either the events are written and the phase has changed, or neither.
         """
         if self._file.closed:  # checked before the lock: a thread may have held the lock when this process was forked
             raise self._refusal(event, f"the log is closed in process {os.getpid()}")
-        # The block must not contain a loop: in Python 3.13.0 an exception that a signal handler raises at the end of a
-        # loop would leave the block without releasing the lock.
+        # The block must not contain a loop: in Python 3.13.0, an exception that a signal handler raises at the end of a
+        # loop leaves the block without releasing the lock.
         with self._lock:
             self._append(event, *metrics)
 
@@ -326,7 +327,7 @@ def _path_text(field: str, value: Any) -> str:
 
 
 def checked_step(value: Any, name: str = "step") -> int:
-    """Return a number of completed steps, or of whatever `name` counts, as an int.
+    """Return the argument `name`, a number of completed steps or epochs, as an int.
 
     Raises:
         TypeError: It is not an integer.

@@ -31,7 +31,7 @@ from .run_metadata import changed_numerics, metadata_of_module, numerics
 log = logging.getLogger(__name__)
 
 _LIVES_ON = "finished"
-"""Status of `finalize` when Lightning flushes its loggers from a signal handler; training then continues."""
+"""Status with which Lightning calls `finalize` in a signal handler, to flush its loggers; training then continues."""
 
 
 class EventLogger(Logger):
@@ -72,15 +72,15 @@ class EventLogger(Logger):
         self._recorder: RecordEvents | None = None
         self._last_step = 0
         self._stage: str | None = None
-        """``validate`` or ``test`` if the trainer does that instead of a fit."""
+        """``validate`` or ``test`` if the trainer runs that and not a fit."""
         self._skipped: set[str] = set()
 
     def join_run(self, run: _HasEventLog) -> None:
-        """Add metrics to the log of `run`. If it has none yet, as in a fit, it gets this logger's log and ends it.
+        """Add metrics to the log of `run`. If the run has no log yet, as in a fit, it takes over this logger's log.
 
-        A run has one log. A logger with another file keeps and ends its own log.
+        A run has one log. A logger with another file keeps its own log and writes the terminal event there.
         """
-        if not run.is_rank_zero:  # before Lightning starts the other processes it does not know the rank of this one
+        if not run.is_rank_zero:  # Lightning does not know the rank before it has started the other processes
             return
         if run.event_log is None:
             run.event_log, self._ends_log = self.experiment, False
@@ -139,7 +139,7 @@ class EventLogger(Logger):
             self._trainer = model.trainer
             self._recorder = RecordEvents(self._started_log())
             self._trainer.callbacks.append(self._recorder)  # type: ignore[attr-defined]
-        elif stage in ("validate", "test"):  # now, because its first metric comes only when it has ended
+        elif stage in ("validate", "test"):  # already here, because its first metric comes only at its end
             self._started_log()
 
     @override
@@ -147,7 +147,7 @@ class EventLogger(Logger):
         if getattr(rank_zero_only, "rank", 0):  # like the decorator, but without another call in each step
             return
         at = self._completed_steps() if step is None else step
-        # Once a step was logged, the attempt has begun.
+        # Save a call: once a step was logged, the attempt has begun.
         event_log = (self._last_step and self._log) or self._started_log()
         self._last_step = max(self._last_step, at)
         values = metrics
@@ -164,7 +164,7 @@ class EventLogger(Logger):
             if numbers:
                 self.log_metrics(numbers, at)
         except EventLogError:
-            # Checked afterwards: a checkpoint thread may have reported the step while its metrics were written.
+            # Checked only now, because another thread may have reported the checkpoint during the write.
             if event_log.takes_metrics_of(at):
                 raise
             why = (
@@ -267,12 +267,12 @@ class RecordEvents(Callback):
     """Writes ``started``, ``checkpoint``, ``sample`` and ``finding`` events of a fit to an open log, on rank zero.
 
     Metrics come from an `EventLogger` of the same log. The session of ``genlight run`` or ``genlight fit`` writes the
-    terminal event; without a session, the `EventLogger` that opened the log does. It should be the first callback of a
-    trainer, so that ``started`` comes before anything that another callback logs.
+    terminal event; without a session, the `EventLogger` that opened the log does. This callback should be the first of
+    a trainer, so that ``started`` comes before anything that another callback logs.
 
     Args:
         event_log: An open log.
-        metadata: The origin of the attempt; goes into ``started``, with the number of ranks and `last_step`.
+        metadata: The origin of the attempt for ``started``; the number of ranks, `last_step` and `numerics` are added.
     """
 
     def __init__(self, event_log: EventLog, metadata: Mapping[str, Any] | None = None) -> None:
@@ -283,7 +283,7 @@ class RecordEvents(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.event_log.phase == "new":
             self.event_log.started(metadata={**(self.metadata or {}), **_extent(trainer)})
-        if trainer.global_step:  # Lightning restores the step after its last call to a logger
+        if trainer.global_step:  # known only now: loggers are called before Lightning restores the step
             _warn_of_other_numerics(self.event_log)
             self.event_log.metric(name=RESUMED_METRIC, value=trainer.global_step, step=trainer.global_step)
 

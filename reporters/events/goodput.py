@@ -56,8 +56,9 @@ class Account:
     Attributes:
         seconds: Seconds by part, as in `PARTS`; they sum to `wall_s`.
         attempts: Number of attempts that have started.
-        wall_s: From the start of the first process to the last event; if the clock was set back, the sum of the parts.
-        is_measured: Whether an attempt reported how it spent its time; if none did, ``steps`` has everything but
+        wall_s: Seconds from the start of the first process to the last event; if the clock was set back, the sum of the
+            parts.
+        is_measured: Whether an attempt reported how it spent its time. If none did, ``steps`` has all time except
             ``idle``.
         spans: The attempts, oldest first.
     """
@@ -81,11 +82,11 @@ class _Attempt:
     is_evaluation: bool = False
     resumed_from: int = 0
     undone_after: int | None = None
-    """The step after which it replaced earlier steps; None if it replaced none."""
+    """The attempt replaced the earlier steps after this one; None if it replaced none."""
     last_step: int = 0
     upload_wait_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by part, in its newest report."""
+    """Seconds by part, from the newest report of the attempt."""
     reported_at: int = 0
     """The step of that report."""
 
@@ -130,7 +131,7 @@ class Ledger:
         if isinstance(event, Started):
             stage = evaluation_stage(event)
             attempts.append(_Attempt(event.timestamp_ms / 1000, event, is_evaluation=stage is not None))
-        elif attempts and not (isinstance(event, Failed) and attempts[-1].ended):  # not for a start that failed
+        elif attempts and not (isinstance(event, Failed) and attempts[-1].ended):  # that is a start that failed
             attempt = attempts[-1]
             if undone_after is not None:
                 before = attempt.undone_after
@@ -168,8 +169,8 @@ class Ledger:
 def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
     """Return the seconds of each part of one attempt; a part is never negative.
 
-    They sum to the time from the start of its process to its last event, unless the clock was set back meanwhile. The
-    measured seconds do not depend on that clock, so they count in full.
+    They sum to the time from the start of the process to its last event, unless the clock was set back meanwhile. The
+    reported seconds are of another clock, so they count in full even then.
     """
     spent = {"start_up": 0.0, **attempt.seconds, "upload_wait": attempt.upload_wait_s}
     rest_s = max(attempt.last_s - attempt.process_began_s - sum(spent.values()), 0.0)

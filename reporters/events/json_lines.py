@@ -1,8 +1,8 @@
 """Files of JSON lines. One process writes at a time, any process may read, and readers see only complete lines.
 
 The lock is on the file itself, so no lock file can go stale. Lines that are appended together reach the kernel in one
-``write``, so a killed process leaves no half of a line. The next writer cuts off a line that a full disk or a power cut
-tore, and readers skip it.
+``write``, so a killed process leaves no incomplete line. A full disk or a power cut may leave one: readers skip it, and
+the next writer cuts it off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_LINE = 16 << 20
-"""Maximum size of a line in bytes. No run writes such long lines, but a log may come from an unknown source."""
+"""Maximum size of a line in bytes. No run writes longer lines, but a log may come from an unknown source."""
 StrPath = str | os.PathLike[str]
 _encode_lines = msgspec.json.Encoder(order="sorted").encode_lines
 decode_object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -34,12 +34,12 @@ decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def encode_json(value: object) -> bytes:
-    """Return compact JSON with sorted keys; a non-finite number becomes null, and texts become `storable`."""
+    """Return compact JSON with sorted keys. A number that is not finite becomes null; `storable` escapes texts."""
     return encode_lines([value])[:-1]
 
 
 def encode_lines(values: Sequence[object]) -> bytes:
-    """Return a line for each of `values`, as by `encode_json`, with its newline."""
+    """Return a line for each of `values`: the result of `encode_json` and a newline."""
     values = list(values)  # msgspec 0.22 never releases the iterator of another iterable
     try:
         return _encode_lines(values)
@@ -89,10 +89,10 @@ class Position(msgspec.Struct):
 
 
 def has_long_holes(descriptor: int) -> bool:
-    """Return whether the holes of a sparse file are together longer than the longest line.
+    """Return whether the holes of a sparse file have together more bytes than `LONGEST_LINE`.
 
-    Such a file takes no space on disk but reads as gigabytes. A power cut leaves a few unwritten blocks, never so many.
-    Returns False on a file system that does not report holes.
+    Such a file takes no space on disk, but a reader gets gigabytes from it. A power cut leaves only a few unwritten
+    blocks. The result is False on a file system that does not report holes.
     """
     size, at, total = os.fstat(descriptor).st_size, 0, 0
     while at < size and total <= LONGEST_LINE and hasattr(os, "SEEK_DATA"):
@@ -236,7 +236,7 @@ class LineFile:
                 write_all(lock.descriptor, lines[written:])
             self.size, self.lines = self.size + len(lines), self.lines + count
         except BaseException as error:
-            # This also handles a KeyboardInterrupt between the write and its bookkeeping.
+            # Also after a KeyboardInterrupt between the write and the update of the counters.
             self.size, self.lines = before
             self._torn = True
             with contextlib.suppress(EventLogError):  # the next append tries again and reports the error

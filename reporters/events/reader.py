@@ -106,19 +106,19 @@ def evaluation_stage(started: Started) -> str | None:
 
 
 class Attempts:
-    """Follows the events of one run and says which earlier steps no longer count.
+    """Follows the events of one run and decides which earlier steps no longer count.
 
-    Every reader of a log follows this one rule, so that tables, curves and the account of time agree.
-    Once an attempt reports a step after the one from which it resumed, it replaces the steps that earlier attempts made
-    after that point. So an attempt that only evaluates, or that ends before its first step, replaces nothing.
+    All readers of a log use it, so that tables, curves and the account of time agree. The rule: once an attempt reports
+    a step after the one from which it resumed, it replaces the steps that earlier attempts made after that point. So an
+    attempt that only evaluates, or that ends before its first step, replaces nothing.
     """
 
     def __init__(self) -> None:
         self._resumed_from: int | None = None
-        """The step to go back to as soon as the attempt trains; None after that, and if the attempt only evaluates."""
+        """The step from which the attempt resumed, until it trains another step; None if it only evaluates."""
 
     def take(self, event: Event) -> int | None:
-        """Take the next event; return the step after which everything before the event is undone, or None."""
+        """Take the next event. If it undoes earlier steps, return the last step that still counts; otherwise None."""
         if isinstance(event, Started):
             self._resumed_from = 0 if evaluation_stage(event) is None else None
         elif isinstance(event, Metric) and event.name == RESUMED_METRIC:

@@ -1,7 +1,7 @@
 """The origin of a run, for records and event logs: code, packages, host, command line.
 
-The only process that this module starts is git; without git, the facts about the commit are absent. The command line
-is free of secrets: of known secrets, of values under secret names, and of values from the environment.
+The only process that this module starts is git; without git, the facts about the commit are absent. From the command
+line, known secrets, values with secret names and values of environment variables are removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PACKAGES_OF_NUMBERS = ("genlight", "torch", "lightning", "numpy")
 """Packages whose versions may affect the exact numbers."""
 
 GIT_SECONDS = 2.0
-"""Time limit for git: on a slow network disk, the state of a working tree is not worth a longer wait."""
+"""Time limit for git, which may be slow on a network disk; the commit is not worth a longer wait."""
 LONGEST_COMMAND = 8192
 """Maximum length of the stored command line, in characters."""
 
@@ -112,7 +112,7 @@ def numerics() -> dict[str, Any]:
 
 
 def changed_numerics(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences in ``numerics`` and packages between the ``metadata`` of two attempts, a phrase each."""
+    """Return a phrase for each difference in ``numerics`` and packages between the ``metadata`` of two attempts."""
 
     def facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
         packages = metadata.get("packages", {})
@@ -155,8 +155,9 @@ def git_state(folder: str) -> dict[str, Any] | None:
 def installed_packages() -> Mapping[str, str]:
     """Return the version of every installed distribution, by name.
 
-    They come from the names of the folders, ``NAME-VERSION.dist-info`` (specification "Recording installed projects"):
-    reading the metadata files takes a hundred times as long. Of two versions, the first on ``sys.path`` is imported.
+    They come from the names of the folders, ``NAME-VERSION.dist-info`` (specification "Recording installed projects"),
+    because reading the metadata files takes a hundred times as long. If two versions are installed, the first on
+    ``sys.path`` counts, as for an import.
     """
     folders = (folder for place in reversed(sys.path) for folder in Path(place).glob("*-*.dist-info"))
     found = {name.replace("_", "-"): version for name, _, version in (folder.stem.partition("-") for folder in folders)}
@@ -178,7 +179,7 @@ def command_line(arguments: Sequence[str] | None = None, *, secrets: Iterable[st
 
 
 def _without_secret(before: str, argument: str) -> str:
-    """Return `argument` with the value after a secret name hidden: ``a.token=X``, or ``X`` after ``--api-key``."""
+    """Return `argument` without a secret value: ``X`` in ``a.token=X``, or ``X`` if ``--api-key`` comes `before`."""
     name, sign, _ = argument.partition("=")
     if sign and is_secret_name(name):
         return f"{name}={HIDDEN}"

@@ -49,10 +49,13 @@ class Rules:
         self._has_resumed = False
 
     def take(self, event: Event, *more: Metric) -> Fault | None:
-        """Take `event` as the next, with `more` metrics after a metric; take none and return the rule if one breaks it.
+        """Take `event` as the next one; after a metric, also the metrics `more`.
 
-        An attempt that was killed has no end, so ``started`` is always allowed. So is ``failed``: an attempt that never
-        started has only that.
+        ``started`` is always allowed, because a killed attempt has no terminal event. ``failed`` is always allowed,
+        because an attempt that never started has only that.
+
+        Returns:
+            The broken rule, if one of the events breaks a rule; then none of them is taken.
         """
         if isinstance(event, Started):
             self.begin(event.run_id)
@@ -97,7 +100,7 @@ class Rules:
 
 
 _encode_as_before: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-"""Spells numbers and other scripts than Latin as the older runtime did."""
+"""Writes numbers and characters that are not ASCII as the older runtime did."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class _Log:
         self._attempts = Counter[str]()
 
     def check(self, event: Event) -> Iterator[Fault]:
-        """Yield the faults in the position of the valid `event` as the next one."""
+        """Take the valid `event` as the next one, and yield the rules on order that it breaks."""
         if self._seq is not None and event.seq != self._seq + 1:
             yield "seq", f"expected {self._seq + 1}, found {event.seq}"
         self._seq = event.seq

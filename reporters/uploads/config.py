@@ -81,17 +81,17 @@ class UploadConfig(UploadUrls, frozen=True):
 
     run_id: NonBlank
     queue_dir: str | Path
-    """Directory of the queue, best inside the artifacts directory of the run: paths inside its parent are stored as
-    relative paths, so that uploads still work after the folder was moved."""
+    """Directory of the queue, best inside the artifacts directory of the run: the queue stores paths relative to the
+    parent of its directory, so that uploads still work after that parent was moved."""
     owner: str = ""
     token: CapabilityToken | None = None
     file_store_url: FileStore | None = None
     """Base of the file store; used if `owner` and `token` are also set."""
     token_origins: TokenOrigins = frozenset()
-    """Additional origins that may receive the token; the origins of the URLs above may already."""
+    """Origins that may receive the token, in addition to those of the URLs above."""
     roots: Sequence[str | Path] = ()
-    """Additional folders that may contain files of an earlier process; the parent of the queue may already. Files
-    outside these folders are not sent."""
+    """Folders that may contain files of an earlier process, in addition to the parent of the queue. Files of an earlier
+    process outside of these folders are not sent."""
     deadline_s: Deadline = 60.0
     """Seconds to wait for uploads at the end of a run."""
     timeout_s: Annotated[float, Meta(gt=0)] = 30.0
@@ -103,7 +103,7 @@ class UploadConfig(UploadUrls, frozen=True):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], **settings: Any) -> UploadConfig:
-        """Return the configuration from `environ`; those of `settings` that are not None take precedence.
+        """Return the configuration from `environ`, replaced by the `settings` that are not None.
 
         Raises:
             ValueError: A value is invalid.
@@ -139,7 +139,7 @@ class UploadConfig(UploadUrls, frozen=True):
     def lanes(self, kind: str) -> list[tuple[str, ...]]:
         """Return `destinations` in groups that do not wait for each other.
 
-        The message to an endpoint contains the file store's answer, so these two are in one group.
+        The message to an endpoint contains the answer of the file store, so these two are in one group.
         """
         names = self.destinations(kind)
         linked = tuple(name for name in names if name in (FILE_STORE, ENDPOINT))

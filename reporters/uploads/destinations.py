@@ -35,27 +35,27 @@ from .queue import Entry, Kind, Queue, UploadedFile
 
 Target = Callable[[Iterable[tuple[str, Path]], str], None]
 """Uploads files. Arguments: pairs of a path at the target and a local file (the commit record last), and a title. A
-repetition must not change the result. The target has separate credentials (``HF_TOKEN``, ``AWS_…``) and never gets the
-token of the run."""
+repeated call must not change the result. A target uses separate credentials (``HF_TOKEN``, ``AWS_…``) and never gets
+the token of the run."""
 Send = Callable[[], UploadedFile | None]
 """Makes one transfer and returns the file store's answer, if there is one."""
 CHUNK_BYTES = 256 * 1024
 ANSWER_LIMIT_BYTES = 1 << 20
 MOST_TRIES = 8
-"""Tries in a row after which an error that does not look like a network error counts as final."""
+"""Number of failed tries in a row after which an error that may be a wrong setting counts as final."""
 _CREDENTIAL_ERRORS = re.compile("credential|auth|denied|forbidden|permission|signature|token", re.IGNORECASE)
 _NETWORK_ERRORS = re.compile(
     "connect|incomplete|network|payload|protocol|server|service|throttl|timeout|toomany|transport|unavailable", re.I
 )
-"""Match the names of exceptions of clients (botocore, google, azure, aiohttp) that are not an `OSError`."""
+"""Both match the names of exception classes of clients (botocore, google, azure, aiohttp)."""
 CONTRADICTIONS_ALLOWED = 4
-"""How often the store may report a different digest for one entry before that counts as final."""
+"""Number of times that the store may report a different digest for one entry before that counts as final."""
 _ADVICE_IF_SENT = "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`"
 _ADVICE_IF_NOT_SENT = "no token was sent; set `TRAINER_CAPABILITY_TOKEN`"
 
 
 class Contradicted(TransientError):
-    """The store reports that it received other bytes than were sent. Only a few repetitions are worthwhile."""
+    """The store reports other bytes than were sent. That is repeated only `CONTRADICTIONS_ALLOWED` times."""
 
 
 class Refused(Exception):
@@ -95,7 +95,7 @@ class Delivery:
         self._client = build_client(config.token, config.origins(), timeout_s=config.timeout_s)
         self._contradictions = Counter[int]()
         self._failures = Counter[str]()
-        """Number of tries in a row that failed with a possibly final error, by destination."""
+        """Number of tries in a row that failed with an error that may be final, by destination."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -104,7 +104,8 @@ class Delivery:
     def parts(self, entry: Entry, lane: Collection[str] | None = None) -> dict[str, Send]:
         """Return the transfers of an entry by name, in order; with `lane`, only those to its destinations.
 
-        A transfer raises `TransientError` if a repetition may succeed, `Refused` if it cannot, and `Interrupted`.
+        A transfer raises `TransientError` if another try may succeed, `Refused` if it cannot, and `Interrupted` when
+        the uploader closes.
         """
         if not entry.files:
             return {"post": functools.partial(self._post, entry.kind, entry.payload, entry.key)}
@@ -121,7 +122,11 @@ class Delivery:
         return parts
 
     def facts(self, entry: Entry, index: int | None) -> UploadedFile:
-        """Return the facts about a file of an artifact, from the store if available; None means the reported folder.
+        """Return the facts about a file of an artifact, from the store if it has answered.
+
+        Args:
+            entry: The artifact.
+            index: Index of the file; None means the folder that the message names.
 
         Raises:
             Refused: The file no longer exists, or this user may not read it.
@@ -178,7 +183,10 @@ class Delivery:
         del self._failures[name]
 
     def _outcome_of(self, error: Exception, name: str) -> TransientError | Refused:
-        """Return whether to try a target again after `error`. A possible mistake in its settings gets a few tries."""
+        """Return the error for a failed copy to a target: `TransientError` if another try may succeed, or `Refused`.
+
+        An error that may come from wrong settings gets `MOST_TRIES` tries.
+        """
         kinds = " ".join(kind.__name__ for kind in type(error).__mro__)
         is_auth = isinstance(error, PermissionError) or _CREDENTIAL_ERRORS.search(kinds) is not None
         why = f"{name} cannot be used: {getattr(error, 'strerror', None) or safe_text(error)}"
@@ -196,7 +204,7 @@ class Delivery:
         return Refused(f"{why} (after {MOST_TRIES} tries; correct its address or its credentials)", auth=auth)
 
     def _post_about(self, entry: Entry, index: int | None) -> None:
-        """Send the message about a file of an artifact, or about the folder that it is reported by.
+        """Send the message about a file of an artifact, or about the reported folder if `index` is None.
 
         Without a file store, `file_ref` is empty, `uploaded_size_bytes` is null, and `sha256` is our digest.
         """
@@ -326,8 +334,8 @@ def outcome_of_status(
     Args:
         status: The HTTP status.
         headers: The headers of the answer.
-        where: The URL without secrets, for the reason.
-        advice: What the user can do about refused credentials.
+        where: The URL without secrets, for the message.
+        advice: Text for the user if the credentials were refused.
     """
     if 200 <= status <= 299:
         return None
@@ -337,7 +345,7 @@ def outcome_of_status(
 
 
 def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -> str:
-    """Return a key that depends only on the content, so that it is the same after retries and restarts."""
+    """Return a key for deduplication that depends only on the content: retries and restarts use the same one."""
     identity = encode_json([run_id, kind, step, name, digest])
     return hashlib.sha256(identity).hexdigest()[:40]
 

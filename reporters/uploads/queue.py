@@ -3,7 +3,7 @@
 ::
 
     uploads/000000012.json            one entry, with the progress of its delivery
-    uploads/links/000000012/…         hard links to the files of a checkpoint, so that it may be deleted before delivery
+    uploads/links/000000012/…         hard links to a checkpoint's files, so that it may be deleted before the delivery
     uploads/delivered/000000007.json  a delivered checkpoint, or an acknowledged end of the run
     uploads/lock                      held by the process that delivers
 
@@ -47,7 +47,7 @@ class File(msgspec.Struct, frozen=True):
     path: str
     """Its path; relative to the run's folder if it is inside."""
     layout: str
-    """Its path relative to the folder of the last file, the commit record."""
+    """Its path at the destination: relative to the folder of the commit record, which is the last file."""
     size_bytes: int
     mtime_ns: int
 
@@ -72,7 +72,7 @@ class Entry(msgspec.Struct, kw_only=True):
     kind: Kind
     step: int
     to: tuple[str, ...]
-    """Names of its destinations. The addresses are not stored here: the folder may come from an unknown source."""
+    """Names of its destinations. Their addresses come from the configuration: the queue may be from anyone."""
     seq: int = 0
     owner: str = ""
     """Owner of the files in the file store."""
@@ -81,7 +81,7 @@ class Entry(msgspec.Struct, kw_only=True):
     key: str = ""
     """The idempotency key of that message."""
     local_path: str = ""
-    """The path that a checkpoint or sample is reported by, a file or a folder."""
+    """The file or folder that the message about a checkpoint or sample names."""
     files: tuple[File, ...] = ()
     """The commit record of a checkpoint, or the JSON of a sample, comes last."""
     final: bool = False
@@ -117,10 +117,10 @@ class Entry(msgspec.Struct, kw_only=True):
         return next((index for index, file in enumerate(self.files) if file.path == self.local_path), None)
 
     def name_in_store(self, file: File) -> str:
-        """Return ``trainer/lora.safetensors`` for ``step-00000200/trainer/lora.safetensors``.
+        """Return the name of a file in the store, such as ``trainer/lora.safetensors``.
 
-        The folder of a checkpoint only repeats the step and the name of the record. The folder of a sample stays,
-        because a step may have several samples.
+        It lacks the folder of a checkpoint (``step-00000200/``), which only repeats the step. It includes the folder of
+        a sample, because a step may have several samples.
         """
         folder, _, rest = file.layout.partition("/")
         is_own_folder = folder.partition("~")[0] == PurePosixPath(self.files[-1].layout).stem
@@ -170,7 +170,7 @@ def _files_in(path: str | os.PathLike[str]) -> list[Path]:
 
 
 class Queue:
-    """The queue at `directory`. One process at a time may change it, from any number of threads.
+    """The queue at `directory`. Only one process at a time may open it, and any of its threads may change it.
 
     Attributes:
         directory: Its directory.
@@ -194,7 +194,7 @@ class Queue:
         self.changed = threading.Condition()
         self._closed = False
         self._refusal: OSError | None = None
-        """The error of a write that the disk refused, so that an entry is only in memory; None if all are on disk."""
+        """The error of a write that the disk refused. Then an entry is only in memory; None if all are on disk."""
         try:
             make_directory(self.directory / DELIVERED)
             self._lock = FileLock(self.directory / LOCK)
@@ -223,10 +223,10 @@ class Queue:
                 debris.unlink()
         self._delivered = {entry.seq: entry for entry in read_entries(self.directory / DELIVERED)}
         for entry in [*self._delivered.values()]:
-            if entry.files and not (self.root / entry.files[-1].path).exists():  # so it cannot be queued again
+            if entry.files and not (self.root / entry.files[-1].path).exists():  # nobody can queue it again
                 self._path(entry.seq, DELIVERED).unlink()
                 del self._delivered[entry.seq]
-        for seq in self._delivered:  # if a process was killed between writing one and removing the other
+        for seq in self._delivered:  # a process may have been killed before it removed the waiting entry
             self._path(seq).unlink(missing_ok=True)
         waiting = read_entries(self.directory)
         self._entries = {entry.seq: entry for entry in waiting if is_ours(entry)}
@@ -242,8 +242,8 @@ class Queue:
     def add(self, entry: Entry) -> None:
         """Append an entry. It survives the process once this returns, unless `catch_up` reports an error.
 
-        Metrics are frequent and best effort: they survive a kill but not a power cut. The files of a checkpoint may
-        now be deleted, except for those in `unlinked_files`.
+        Metrics are frequent and best effort: they survive a kill but not a power cut. Afterwards the files of a
+        checkpoint may be deleted, unless `unlinked_files` has them.
         """
         with self.changed:
             entry.seq = next(self._next_seq)
@@ -317,7 +317,7 @@ class Queue:
         return link if link.exists() else self.root / file.path
 
     def files_outside(self, entry: Entry, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
-        """Return the files of an entry that are neither in the run's folder nor in `roots`, links followed.
+        """Return the files of an entry that are neither in the run's folder nor in `roots`; links are followed.
 
         The folder may come from an unknown source, so its queue could name any file of this machine.
         """

@@ -1,8 +1,8 @@
 """Deliver the results of a run in the background.
 
-To add an entry, the training thread only writes one small file. There is a thread for each kind and target, and it
-delivers entries in order. So a metrics endpoint that is down does not delay checkpoints, a large checkpoint does not
-delay metrics, and a target that does not work does not delay the others.
+To add an entry, the training thread only writes one small file. Each kind of entry and each lane of destinations has a
+thread, which delivers entries in order. So a metrics endpoint that is down does not delay checkpoints, a large
+checkpoint does not delay metrics, and a target that does not work does not delay the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ StrPath = str | os.PathLike[str]
 Lane = tuple[str, ...]
 """Destinations that one thread serves; see `UploadConfig.lanes`."""
 RETRIES = RetryPolicy(sys.maxsize, first_delay_s=0.5, longest_delay_s=10.0, longest_retry_after_s=LONGEST_RETRY_AFTER_S)
-"""Pauses are short compared with the deadline at the end of a run, unless the server requests a longer one."""
+"""Pauses between tries are short compared with the deadline at the end of a run, unless the server requests a longer
+pause."""
 MOST_WAITING_METRICS = 2000
 """Maximum number of waiting metrics entries; the oldest are dropped first."""
 CLOSE_WAIT_S = 2.0
@@ -57,8 +58,8 @@ class Uploader:
 
     Args:
         config: Destinations and limits. The token stays in memory: pass it at each start.
-        keep_terminal: Whether to keep a terminal message that an earlier attempt could not deliver. A new attempt of a
-            run drops it, because it will send another one.
+        keep_terminal: Whether to keep a terminal message that an earlier attempt could not deliver. False is for a new
+            attempt of the run, because that sends another terminal message.
 
     Raises:
         UploadError: A file of the queue is damaged, or a target's package is missing.
@@ -72,7 +73,7 @@ class Uploader:
         self._closing = threading.Event()
         self._threads: dict[tuple[Kind, Lane], threading.Thread] = {}
         self._results = threading.Lock()
-        """Held while a lane records the result of an entry, since several lanes may work on the same entry."""
+        """Held while a thread records the result of an entry, because several lanes may work on the same entry."""
         self._lost_metrics = 0
         with contextlib.ExitStack() as on_error:
             self.queue = Queue(config.queue_dir, self._can_deliver)
@@ -148,10 +149,10 @@ class Uploader:
             files: The other files; a directory means all files in it.
             step: Completed steps.
             final: Whether this is the end of the run.
-            primary_path: The reported file or folder of a checkpoint, if it is not the record.
+            primary_path: The file or folder that the message names; None means `main`.
 
         Raises:
-            UploadError: A file is missing, or the queue cannot be written; then it is delivered from memory.
+            UploadError: A file is missing. Or the queue cannot be written; the artifact is then delivered from memory.
         """
         if not self.config.wants(kind):
             return
@@ -166,7 +167,7 @@ class Uploader:
                     return
                 queue.remove(other)
         for other in self._delivered(kind):
-            if other.identity == entry.identity:  # a resumed run queues the checkpoint that it started from again
+            if other.identity == entry.identity:  # a resumed run queues its first checkpoint again: send nothing twice
                 entry.parts = dict(other.parts)
         queue.add(entry)
         refusal = queue.catch_up()
@@ -187,7 +188,7 @@ class Uploader:
         return [entry for entry in self.queue.delivered(kind) if entry.run_id == self.config.run_id]
 
     def delivered(self, path: StrPath) -> UploadedFile | None:
-        """Return the facts about a delivered checkpoint that is reported by `path`; None if it was not delivered."""
+        """Return the facts about the delivered checkpoint whose message named `path`; None if there is none."""
         stored = stored_path(path, self.queue.root)
         entry = next((each for each in self._delivered("checkpoint") if each.local_path == stored), None)
         try:
@@ -206,13 +207,11 @@ class Uploader:
     def settle(
         self, deadline_s: float | None = None, progress: Callable[[str], None] = lambda _: None
     ) -> UploadError | None:
-        """Wait until every required upload is acknowledged or refused, at most `deadline_s` seconds.
+        """Wait until every required upload is acknowledged or refused, then a few seconds for metrics.
 
         Args:
-            deadline_s: None means the configured deadline.
+            deadline_s: Longest wait in seconds; None means the configured deadline.
             progress: Called every few seconds with a line for the operator, until all is done.
-
-        It then waits a few seconds for metrics, within the deadline.
 
         Returns:
             The error that ends the run, without secrets; None if everything was acknowledged.
@@ -279,9 +278,9 @@ class Uploader:
     def deliver_waiting_terminal(self, deadline_s: float | None = None) -> UploadError | None:
         """Send the terminal message that waits in the queue, if there is one, like `deliver_terminal`.
 
-        A thread sends it, and is abandoned at the deadline: connection timeouts do not end the wait for a server that
-        sends a byte now and then, or for a name server that does not answer. If no thread can be started, this thread
-        tries once, with only those timeouts.
+        A separate thread sends it, and is abandoned at the deadline: the timeouts of a connection do not end the wait
+        for a server that sends a byte now and then, or for a name server that does not answer. If no thread can be
+        started, the calling thread tries once, with only these timeouts.
         """
         entry = self.queue.head("terminal")
         if entry is None or not self.config.wants("terminal"):
@@ -314,7 +313,7 @@ class Uploader:
     # life
 
     def start(self) -> None:
-        """Begin to deliver, oldest entries first. Calling this again has no effect.
+        """Begin to deliver entries, oldest first. Another call has no effect.
 
         Raises:
             ThreadLimitError: The system allows no more threads. The terminal message can be delivered without one.
@@ -361,7 +360,7 @@ class Uploader:
                     self._deliver(entry, lane, RETRIES)
 
     def _next(self, kind: Kind, lane: Lane) -> Entry | None:
-        """Return the oldest entry with parts left for `lane`, or with no parts left, which `_deliver` finishes."""
+        """Return the oldest entry with parts left for `lane`, or without any part left: `_deliver` finishes that."""
         waiting = (entry for entry in self.queue.entries(kind) if not entry.refused)
         return next((each for each in waiting if self._left(each, lane) or not self._left(each, each.to)), None)
 
