@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ...adapter.plumbing.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from .callback_list import CallbackList as CallbackList
-    from .named import (
+    from .callback_list import (
         Callback as Callback,
+        CallbackList as CallbackList,
         CheckpointCallback as CheckpointCallback,
         DiagnosisCallback as DiagnosisCallback,
         EarlyStoppingCallback as EarlyStoppingCallback,

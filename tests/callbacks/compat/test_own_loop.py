@@ -4,7 +4,7 @@ import pytest
 
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.compat import Callback, CallbackList, EarlyStoppingCallback, EvalCallback
-from genlight.callbacks.compat.named import HOOKS
+from genlight.callbacks.compat.callback_list import HOOKS
 from support.messages import refusal
 
 

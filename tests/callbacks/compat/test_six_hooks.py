@@ -27,7 +27,7 @@ from genlight.callbacks.compat import (
     TrainingReportCallback,
     load_checkpoint,
 )
-from genlight.callbacks.compat.named import HOOKS
+from genlight.callbacks.compat.callback_list import HOOKS
 from genlight.reporters import EventLogger
 from genlight.reporters.events.reader import read_events as read_log
 from genlight.reporters.telemetry import read_events

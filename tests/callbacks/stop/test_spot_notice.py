@@ -14,7 +14,7 @@ import pytest
 from genlight.adapter import ContractModule, TrainingCanceled
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import StopRequests
-from genlight.callbacks.stop.spot_notice import SpotNotice
+from genlight.callbacks.stop.stop_requests import SpotNotice
 from support.messages import refusal
 from support.trainer_class import Counts
 from support.trainers import quiet_trainer
@@ -91,7 +91,7 @@ class Waits(Counts):
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
 def test_a_notice_stops_the_run_after_the_step(metadata: Metadata, monkeypatch, cloud: Any) -> None:
-    monkeypatch.setattr("genlight.callbacks.stop.spot_notice.POLL_S", 0.01)
+    monkeypatch.setattr("genlight.callbacks.stop.stop_requests.POLL_S", 0.01)
     notice = SpotNotice(cloud, metadata.address)
     plugin = Waits()
     plugin.metadata, plugin.notice = metadata, notice
