@@ -221,7 +221,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.run = RecordMeta()
         """Facts for every record of this run; the runtime sets run id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(every_minutes, 0)
-        self._scores = Scores()
+        self._scores: dict[int, float] = {}
+        """Monitored scores by step."""
         self._is_scored = False
         """Whether the monitored value is a score of an evaluation; steps without an evaluation then have none."""
         self._resume = ResumeState()
@@ -293,13 +294,14 @@ class Checkpoint(Hook, LightningCheckpoint):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._scores = {step: score for step, score in self._scores.items() if step <= trainer.global_step}
         if self._memory is not None:  # otherwise a save or a copy of an undone step could end later
             self._end_memory(trainer, retires=False)
             self._open_memory(trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._run_state, self._scores = run_state_of(trainer), Scores()
+        self._run_state, self._scores = run_state_of(trainer), {}
         self._boundaries = Boundaries(self, trainer.global_step)
         self._memory_boundaries = Boundaries(self, trainer.global_step, every=self.memory_every_n_steps)
         self._clock = SaveClock(self.every_minutes, trainer.global_step, self._budget)
@@ -864,15 +866,6 @@ class Checkpoint(Hook, LightningCheckpoint):
     def _wake(self) -> None:
         """Have the loop call this hook after the next step, because the witness or a background save needs it."""
         self.next_due_step = 0
-
-
-class Scores(dict[int, float]):
-    """Monitored scores by step."""
-
-    def rewind(self, step: int) -> None:
-        """Forget the scores of steps after `step`, to which the run was put back."""
-        for later in [scored for scored in self if scored > step]:
-            del self[later]
 
 
 def _is_on_several_nodes(trainer: pl.Trainer) -> bool:

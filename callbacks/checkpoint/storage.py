@@ -111,20 +111,21 @@ def _chunks(buffers: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryvie
         yield bytes(joined)
 
 
-def hash_file(path: Path, *, most: int | None = None) -> tuple[int, str]:
-    """Return size and xxh3-128 of a file; stop soon after `most` bytes, even if the file grows.
+def hash_file(path: Path) -> tuple[int, str]:
+    """Return size and xxh3-128 of a file.
 
     Raises:
         OSError: It cannot be read, or is not a regular file.
     """
     descriptor = open_regular(path)
     try:
-        return _hash_descriptor(descriptor, most)
+        return _hash_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
 
 def _hash_descriptor(descriptor: int, most: int | None = None) -> tuple[int, str]:
+    """Return size and xxh3-128 of an open file; stop soon after `most` bytes, even if the file grows."""
     hasher, position = xxhash.xxh3_128(), 0
     size = os.fstat(descriptor).st_size
     buffer = memoryview(bytearray(max(1, min(size, _MOST_READ, max(_LEAST_READ, size // 100)))))
