@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .job_progress import JobProgress as JobProgress
     from .log_metrics import LogMetrics as LogMetrics
     from .profile_steps import ProfileSteps as ProfileSteps
-    from .replicas.replica_guard import ReplicaGuard as ReplicaGuard
+    from .replica_guard import ReplicaGuard as ReplicaGuard
     from .stop.stop_requests import StopRequests as StopRequests
     from .telemetry import Goodput as Goodput, Heartbeat as Heartbeat, SystemMonitor as SystemMonitor
     from .train_job_status import TrainJobStatus as TrainJobStatus

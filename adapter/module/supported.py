@@ -32,7 +32,7 @@ from ...callbacks.checkpoint.plugins import url_faults
 from ...callbacks.hook.events import callbacks_of
 from ...callbacks.lightning_internals import WEIGHT_AVERAGING, ddp_settings, tensor_parallel_size
 from ...callbacks.log_metrics import LogMetrics
-from ...callbacks.replicas.replica_guard import ReplicaGuard
+from ...callbacks.replica_guard import ReplicaGuard
 from ..contract.exceptions import StartupContractError
 from ..gradients.ddp.buckets import wire_type
 from ..gradients.fsdp.strategy import FSDP2Strategy

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..checkpoint.codec.tensors import digest_of_all
 from ..optimizer_state import parameters_of, with_step_hooks
-from ..replicas.digest import digest_of_all
 from .rules import Reading
 
 LATENT_METRICS = {"latent_std": 1.0, "z_std": 1.0, "latent_var": 0.5, "z_var": 0.5}

@@ -48,8 +48,8 @@ from genlight.adapter.gradients.step import StepRouter
 from genlight.adapter.view.checkpoints import checkpoint_facts
 from genlight.callbacks import Checkpoint, LogMetrics, ReplicaGuard, StopRequests
 from genlight.callbacks.checkpoint import CheckpointStore, RecordMeta, list_checkpoints, newest_valid, save, sweep
+from genlight.callbacks.checkpoint.codec.tensors import digest_of_all
 from genlight.callbacks.checkpoint.selection import WRITER
-from genlight.callbacks.replicas.digest import digest_of_all
 from genlight.reporters.events.event_log import EventLog
 from genlight.reporters.events.validation import iter_violations
 from genlight.reporters.uploads.queue import Entry, Queue

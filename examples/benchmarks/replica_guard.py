@@ -18,7 +18,7 @@ from torch import nn
 
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.discovery.rank_local import EVERYTHING_SHARED
-from genlight.callbacks.replicas.digest import digest_of_all
+from genlight.callbacks.checkpoint.codec.tensors import digest_of_all
 
 STEP_MS = 10.0
 MODELS = {

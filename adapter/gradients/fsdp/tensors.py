@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ....callbacks.checkpoint.codec.tensors import digest_of_all
 from ....callbacks.checkpoint.format.slice_index import Box
 from ....callbacks.checkpoint.sharded.slices import WholeTensor, sharded_like, slice_of, view_of_part
-from ....callbacks.replicas.digest import digest_of_all
 from ..rank_agreement import RankAgreement
 from ..refused import refusal
 from ..torch_internals import TensorBase, without_torch_function_of_subclasses

@@ -13,7 +13,7 @@ from genlight.adapter.check.snapshot import snapshot
 from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks.checkpoint.codec.state_tree import decode, encode, wrapped_tensors
 from genlight.callbacks.checkpoint.codec.tensors import TensorTable
-from genlight.callbacks.replicas.replica_guard import _replicated, _replicated_values
+from genlight.callbacks.replica_guard import _replicated, _replicated_values
 from support.messages import refusal
 from support.resumed_fit import STEPS, Trains, fit
 

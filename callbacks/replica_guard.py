@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ...adapter.contract.exceptions import ReplicaDriftError
-from ...adapter.plumbing.devices import LateCopy, gather_objects, host_group
-from ..checkpoint.codec.state_tree import wrapped_tensors
-from ..checkpoint.codec.tensors import as_uint8, content_digests
-from ..hook.cadence import Boundaries, step_cadence
-from ..hook.hook import Hook
-from ..optimizer_state import named_values, settings_and_counters
-from .digest import digest_of_all
+from ..adapter.contract.exceptions import ReplicaDriftError
+from ..adapter.plumbing.devices import LateCopy, gather_objects, host_group
+from .checkpoint.codec.state_tree import wrapped_tensors
+from .checkpoint.codec.tensors import as_uint8, content_digests, digest_of_all
+from .hook.cadence import Boundaries, step_cadence
+from .hook.hook import Hook
+from .optimizer_state import named_values, settings_and_counters
 
 STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4

@@ -13,9 +13,8 @@ from torch import nn
 from genlight.adapter.check.snapshot import flatten
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.discovery.rank_local import RankLocal
-from genlight.callbacks.checkpoint.codec.tensors import content_digests, device_digest
-from genlight.callbacks.replicas.digest import digest_of_all
-from genlight.callbacks.replicas.replica_guard import _next_double
+from genlight.callbacks.checkpoint.codec.tensors import content_digests, device_digest, digest_of_all
+from genlight.callbacks.replica_guard import _next_double
 from support.rank_processes import run_ranks
 
 pytestmark = pytest.mark.promise(name="ranks")
