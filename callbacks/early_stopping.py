@@ -123,8 +123,8 @@ class EarlyStopping(Hook):
     ) -> None:
         self.judge(trainer, metrics, step)
         # If nothing evaluates, no scores will come.
-        if self.best is None and not _evaluates(trainer):
-            raise self._missing(f"the metrics of step {step} do not have it")
+        if self.best is None and not _has_evaluation(trainer):
+            raise self._missing_value(f"the metrics of step {step} do not have it")
 
     @override
     def on_scores(
@@ -154,7 +154,7 @@ class EarlyStopping(Hook):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.best is None and trainer.is_global_zero:
-            log.warning("%s", self._missing("training ended without it"))
+            log.warning("%s", self._missing_value("training ended without it"))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class EarlyStopping(Hook):
         value = values.get(self.monitor, values.get(f"train/{self.monitor}"))
         if value is None:
             if self.best is None and step - self.best_step >= self.patience:
-                raise self._missing(
+                raise self._missing_value(
                     f"it was not reported within {self.patience} steps (`patience` counts steps, not validations)"
                 )
             return
@@ -199,14 +199,14 @@ class EarlyStopping(Hook):
                 *(self.monitor, self.best, self.best_step, step - self.best_step),
             )
 
-    def _missing(self, how: str) -> MonitorError:
+    def _missing_value(self, how: str) -> MonitorError:
         known = f"; the reported names are {', '.join(sorted(self._names))}" if self._names else ""
         return MonitorError(
             f"EarlyStopping(monitor={self.monitor!r}): {how}{known}.{nearest(self.monitor, self._names)}"
         )
 
 
-def _evaluates(trainer: pl.Trainer) -> bool:
+def _has_evaluation(trainer: pl.Trainer) -> bool:
     """Whether scores may still come from an evaluation or a validation."""
     writes = (name for callback in callbacks_of(trainer) for name in getattr(callback, "writes", ()))
     return "eval_scores" in writes or bool(trainer.enable_validation)

@@ -71,8 +71,8 @@ class TrainerState:
         if name in _FACTS:
             return getattr(self.run_state, _FACTS[name])
         if name in _LIVE:
-            return self._live[name] if name in self._live else _live(name, self.trainer, self.module)
-        raise _unknown(name)
+            return self._live[name] if name in self._live else _find_live_object(name, self.trainer, self.module)
+        raise _unknown_field(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FACTS:
@@ -80,7 +80,7 @@ class TrainerState:
         elif name in _LIVE:
             self._live[name] = value
         else:
-            raise _unknown(name)
+            raise _unknown_field(name)
 
 
 class TrainerHook(OtherStyle):
@@ -224,7 +224,7 @@ def _fields_of(hook: Any, name: str) -> list[str]:
     return [_FACTS.get(field, field) for field in ([fields] if isinstance(fields, str) else fields)]
 
 
-def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule | None) -> Any:
+def _find_live_object(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule | None) -> Any:
     if trainer is None:
         return None
     if name == "optimizer":
@@ -233,7 +233,7 @@ def _live(name: str, trainer: pl.Trainer | None, pl_module: pl.LightningModule |
     return model_of(pl_module) if name == "policy" and found is None else found
 
 
-def _unknown(name: str) -> AttributeError:
+def _unknown_field(name: str) -> AttributeError:
     hint = nearest(name, (*_FACTS, *_LIVE))
     return AttributeError(f"TrainerState has no field {name!r}.{hint} Store your own facts in `run_state.extra`")
 

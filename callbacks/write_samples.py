@@ -194,7 +194,7 @@ class WriteSamples(Hook):
                 raise ContractError(f"generate_sample returned a {kind}; it must be a mapping or None")
             files = [folder / file.relative_to(temporary) for file in _durable_files(temporary, name)]
             named = [str(file.relative_to(self.directory)) for file in files]
-            encoded = _encoded({**request, "seed": seed, **facts, **(returned or {}), "files": named}, name)
+            encoded = _encode_record({**request, "seed": seed, **facts, **(returned or {}), "files": named}, name)
             # Remove the sample of an earlier attempt at this step; its record first, because it names the files.
             record.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -254,14 +254,14 @@ def _sweep(directory: Path) -> None:
             entry.unlink()
 
 
-def _encoded(record: Mapping[str, Any], name: str) -> bytes:
+def _encode_record(record: Mapping[str, Any], name: str) -> bytes:
     try:
-        return msgspec.json.format(msgspec.json.encode(record, enc_hook=_plain, order="sorted")) + b"\n"
+        return msgspec.json.format(msgspec.json.encode(record, enc_hook=_to_plain, order="sorted")) + b"\n"
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ContractError(f"generate_sample of {name} returned a value that is not JSON: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):  # tensors and arrays

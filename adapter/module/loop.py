@@ -53,7 +53,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from typing_extensions import override
 
-from ...callbacks.checkpoint.loader_position import begin_and_leave, set_up_data
+from ...callbacks.checkpoint.loader_position import set_up_data, skip_to_next_epoch
 from ...callbacks.checkpoint.policy import savers_of
 from ...callbacks.checkpoint.positioned_loader import with_position
 from ...callbacks.hook.events import fire, run_state_of
@@ -146,7 +146,7 @@ class ContractFitLoop(FitLoop):
             self._combined_loader_states_to_load = []
             if self.epoch_loop.batch_progress.is_last_batch and not self.epoch_loop.loader_ended:
                 # Advance loaders that count epochs by themselves.
-                begin_and_leave(
+                skip_to_next_epoch(
                     loader
                     for loader in self._combined_loader.flattened
                     if hasattr(loader, "load_state_dict") and not hasattr(loader, "begin_epoch")

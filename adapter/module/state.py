@@ -27,7 +27,7 @@ from ...callbacks.checkpoint.codec.tensors import TensorTable
 from ...callbacks.checkpoint.plugins import keep_sharded_for, rank_groups_of
 from ...callbacks.checkpoint.rank_state import (
     OPTIMIZER_DEVICES,
-    Differing,
+    RankDifference,
     apply_differences,
     differences_of_ranks,
     restore_optimizers_as_stored,
@@ -479,10 +479,10 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
         ]
 
 
-def _of_ranks(contract: Mapping[str, Any]) -> list[list[Differing]]:
+def _of_ranks(contract: Mapping[str, Any]) -> list[list[RankDifference]]:
     """Return the values that `collect_from_ranks` added to a checkpoint's contract part, by rank."""
     stored = contract.get(_RANK_DIFFERENCES, [])
-    return [[Differing(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
+    return [[RankDifference(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
 
 
 def _has_fractions(value: Any) -> bool:
@@ -522,7 +522,7 @@ def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dic
     return {differing.path[1]: differing.value for differing in own if differing.path[0] == "state_dict"}
 
 
-def _explain_loss(parts: Sequence[Sequence[Differing]], world_size: int) -> str:
+def _explain_loss(parts: Sequence[Sequence[RankDifference]], world_size: int) -> str:
     head = f"The checkpoint was saved by {len(parts)} ranks and is resumed by {world_size}: "
     if world_size < len(parts):
         lost = [differing for of_rank in parts[world_size:] for differing in of_rank]
@@ -540,5 +540,5 @@ def _ranks(begin: int, end: int) -> str:
     return f"rank {begin}" if end - begin == 1 else f"ranks {begin} to {end - 1}"
 
 
-def _list_names(found: Sequence[Differing]) -> str:
+def _list_names(found: Sequence[RankDifference]) -> str:
     return list_first(list(dict.fromkeys(map(str, found))), _NAMED_AT_MOST)

@@ -102,7 +102,7 @@ class Captured:
         if FROZEN_FILE in {entry.file for entry in self.entries}:
             once, again = self.select(lambda e: e.file == FROZEN_FILE), self.select(lambda e: e.file != FROZEN_FILE)
             parts = [(HostBuffer(), once), (buffer, again)]
-        with _uncollected():
+        with _without_garbage_collection():
             files = [file for memory, part in parts for file in memory.copy(part.entries, part.sources, overlap)]
         overlap.start()
         return replace(self, sources=[], files=files, overlap=overlap)
@@ -138,7 +138,7 @@ def capture(
     Raises:
         UnstorableStateError: A value cannot be stored; names its path.
     """
-    with _uncollected():
+    with _without_garbage_collection():
         table = TensorTable(earlier)
         state, rest = _encode(checkpoint, table)
         if not table.settle():
@@ -151,7 +151,7 @@ def capture(
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Start no garbage collection in this block: a walk over many tensors makes enough objects to cause a full one."""
     is_enabled = gc.isenabled()
     gc.disable()

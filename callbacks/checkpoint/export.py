@@ -184,7 +184,7 @@ def export_pretrained(
         FileExistsError: One of the files exists, and `replace` is false.
     """
     root = Path(path).absolute().parent / _FOLDER
-    kept = _kept_configurations(root)
+    kept = _list_configurations(root)
     chosen = {name: files for name, files in kept.items() if strip_prefix in ("", f"{name}.")}
     if len(chosen) != 1:
         among = ", ".join(f"--strip-prefix {name}." for name in kept)
@@ -276,7 +276,7 @@ def _without_kernels(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if "_implementation" not in key}
 
 
-def _kept_configurations(root: Path) -> dict[str, dict[str, str]]:
+def _list_configurations(root: Path) -> dict[str, dict[str, str]]:
     """Return the files of each model below `root`, by the model's name: paths below its folder, and below `root`.
 
     A run may come from elsewhere, so no link on the way is followed.
@@ -342,7 +342,7 @@ def keep_configurations(directory: Path, module: nn.Module) -> None:
     # A model with adapters that is not a PeftModel renames its weights; it could be exported only as a PeftModel.
     models: dict[str, Any] = {
         path: each
-        for path, each in _outermost(module)
+        for path, each in _outermost_models(module)
         if hasattr(each, "get_base_model") or not hasattr(each, "peft_config")
     }
     if not models:
@@ -373,7 +373,7 @@ def keep_configurations(directory: Path, module: nn.Module) -> None:
         log.warning("the configuration of the model was not kept, so an export to a folder is not possible: %s", error)
 
 
-def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _outermost_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the models in `module` that are inside no other model: a language model itself consists of models."""
     inside: tuple[str, ...] = ()
     for path, each in module.named_modules():

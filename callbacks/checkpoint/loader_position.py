@@ -84,7 +84,7 @@ def keep_positions(
                     loader.load_state_dict(state)
         fetched = loop.__dict__.pop(_FETCHED, [])
         if not loop.restarting or loop.epoch_loop.batch_progress.is_last_batch:
-            begin_and_leave(positioned)
+            skip_to_next_epoch(positioned)
         elif fetched is None and trainer.is_global_zero:
             log.warning(
                 "The batch after the checkpoint is lost. Lightning had fetched it to know whether the batch before it "
@@ -236,7 +236,7 @@ def warn_of_lost_positions(trainer: pl.Trainer, *, is_within_epoch: bool) -> Non
             )
 
 
-def begin_and_leave(loaders: Iterable[Any]) -> None:
+def skip_to_next_epoch(loaders: Iterable[Any]) -> None:
     """Move loaders past the last batch of an epoch, so that the next pass is a new one.
 
     Batches may be left if ``limit_train_batches`` or a shorter loader ended the epoch.

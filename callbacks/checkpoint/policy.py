@@ -704,7 +704,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._end_copy_in_memory()
         step = trainer.global_step
         with contextlib.ExitStack() as undo:  # removes the folder until the store is responsible for it
-            staging, trainer_checkpoint = _trainer_files(trainer, pl_module, path, step, final, undo)
+            staging, trainer_checkpoint = _write_trainer_files(trainer, pl_module, path, step, final, undo)
             with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
                 state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
             undo.pop_all()
@@ -925,7 +925,7 @@ def _handle_foreign_files(directory: Path, *, moves_aside: bool) -> str | None:
     )
 
 
-def _trainer_files(
+def _write_trainer_files(
     trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int, final: bool, undo: contextlib.ExitStack
 ) -> tuple[Staging | None, Mapping[str, Any] | None]:
     """Have the trainer of `pl_module` write its own files for the checkpoint whose record will be `path`.

@@ -324,7 +324,7 @@ Digests = dict[Path, str]
 
 
 @dataclass(frozen=True)
-class Differing:
+class RankDifference:
     """A value on a rank that differs from rank zero's."""
 
     path: Path
@@ -335,7 +335,7 @@ class Differing:
         return format_path(self.path)
 
 
-def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Differing]]:
+def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[RankDifference]]:
     """Return the differences of each rank's `tree` from rank zero's, in the order of ranks, on rank zero. Collective.
 
     The entries of the members of `tree` are compared, each as a whole. All ranks have the same members. Sharded tensors
@@ -360,7 +360,7 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Di
     return [[_unpack(*one) for one in sent] for sent in channel.gather(packed)]
 
 
-def apply_differences(tree: dict[str, Any], differences: list[Differing]) -> None:
+def apply_differences(tree: dict[str, Any], differences: list[RankDifference]) -> None:
     """Set the values of one rank in the loaded `tree`, in place of rank zero's.
 
     Raises:
@@ -435,6 +435,6 @@ def _pack(path: Path, value: Any) -> tuple[Path, Any, Sources]:
     )
 
 
-def _unpack(path: Path, stored: Any, sources: Sources) -> Differing:
+def _unpack(path: Path, stored: Any, sources: Sources) -> RankDifference:
     """Decode a value that another rank has packed."""
-    return Differing(path, decode(stored, lambda of: restore_flags(sources[of["file"], of["key"]], of)))
+    return RankDifference(path, decode(stored, lambda of: restore_flags(sources[of["file"], of["key"]], of)))

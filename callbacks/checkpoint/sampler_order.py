@@ -49,18 +49,18 @@ class SamplerOrder:
     @property
     def is_of_torch(self) -> bool:
         """Whether all samplers are classes of torch, which draw only from its generators."""
-        return all(type(each).__module__.startswith("torch.utils.data") for each in _nested(self.sampler))
+        return all(type(each).__module__.startswith("torch.utils.data") for each in _nested_samplers(self.sampler))
 
     def __iter__(self) -> Iterator[Any]:
         self._begins += 1
         self._checksum = 0
         self._waiting.clear()
-        return self._recorded(iter(self.sampler))
+        return self._yield_recorded(iter(self.sampler))
 
     def __len__(self) -> int:
         return len(self.sampler)
 
-    def _recorded(self, indices: Iterator[Any]) -> Iterator[Any]:
+    def _yield_recorded(self, indices: Iterator[Any]) -> Iterator[Any]:
         for each in indices:
             self._note(each)
             self._waiting.append(each)
@@ -85,19 +85,20 @@ class SamplerOrder:
 
     def _attributes(self) -> list[dict[str, Any]]:
         """Return copies of the attributes of each sampler that are plain values."""
-        every = [{name: _copied(value) for name, value in vars(each).items()} for each in _nested(self.sampler)]
+        samplers = _nested_samplers(self.sampler)
+        every = [{name: _copy_plain(value) for name, value in vars(each).items()} for each in samplers]
         return [{name: value for name, value in each.items() if value is not _OTHER} for each in every]
 
     def _generators(self) -> list[Any]:
-        held = [value for sampler in _nested(self.sampler) for value in vars(sampler).values()]
+        held = [value for sampler in _nested_samplers(self.sampler) for value in vars(sampler).values()]
         # A dataset that a sampler holds draws numbers for rows, in another order.
         return held_generators(*(value for value in held if isinstance(value, (*GENERATORS, list, tuple, dict))))
 
     def set_source_state(self, state: Mapping[str, Any]) -> None:
         """Put back a result of `source_state`."""
-        for sampler, values in zip(_nested(self.sampler), state["attributes"], strict=False):
+        for sampler, values in zip(_nested_samplers(self.sampler), state["attributes"], strict=False):
             for name, value in values.items():
-                own, copy = vars(sampler).get(name), _copied(value)
+                own, copy = vars(sampler).get(name), _copy_plain(value)
                 if isinstance(own, list) and isinstance(copy, list):
                     own[:] = copy  # others may hold this list too
                 else:
@@ -137,16 +138,16 @@ class SamplerOrder:
         if progress is not None and self._checksum != progress["checksum"]:
             return None
         first = [] if delivered or waiting else list(islice(order, 1))  # a sampler draws its order for the first item
-        return self._continued(waiting, first, order)
+        return self._yield_rest(waiting, first, order)
 
-    def _continued(self, waiting: list[Any], first: list[Any], order: Iterator[Any]) -> Iterator[Any]:
+    def _yield_rest(self, waiting: list[Any], first: list[Any], order: Iterator[Any]) -> Iterator[Any]:
         yield from waiting
-        yield from self._recorded(iter(first))
+        yield from self._yield_recorded(iter(first))
         # Do not ask for an item earlier than an uninterrupted run: torch's sampler draws once more after the last item.
-        yield from self._recorded(order)
+        yield from self._yield_recorded(order)
 
 
-def _nested(sampler: Any) -> list[Any]:
+def _nested_samplers(sampler: Any) -> list[Any]:
     """Return `sampler` and the samplers that it holds: what can be iterated over, but not indexed."""
     found: dict[int, Any] = {}
     waiting = [sampler]
@@ -159,7 +160,7 @@ def _nested(sampler: Any) -> list[Any]:
     return list(found.values())
 
 
-def _copied(value: Any) -> Any:
+def _copy_plain(value: Any) -> Any:
     """Return a copy of numbers, texts, arrays, and lists and dictionaries of them; `_OTHER` for all else."""
     if type(value) in _ATOMS:
         return value
@@ -170,10 +171,10 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         if set(map(type, value)).issubset(_ATOMS):
             return type(value)(value)
-        copies = [_copied(each) for each in value]
+        copies = [_copy_plain(each) for each in value]
         return _OTHER if any(each is _OTHER for each in copies) else type(value)(copies)
     if type(value) is dict and {type(key) for key in value} <= {int, str}:
-        items = {key: _copied(each) for key, each in value.items()}
+        items = {key: _copy_plain(each) for key, each in value.items()}
         return _OTHER if any(each is _OTHER for each in items.values()) else items
     return _OTHER
 

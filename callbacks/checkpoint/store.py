@@ -65,7 +65,7 @@ class Pending:
     """Whether all ranks save together. Then `poll` does not raise a failure, because only one rank might see it yet."""
 
 
-def _ended(job: Callable[[], object]) -> Future[Any]:
+def _run_now(job: Callable[[], object]) -> Future[Any]:
     """Carry out `job`, and return the future of its result."""
     future = Future[Any]()
     carry_out(future, job)
@@ -80,7 +80,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._last = _ended(lambda: None)
+        self._last = _run_now(lambda: None)
 
     def submit(self, job: Callable[[], object]) -> Future[Any]:
         """Run `job` after those that were submitted before. Only one thread may call this."""
@@ -195,7 +195,7 @@ class CheckpointStore:
                 made.discard()
             raise
         if not is_first and not is_sharded:
-            return _ended(lambda: None)
+            return _run_now(lambda: None)
         channel = writing if is_sharded else ALONE
         if asynchronous:
             self.overlap.end()
@@ -207,7 +207,7 @@ class CheckpointStore:
             self._pending = Pending(future, on_failure, is_joint=channel is not ALONE)
         else:
             self.background.finish()
-            future = _ended(partial(write_checkpoint, channel, captured))
+            future = _run_now(partial(write_checkpoint, channel, captured))
             future.result()
         return future
 

@@ -271,7 +271,7 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any])
     try:
         make_directory(target.parent, shared=None)
         create_file(temporary)
-        torch.save(_plain(checkpoint), temporary)
+        torch.save(_to_plain(checkpoint), temporary)
         fsync_file(temporary)
         load_checkpoint(temporary)
         os.replace(temporary, target)
@@ -311,14 +311,14 @@ def load_checkpoint(path: str | os.PathLike[str], *, map_location: Any = "cpu") 
     return loaded
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return `value` in a form that ``weights_only`` can read: what is neither a tensor nor plain becomes text."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, Mapping):
-        return {key if type(key) in (str, int) else str(key): _plain(entry) for key, entry in value.items()}
+        return {key if type(key) in (str, int) else str(key): _to_plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(entry) for entry in value]
+        return [_to_plain(entry) for entry in value]
     if getattr(value, "shape", None) == ():  # a number of numpy's
         return value.item()
     return value if value is None or type(value) in (bool, int, float, str, bytes) else str(value)

@@ -81,7 +81,7 @@ class WatchNonfinite(Hook):
         step = trainer.global_step
         if not self._boundaries.crosses(step) or self._has_spoken:
             return
-        examined = dict(_examined(pl_module, outputs, with_gradients=not self._is_scaled))
+        examined = dict(_tensors_to_check(pl_module, outputs, with_gradients=not self._is_scaled))
         is_finite = are_finite(list(examined.values()))
         if trainer.world_size > 1:
             is_finite = trainer.strategy.reduce_boolean_decision(is_finite, all=True)
@@ -112,7 +112,7 @@ class WatchNonfinite(Hook):
         self._seen_finite_at = trainer.global_step
 
 
-def _examined(
+def _tensors_to_check(
     pl_module: pl.LightningModule, outputs: Any, *, with_gradients: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that must be finite, each with its name in messages."""

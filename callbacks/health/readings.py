@@ -173,10 +173,10 @@ class Probe:
             norms=[norms for _, norms in self._norms],
             changes=self._changes,
             weights=self._weights,
-            losses=_stacked([torch.as_tensor(loss) for _, loss in self._losses], self._device),
+            losses=_stack_numbers([torch.as_tensor(loss) for _, loss in self._losses], self._device),
             latent=[] if latent is None else [torch.as_tensor(latent[1]).reshape(-1)[:1]],
-            seen=_stacked([largest for _, largest in self._seen], self._device),
-            batches=_stacked([number for numbers in self._batches for number in numbers], self._device),
+            seen=_stack_numbers([largest for _, largest in self._seen], self._device),
+            batches=_stack_numbers([number for numbers in self._batches for number in numbers], self._device),
         )
         norms = dict.fromkeys(self._names.values(), 0.0) if self._is_updated else {}
         names = [name for names, _ in self._norms for name in names]
@@ -190,7 +190,7 @@ class Probe:
             rate=max(self._rates, default=math.nan),
             latent=None if latent is None else (latent[0], _deviation(latent[0], read["latent"])),
             origin=_origin([key for key, _ in self._seen], read["seen"]),
-            ranks=[(platform.node(), statistics.median(map(_between, self._spans)) if self._spans else math.nan)],
+            ranks=[(platform.node(), statistics.median(map(_seconds_of, self._spans)) if self._spans else math.nan)],
             batches=[tuple(read["batches"]) if len(read["batches"]) == 2 else ()],
         )
 
@@ -203,7 +203,7 @@ class Probe:
         used = [p for p in parameters_of(optimizer) if id(p) in self._names and p.grad is not None]
         if used:
             names = [self._names[id(parameter)] for parameter in used]
-            self._norms.append((names, _norms([_local(parameter.grad) for parameter in used], self._device)))
+            self._norms.append((names, _norms([_local_values(parameter.grad) for parameter in used], self._device)))
             compared = used[:: -(-len(used) // MOST_COMPARED)]
             self._before[id(optimizer)] = compared, self._samples(compared)
 
@@ -216,7 +216,7 @@ class Probe:
 
     def _samples(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Copy some elements of the weights, evenly spread."""
-        flat = [_local(parameter).reshape(-1) for parameter in parameters]
+        flat = [_local_values(parameter).reshape(-1) for parameter in parameters]
         samples = [values[:: max(1, len(values) // SAMPLES_OF_TENSOR)] for values in flat]
         return torch.cat([sample.to(self._device) for sample in samples]).double()
 
@@ -279,7 +279,7 @@ def _on_host(device: torch.device, **tensors: Sequence[torch.Tensor]) -> dict[st
     return {name: [next(values) for part in parts for _ in range(len(part))] for name, parts in rows.items()}
 
 
-def _stacked(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def _stack_numbers(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Return numbers as one tensor, so that they are moved at once."""
     return [torch.stack([value.to(device) for value in values])] if values else []
 
@@ -312,7 +312,7 @@ def _deviation(name: str, value: Sequence[float]) -> float:
     return max(value[0], 0.0) ** LATENT_METRICS[name.rpartition("/")[2]] if value else math.nan
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def _local_values(tensor: Any) -> torch.Tensor:
     """Return this rank's part of a tensor as a dense tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local = local.detach()
@@ -324,10 +324,10 @@ def _norms(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
     """Return the L2 norm of each tensor, at least in fp32, because a norm in fp16 would overflow."""
     is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
     norms = torch._foreach_norm(list(tensors), 2, torch.float64 if is_double else torch.float32)
-    return _stacked(norms, device)[0]
+    return _stack_numbers(norms, device)[0]
 
 
-def _between(span: tuple[_Moment, _Moment]) -> float:
+def _seconds_of(span: tuple[_Moment, _Moment]) -> float:
     began, ended = span
     if isinstance(began, torch.Event) and isinstance(ended, torch.Event):
         ended.synchronize()

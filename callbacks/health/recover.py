@@ -221,7 +221,7 @@ class Recover(Hook):
         elif progress.attempts and step >= progress.ends_at:
             publish_figures(trainer, {"recover/attempt": 0.0})
             if trainer.is_global_zero:
-                log.info("recovered at step %d, after: %s", step, _tried(progress))
+                log.info("recovered at step %d, after: %s", step, _describe_attempts(progress))
             progress.attempts = []
         if reading is not None:
             progress.window_began_at = step + 1
@@ -237,8 +237,8 @@ class Recover(Hook):
             raise ending_the_run(
                 RecoveryError(
                     f"training could not be recovered: {fault.text}, at step {step}, after {attempt - 1} attempts "
-                    f"since step {progress.attempts[0][1]}: {_tried(progress)}. Mend the cause, such as a learning "
-                    "rate that is too high or broken data, and resume from a checkpoint"
+                    f"since step {progress.attempts[0][1]}: {_describe_attempts(progress)}. Mend the cause, such as a "
+                    "learning rate that is too high or broken data, and resume from a checkpoint"
                 )
             )
         rung = self.ladder[min(attempt, len(self.ladder)) - 1]
@@ -329,7 +329,7 @@ class Recover(Hook):
             yield "'roll_back' does not support trainers with a `rollout`: environments cannot go back; leave it out"
 
 
-def _tried(progress: _Progress) -> str:
+def _describe_attempts(progress: _Progress) -> str:
     return ", ".join(f"{rung} at step {step}" for rung, step in progress.attempts)
 
 

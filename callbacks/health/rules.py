@@ -202,7 +202,7 @@ def nonfinite_gradients(case: Case) -> Found:
     bad = [name for name, norm in case.now.gradient_norms.items() if math.isnan(norm)]
     if bad:
         origin, figures = _origin(case.now)
-        yield f"gradients are not finite: {_listed(bad)}{origin}", {**_named(bad), **figures}
+        yield f"gradients are not finite: {_list_names(bad)}{origin}", {**_name_figures(bad), **figures}
 
 
 @_rule(
@@ -242,7 +242,7 @@ def dead_parameters(case: Case) -> Found:
     dead = [name for name in without if case.before.checks_without_gradient.get(name, 0) + 1 >= DEAD_CHECKS]
     # If no parameter has a gradient, reporting that gradients vanish is enough.
     if 0 < len(dead) < len(case.now.gradient_norms):
-        yield f"no gradient for {DEAD_CHECKS} checks: {_listed(dead)}", _named(dead)
+        yield f"no gradient for {DEAD_CHECKS} checks: {_list_names(dead)}", _name_figures(dead)
 
 
 @_rule("Lower the learning rate; about 0.001 of the norm a step is usual.", "Clip gradients.")
@@ -379,9 +379,9 @@ def _median_of_others(reading: Reading, rank: int) -> float:
     return statistics.median(seconds for seconds in others if not math.isnan(seconds))
 
 
-def _named(names: Sequence[str]) -> dict[str, Any]:
+def _name_figures(names: Sequence[str]) -> dict[str, Any]:
     return {"parameters": list(names[:MOST_NAMES]), "count": len(names)}
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return list_first(list(map(repr, names)), MOST_NAMES)

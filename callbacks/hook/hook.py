@@ -112,7 +112,7 @@ class Hook(pl.Callback):
         for name, method in list(vars(cls).items()):
             is_event = name.startswith("on_") or name in ("setup", "teardown")
             if is_event and name not in cls._not_events and inspect.isfunction(method):
-                setattr(cls, name, _policed(name, method))
+                setattr(cls, name, _apply_policy(name, method))
 
     def __getstate__(self) -> dict[str, Any]:
         # `_inside_event` is left out: an event that runs in this object does not run in the copy.
@@ -248,7 +248,7 @@ HOOK_EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_") and no
 """Events that Lightning's callbacks do not have."""
 
 
-def _policed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _apply_policy(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `method` in the failure and rank policy of its hook."""
     is_setup = name == "setup"
 
@@ -377,7 +377,7 @@ def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
     return [
         getattr(callback, event)
         for callback in callbacks_of(trainer)
-        if _is_own(callback, event)
+        if _overrides(callback, event)
         and (not isinstance(callback, Hook) or callback.ranks == "all" or trainer.is_global_zero)
     ]
 
@@ -401,7 +401,7 @@ def skipping_hook(listener: Callable[..., Any]) -> Hook | None:
     return hook if isinstance(hook, Hook) and hasattr(listener, _SKIPPABLE_ATTRIBUTE) else None
 
 
-def _is_own(callback: pl.Callback, event: str) -> bool:
+def _overrides(callback: pl.Callback, event: str) -> bool:
     plain = {getattr(pl.Callback, event, None), getattr(Hook, event), None}
     return event in vars(callback) or getattr(type(callback), event, None) not in plain
 

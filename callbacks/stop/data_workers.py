@@ -98,7 +98,7 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     util.register_after_fork(ours, Connection.close)
     loader.worker_init_fn = functools.partial(_begin, theirs, init)
     try:
-        with _signals_held_back(loader):
+        with _block_stop_signals(loader):
             iterator = start(loader)
     finally:
         loader.worker_init_fn = init
@@ -106,12 +106,12 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     # Also at exit, and before multiprocessing waits for workers that ignore SIGTERM.
     util.Finalize(iterator, ours.close, exitpriority=0)
     if hasattr(iterator, "_try_get_data"):
-        iterator.__class__ = _asking(type(iterator))
+        iterator.__class__ = _stoppable_class(type(iterator))
         vars(iterator)["_leash"] = ours
     return iterator
 
 
-class _AsksWhileItWaits:
+class _StoppableIterator:
     """An iterator of torch that calls `_on_wait` while it waits for a batch."""
 
     _leash: Connection
@@ -141,12 +141,12 @@ class _AsksWhileItWaits:
 
 
 @functools.cache
-def _asking(kind: type) -> type:
-    return type(kind.__name__, (_AsksWhileItWaits, kind), {"__module__": kind.__module__})
+def _stoppable_class(kind: type) -> type:
+    return type(kind.__name__, (_StoppableIterator, kind), {"__module__": kind.__module__})
 
 
 @contextlib.contextmanager
-def _signals_held_back(loader: DataLoader[Any]) -> Iterator[None]:
+def _block_stop_signals(loader: DataLoader[Any]) -> Iterator[None]:
     """Block stop signals for processes started in this block, until they call `_begin`."""
     context = loader.multiprocessing_context or multiprocessing
     method = context.get_start_method()

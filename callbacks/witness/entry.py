@@ -299,22 +299,18 @@ def compare(
     if earlier.rows != now.rows:
         return differing("rows", f"the rows of batch {now.batch} in epoch {now.epoch} are others")
     if generators:
-        return differing("random numbers", f"the same rows came, but the random state of {_joined(generators)} differs")
+        named = generators[0] if len(generators) == 1 else f"{', '.join(generators[:-1])} and {generators[-1]}"
+        return differing("random numbers", f"the same rows came, but the random state of {named} differs")
     if with_values and earlier.rates != now.rates:
         values = "" if earlier.rate == now.rate else f" is {now.rate!r}, was {earlier.rate!r}"
         return differing("settings", f"the learning rate{values or ' of an optimizer differs'}")
     if has_other_loss:
-        values = (
-            "is the same, but another one differs" if _same(earlier, now) else f"is {now.loss!r}, was {earlier.loss!r}"
-        )
+        is_same = earlier.loss == now.loss or (math.isnan(earlier.loss) and math.isnan(now.loss))
+        values = "is the same, but another one differs" if is_same else f"is {now.loss!r}, was {earlier.loss!r}"
         text = f"the loss {values}, although rows, random numbers and learning rates agree"
         changed = changed_facts(*before_and_now)
         return differing("loss", f"{text}. Since then: {'; '.join(changed)}" if changed else text)
     return None
-
-
-def _same(earlier: Entry, now: Entry) -> bool:
-    return earlier.loss == now.loss or (math.isnan(earlier.loss) and math.isnan(now.loss))
 
 
 def limit_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[bool, str]:
@@ -402,7 +398,3 @@ def summarize(of_ranks: Sequence[tuple[Iterable[int], StepDifference | None]], l
     first = min(differences, key=lambda each: (each.key, each.rank), default=None)
     steps = sorted({step for equal, _ in of_ranks for step in equal if first is None or step < first.step})
     return Proof(tuple(steps), len(of_ranks), first, limits) if steps or first else None
-
-
-def _joined(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -83,7 +83,7 @@ class Witness:
         self._attempt = max(before, default=0) + 1
         self._facts = {**before, self._attempt: facts_of_attempt(trainer)}
         self._limits = ""
-        self._expected = self._comparable(recorded)
+        self._expected = self._comparable_entries(recorded)
         steps = sorted({key[0] for key in self._expected})
         # All ranks must exchange results at the same steps, but a kill may leave one with fewer entries.
         all_steps = channel.gather_everywhere(steps) if run else []
@@ -92,14 +92,14 @@ class Witness:
         self._difference: StepDifference | None = None
         header = Header(self.run, trainer.global_rank, self._facts)
         self._file = WitnessFile(path, header, {} if recorded is None else recorded.entries)
-        self._plan(self._start)
+        self._plan_next_step(self._start)
 
     @property
     def is_comparing(self) -> bool:
         """Whether there are steps left to compare with an earlier attempt."""
         return bool(self._steps)
 
-    def _comparable(self, recorded: Recorded | None) -> dict[Key, Entry]:
+    def _comparable_entries(self, recorded: Recorded | None) -> dict[Key, Entry]:
         """Return the entries of the steps that this attempt repeats, if they can be compared; note the limits."""
         entries = {} if recorded is None else {k: e for k, e in recorded.entries.items() if k[0] >= self._start}
         if not entries:
@@ -129,7 +129,7 @@ class Witness:
         proof = None
         if self._steps:
             proof = self._exchange(step, is_last=run_state_of(trainer).stop_reason is not None)
-        self._plan(step)
+        self._plan_next_step(step)
         return proof
 
     def _read(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, key: Key) -> None:
@@ -149,7 +149,7 @@ class Witness:
         behind = step - self._saves[-1]
         return self._every << (behind // dense).bit_length() if behind >= dense > 0 else self._every
 
-    def _plan(self, step: int) -> None:
+    def _plan_next_step(self, step: int) -> None:
         if self._pending or step < self._saves[-1] + FIRST_STEPS:
             self.next_step = step + 1
             return

@@ -30,7 +30,7 @@ from .run_metadata import changed_numerics, metadata_of_module, numerics
 
 log = logging.getLogger(__name__)
 
-_LIVES_ON = "finished"
+_FLUSH_STATUS = "finished"
 """Status with which Lightning calls `finalize` in a signal handler, to flush its loggers; training then continues."""
 
 
@@ -176,7 +176,7 @@ class EventLogger(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         event_log = self._log
-        if event_log is None or not self._ends_log or status == _LIVES_ON:
+        if event_log is None or not self._ends_log or status == _FLUSH_STATUS:
             return
         try:
             if status != "success":
@@ -198,7 +198,7 @@ class EventLogger(Logger):
             module = None if self._trainer is None else self._trainer.lightning_module
             about: dict[str, Any] = {} if self._stage is None else {"stage": self._stage}
             if self._trainer is not None:
-                about = _extent(self._trainer)
+                about = _metadata_of_fit(self._trainer)
             event_log.started(metadata={**metadata_of_module(module), **about})
         return event_log
 
@@ -249,7 +249,7 @@ def last_step(trainer: pl.Trainer) -> int | None:
     return int(steps) if 0 <= steps < math.inf else None
 
 
-def _extent(trainer: pl.Trainer) -> dict[str, Any]:
+def _metadata_of_fit(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the keys of ``started`` that only a fit knows: its size and the settings that affect its numbers."""
     last = last_step(trainer)
     extent = {"ranks": trainer.world_size, **({} if last is None else {"last_step": last})}
@@ -282,7 +282,7 @@ class RecordEvents(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.event_log.phase == "new":
-            self.event_log.started(metadata={**(self.metadata or {}), **_extent(trainer)})
+            self.event_log.started(metadata={**(self.metadata or {}), **_metadata_of_fit(trainer)})
         if trainer.global_step:  # known only now: loggers are called before Lightning restores the step
             _warn_of_other_numerics(self.event_log)
             self.event_log.metric(name=RESUMED_METRIC, value=trainer.global_step, step=trainer.global_step)

@@ -155,7 +155,7 @@ class Ledger:
             following = attempts[position + 1 :]
             undone = [later.undone_after for later in following if later.undone_after is not None]
             kept_until = min(undone, default=attempt.last_step)
-            spent = _spent(attempt, kept_until)
+            spent = _seconds_by_part(attempt, kept_until)
             began_s, ended_s = attempt.process_began_s, attempt.process_began_s + sum(spent.values())
             spans.append(Span(began_s, ended_s, attempt.resumed_from, attempt.last_step, attempt.ended, spent))
             for part, spent_s in spent.items():
@@ -166,7 +166,7 @@ class Ledger:
         return Account(seconds, len(attempts), sum(seconds.values()), is_measured, tuple(spans))
 
 
-def _spent(attempt: _Attempt, kept_until: int) -> dict[str, float]:
+def _seconds_by_part(attempt: _Attempt, kept_until: int) -> dict[str, float]:
     """Return the seconds of each part of one attempt; a part is never negative.
 
     They sum to the time from the start of the process to its last event, unless the clock was set back meanwhile. The

@@ -174,11 +174,11 @@ def command_line(arguments: Sequence[str] | None = None, *, secrets: Iterable[st
     module = getattr(sys.modules["__main__"], "__spec__", None)
     program = Path(sys.argv[0]).name if module is None else f"python -m {module.name.removesuffix('.__main__')}"
     program, *rest = [program, *sys.argv[1:]] if arguments is None else arguments
-    hidden = [_without_secret(before, argument) for before, argument in pairwise(["", *rest])]
+    hidden = [_hide_value(before, argument) for before, argument in pairwise(["", *rest])]
     return shortened(hide_environment(f"{program} {shlex.join(hidden)}".rstrip(), secrets=secrets), LONGEST_COMMAND)
 
 
-def _without_secret(before: str, argument: str) -> str:
+def _hide_value(before: str, argument: str) -> str:
     """Return `argument` without a secret value: ``X`` in ``a.token=X``, or ``X`` if ``--api-key`` comes `before`."""
     name, sign, _ = argument.partition("=")
     if sign and is_secret_name(name):

@@ -153,7 +153,7 @@ class Delivery:
         request = self._client.build_request("PUT", url, headers=headers)
         request.stream = FileBody(path, facts.size_bytes, self._closing)
         try:
-            return _checked_answer(self._exchange(request), facts, safe_url(url))
+            return _check_answer(self._exchange(request), facts, safe_url(url))
         except Contradicted as error:
             _sha256_of.cache_clear()  # the local file may have been replaced
             self._contradictions[entry.seq] += 1
@@ -307,7 +307,7 @@ def _sha256_of(path: Path, _size: int, _mtime_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _checked_answer(content: bytes, facts: UploadedFile, where: str) -> UploadedFile:
+def _check_answer(content: bytes, facts: UploadedFile, where: str) -> UploadedFile:
     """Return the store's answer about a file, completed from our `facts`.
 
     An answer that is not a JSON object, such as the page of a proxy, is not an acknowledgement; an empty one is. The

@@ -362,9 +362,10 @@ class Uploader:
     def _next(self, kind: Kind, lane: Lane) -> Entry | None:
         """Return the oldest entry with parts left for `lane`, or without any part left: `_deliver` finishes that."""
         waiting = (entry for entry in self.queue.entries(kind) if not entry.refused)
-        return next((each for each in waiting if self._left(each, lane) or not self._left(each, each.to)), None)
+        left = self._parts_left
+        return next((each for each in waiting if left(each, lane) or not left(each, each.to)), None)
 
-    def _left(self, entry: Entry, lane: Lane) -> dict[str, Send]:
+    def _parts_left(self, entry: Entry, lane: Lane) -> dict[str, Send]:
         """Return the parts of `entry` that can still be delivered to `lane`, in order."""
         open_to = [name for name in lane if name not in entry.refusals]
         parts = self._delivery.parts(entry, open_to) if open_to else {}
@@ -378,7 +379,7 @@ class Uploader:
             Interrupted: The uploader is closing.
         """
         try:
-            for part, send in self._left(entry, lane).items():
+            for part, send in self._parts_left(entry, lane).items():
                 result = with_retries(functools.partial(self._try, entry, send), policy, self._pause)
                 with self._results:
                     entry.parts[part] = result
@@ -387,7 +388,7 @@ class Uploader:
         except Refused as error:
             self._refuse(entry, lane, error)
         with self._results:
-            if not self.queue.holds(entry) or entry.refused or self._left(entry, entry.to):
+            if not self.queue.holds(entry) or entry.refused or self._parts_left(entry, entry.to):
                 return
             if entry.refusals:
                 entry.reason = next(iter(entry.refusals.values()))
