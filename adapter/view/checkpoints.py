@@ -40,7 +40,7 @@ def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:
     }
     facts |= {"scores": {}, "finite_weights": None, "left_out": 0}
     facts["tier"] = "memory" if is_in_memory(listed.path) else "disk"
-    words = ["whole"] if proves else []
+    words = ["intact"] if proves else []
     if record is not None:
         problem = _difference(record) if proves else missing_file(record)
         facts |= {name: getattr(record, name) for name in ("name", "step", "run_id", "finite_weights")}

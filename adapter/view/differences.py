@@ -18,7 +18,7 @@ _DATA_KEYS = ("data", "dataset", "inputs", "mock_batches")
 """Keys of a job that describe its data."""
 _FIRST_PACKAGES = ("genlight", "lightning", "torch", "numpy", "pyarrow")
 _LONGEST_VALUE = 400
-"""Maximum length of a displayed value, in characters; of a longer one only length and digest are shown."""
+"""Maximum length of a displayed value, in characters. Longer values are shown as their length and digest."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ def facts_of_run(summary: RunSummary) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Mapping[str, Any]]) -> list[ChangedFact]:
-    """Return the differences between runs, given as `facts_of_run`.
+    """Return the differences between runs. `runs` are results of `facts_of_run`.
 
-    If every run has a ``job.json``, all settings are compared. Otherwise the settings in the logs are compared; logs
-    have only those hyperparameters that are numbers.
+    If every run has a ``job.json``, all settings are compared. Otherwise the settings in the logs are compared. A log
+    lacks many settings, among them every hyperparameter that is a text.
     """
     has_jobs = all(run["job"] is not None for run in runs)
     facts = [dict(_facts(run, has_jobs=has_jobs)) for run in runs]

@@ -41,7 +41,7 @@ LARGEST_RECORD = 1 << 20
 LARGEST_MEDIA = 600_000
 """Maximum size of a picture or a recording that is put into a page, in bytes."""
 BEGINNING_BYTES = 4000
-"""Bytes that tell the kind of a file, and that are shown of a text."""
+"""Number of bytes read from the beginning of a file: they show its kind, and a page shows no more of a text."""
 LONGEST_TEXT = 2000
 _MEDIA = {
     "image/png": re.compile(rb"\x89PNG\r\n\x1a\n"),
@@ -65,30 +65,27 @@ class Curve:
     """The points of one metric, in the order in which they were logged.
 
     Attributes:
-        first_unusual: Step and value of the first non-finite value; None if all are finite.
-        count: Number of values logged.
+        first_nonfinite: Step and value of the first value that is not finite; None if all are finite.
     """
 
     def __init__(self) -> None:
         self.steps: array[int] = array("q")
         self.times_ms: array[int] = array("q")
         self.values: array[float] = array("d")
-        self.first_unusual: tuple[int, float] | None = None
-        self.count = 0
+        self.first_nonfinite: tuple[int, float] | None = None
 
     def add(self, step: int, time_ms: int, value: float) -> None:
         """Append a point."""
-        self.count += 1
-        if not math.isfinite(value) and self.first_unusual is None:
-            self.first_unusual = step, value
+        if not math.isfinite(value) and self.first_nonfinite is None:
+            self.first_nonfinite = step, value
         self.steps.append(step)
         self.times_ms.append(time_ms)
         self.values.append(value)
         if len(self.values) >= MOST_KEPT:
             self._keep(thinned(np.array(self.steps), np.array(self.values), MOST_KEPT // 4))
 
-    def go_back(self, step: int) -> None:
-        """Remove the points after `step`, because those steps are trained again."""
+    def remove_after(self, step: int) -> None:
+        """Remove the points of later steps than `step`, because these steps are trained again."""
         kept = np.array(self.steps) <= step
         if not kept.all():
             self._keep(np.flatnonzero(kept))
@@ -112,8 +109,8 @@ class Curve:
 def thinned(steps: NDArray[np.int64], values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
     """Return at most `most` indices of a curve, in order: first, last, and both extremes of each interval of steps.
 
-    The intervals are equal in steps and not in points: a long curve is thinned again and again, and its beginning has
-    fewer points each time.
+    Each interval has the same number of steps. The numbers of points differ: a long curve is thinned repeatedly, so its
+    beginning already has fewer points.
     """
     if len(values) <= most:
         return np.arange(len(values))
@@ -136,8 +133,8 @@ class Budget:
         points: Points of all curves together.
         media_bytes: Bytes of all pictures and recordings together.
         sample_steps: Number of steps with samples.
-        address_of: Returns the address of a picture or recording, given its path in the run's folder, for a page that
-            loads them. None puts their bytes into the page.
+        address_of: Returns the address from which a page loads a picture or a recording, given its path in the run's
+            folder. None puts the bytes of all of them into the page.
     """
 
     points: int = 40_000
@@ -164,7 +161,7 @@ class History:
 
     @property
     def is_current(self) -> bool:
-        """Whether the log of the run is still the same file."""
+        """Whether the run still has the same log file, so that `read_new` can continue to read it."""
         log = log_of_run(self.summary.path)
         return log == self.summary.log and self._position.is_of(log)
 
@@ -177,7 +174,7 @@ class History:
                 self.take(event)
         except EventLogError as error:
             self._is_broken = True
-            self._find("fail", None, str(error), "")
+            self._add_finding("fail", None, str(error))
 
     def take(self, event: Event) -> None:
         """Add the next event of the log."""
@@ -185,17 +182,19 @@ class History:
         undone_after = self._attempts.take(event)
         if undone_after is not None:
             for curve in self.curves.values():
-                curve.go_back(undone_after)
+                curve.remove_after(undone_after)
         if isinstance(event, Metric):
             self._take_metric(event)
             return
         if isinstance(event, Finding):
-            self._find(event.level, event.step, event.text, "")
+            self._add_finding(event.level, event.step, event.text)
         if isinstance(event, Failed):
             remedy = "start it again to continue" if event.resumable is True else ""
-            self._find("stop" if event.error == event.category else "fail", event.step, event.error, remedy)
+            level = "stop" if event.error == event.category else "fail"  # a stop has no text but its reason
+            self._add_finding(level, event.step, event.error, remedy)
         if isinstance(event, Completed) and event.finite is False:
-            self._find("fail", event.step, "the final weights are not finite (nan or infinite)", "lower the rate")
+            text = "the final weights are not finite (nan or infinite)"
+            self._add_finding("fail", event.step, text, "lower the rate")
         self.left_out_events += len(self.events) == MOST_EVENTS
         self.events.append(_shown(event))
 
@@ -205,11 +204,11 @@ class History:
         most = max(min(budget.points // max(len(self.curves), 1), 2000), 4)
         findings = [*self.findings]
         for name, curve in self.curves.items():
-            if curve.first_unusual is not None:
-                step, value = curve.first_unusual
+            if curve.first_nonfinite is not None:
+                step, value = curve.first_nonfinite
                 findings.append(_finding("fail", step, f"{name} was {value} for the first time", "see `on_nonfinite`"))
         for kind, step in self._faults.items():
-            findings.append(_finding("warn", step, f"{kind.replace('_', ' ')} from step {step} on", ""))
+            findings.append(_finding("warn", step, f"{kind.replace('_', ' ')} from step {step} on"))
         broken = [row for row in listed if row["state"].startswith("broken")]
         findings += [_finding("fail", row["step"], f"{row['name']}: {row['state']}", row["show"]) for row in broken]
         account = self.ledger.account()
@@ -229,7 +228,7 @@ class History:
 
     def _take_metric(self, event: Metric) -> None:
         if event.name == ROLLED_BACK_METRIC and math.isfinite(event.number):
-            self._find("warn", event.step, f"rolled back to step {event.number:.0f}", "")
+            self._add_finding("warn", event.step, f"rolled back to step {event.number:.0f}")
         if event.name.startswith(FAULT_PREFIX):
             self._take_fault(event.name.removeprefix(FAULT_PREFIX), event)
         curve = self.curves.get(event.name)
@@ -245,9 +244,9 @@ class History:
             self._faults.setdefault(kind, event.step)
         elif kind in self._faults:
             began = self._faults.pop(kind)
-            self._find("warn", began, f"{kind.replace('_', ' ')} from step {began} to {event.step}", "")
+            self._add_finding("warn", began, f"{kind.replace('_', ' ')} from step {began} to {event.step}")
 
-    def _find(self, level: str, step: int | None, text: str, remedy: str) -> None:
+    def _add_finding(self, level: str, step: int | None, text: str, remedy: str = "") -> None:
         self.findings.append(_finding(level, step, text, remedy))
 
 
@@ -267,7 +266,7 @@ def history_of(folder: Path, before: History | None = None, searches: Searches |
     return history
 
 
-def _finding(level: str, step: int | None, text: str, remedy: str) -> dict[str, Any]:
+def _finding(level: str, step: int | None, text: str, remedy: str = "") -> dict[str, Any]:
     return {"level": level, "step": step, "text": text[:LONGEST_TEXT], "remedy": remedy}
 
 
@@ -292,7 +291,7 @@ def _checkpoint(listed: Listed) -> dict[str, Any]:
 
 
 def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
-    """Yield samples, oldest first; if there are too many steps, evenly spaced ones."""
+    """Yield the samples, oldest first. If too many steps have samples, yield those of evenly spaced steps."""
     samples = folder / "samples"
     records = [path for path in sorted(samples.glob("step-*.json")) if not path.is_symlink()]
     by_step: dict[str, list[Path]] = {}
@@ -373,6 +372,6 @@ def _text(path: Path, beginning: bytes, size: int) -> dict[str, Any]:
 def media_kind(content: bytes) -> str | None:
     """Return the media type of a picture or a recording, by its first bytes.
 
-    None for any other file, because a browser might run it.
+    Return None for any other file, such as HTML: a browser might run it.
     """
     return next((kind for kind, beginning in _MEDIA.items() if beginning.match(content)), None)

@@ -1,8 +1,8 @@
-"""Reads from an event log what a listing shows, without decoding the whole log.
+"""Find the facts that a listing shows in an event log, without decoding every line.
 
-A listing shows how the run ended, its newest start, the device time of its attempts, and a few values of a metric. A
-log is searched only once: a later search begins where the last one ended. Lines that cannot be read are skipped: the
-log may be torn, written by another release, or still being written.
+A listing shows how the run ended, its newest start, the device time of its attempts, and a few values of a metric. Each
+search begins where the previous one ended. Lines that cannot be read are skipped: the log may be torn, written by
+another release, or still being written.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ PRICE = "price_per_device_hour"
 
 @dataclass(frozen=True)
 class Search:
-    """The findings of a search through a log.
+    """The facts that a search has found in a log so far.
 
     Attributes:
-        until: Number of bytes searched so far.
+        until: Number of bytes searched.
         started: The newest start of an attempt that trains.
-        proof: The proof of its resume, if it repeated steps.
-        newest: The newest start of any attempt, also one that only evaluates.
-        step_time: The newest report of seconds spent on steps since `started`.
-        start_up: The report of the seconds before its first step.
+        proof: The result of comparing the steps that this attempt repeated; None if it repeated none.
+        newest: The newest start of any attempt, also of one that only evaluates.
+        step_time: The newest report of seconds that the attempt of `started` has spent on steps.
+        start_up: The report of the seconds before the first step of that attempt.
         device_s: Device seconds of the attempts before `newest`.
-        cost: Their cost; None if none of them had a price.
+        cost: Cost of the attempts before `newest`; None if none of them had a price.
         last_ms: Time of the last line searched.
     """
 
@@ -97,7 +97,7 @@ def job_of(metadata: dict[str, Any]) -> dict[str, Any]:
 def search_log(descriptor: int, searches: Searches) -> Search:
     """Search the rest of a log, from where the last search in `searches` ended, and store the result there.
 
-    The log is read in blocks, because a mapping would count as memory.
+    The log is read in blocks, because a memory mapping would count as memory of this process.
     """
     status = os.fstat(descriptor)
     log = status.st_dev, status.st_ino
@@ -111,7 +111,7 @@ def search_log(descriptor: int, searches: Searches) -> Search:
         block, at = rest + piece, at + len(piece)
         complete = block.rfind(b"\n") + 1
         search, rest = _search_lines(search, block[:complete]), block[complete:]
-        if len(rest) > LONGEST_LINE:  # no event is so long; the rest of this line will not be one either
+        if len(rest) > LONGEST_LINE:  # longer than any event; without its beginning the line is skipped
             rest = b""
     searches[log] = replace(search, until=at - len(rest))
     return searches[log]
@@ -148,7 +148,7 @@ def _places(block: bytes, mark: bytes) -> Iterator[int]:
 
 
 def _line_at(block: bytes, at: int) -> tuple[int, Event | None]:
-    """Return where the complete line around `at` begins, and its event; None if it has none, or `at` is negative."""
+    """Return the start of the complete line around `at`, and its event; None if there is none, or `at` is negative."""
     begin, end = block.rfind(b"\n", 0, max(at, 0)) + 1, block.find(b"\n", max(at, 0))
     return begin, event_on(block[begin:end]) if at >= 0 and end >= 0 else None
 
@@ -156,8 +156,8 @@ def _line_at(block: bytes, at: int) -> tuple[int, Event | None]:
 def read_tail(descriptor: int) -> tuple[list[Event], str]:
     """Return the last events of the newest attempt that trained, oldest first, and the error of a later start.
 
-    A start that failed early leaves a ``failed`` without ``started``. Only such a line follows the end of an attempt,
-    has the category startup, or has step 0 after training.
+    A start that failed early leaves a ``failed`` without ``started``. It is recognized by one of three signs: it
+    follows the end of an attempt, its category is ``startup``, or it has step 0 although the run has trained.
     """
     begin = max(os.fstat(descriptor).st_size - TAIL_BYTES, 0)
     lines = os.pread(descriptor, TAIL_BYTES, begin).split(b"\n")[(1 if begin else 0) : -1]
@@ -190,7 +190,7 @@ def last_step_of(events: list[Event]) -> int:
 def sketch(descriptor: int, name: str) -> list[float]:
     """Return at most `SKETCH_POINTS` finite values of a metric from all over the log, by ascending step.
 
-    Of a long log, only pieces are read, so that a thousand of them are sketched quickly.
+    Only pieces of a long log are read, so that a thousand logs are sketched quickly.
     """
     size, mark = os.fstat(descriptor).st_size, b'"name":' + msgspec.json.encode(name)
     is_short = size <= SKETCH_POINTS * _PIECE_BYTES

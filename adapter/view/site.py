@@ -1,7 +1,8 @@
 """The web application that shows the runs below a folder live; needs the extra ``serve``.
 
-Requests are checked before anything is read. A request for a foreign host name comes from the page of another site
-whose name points at this server (DNS rebinding). A request that changes something must come from one of our pages.
+Each request is checked before anything is read. Its host name must be known, because another site can give its own name
+the address of this server and then read the answers (DNS rebinding). A request that changes something must come from
+one of our pages.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MOST_AT_ONCE = 20
 MOST_HISTORIES = 16
 """Maximum number of runs kept in memory with their curves; the least recently requested are dropped."""
 COUNTS_FOR_S = 0.3
-"""Seconds that one listing may spend on what `summary_of` counts; later listings do the rest."""
+"""Seconds that one listing may spend on the fields in `COUNTED`; later listings fill those of the other runs."""
 POINTS = 60_000
 """Points of all curves on a page."""
 _PIECE_BYTES = 1 << 20
@@ -76,7 +77,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._listed: dict[str, tuple[RunSummary, float]] = {}
-        """The summary of each run by address, and when its files were last counted; 0 if not since it changed."""
+        """Summary of each run by address, and when `COUNTED` was last filled; 0 if the run has changed since."""
         self._searches: Searches = {}
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._lock = threading.Lock()
@@ -104,6 +105,7 @@ class Runs:
                         summary = replace(summary, **{name: getattr(before[0], name) for name in COUNTED})
                     before = summary, 0 if before is None or summary.state != "running" else before[1]
                 listed[address] = before
+            # Count changed and running runs again as time allows, those that were counted longest ago first.
             waiting = [each for each in listed if not listed[each][1] or listed[each][0].state == "running"]
             until = time.monotonic() + COUNTS_FOR_S
             for address in sorted(waiting, key=lambda each: listed[each][1]):
@@ -137,7 +139,7 @@ class Runs:
 
 
 def _has_changed(summary: RunSummary) -> bool:
-    """Return whether a run that had ended has been active since."""
+    """Return whether a run has been active since its summary was made."""
     return max(modified_ms(summary.log), modified_ms(summary.path / LOCK_NAME)) > summary.alive_at_ms
 
 
@@ -148,7 +150,7 @@ def application(folder: Path, *, token: str | None = None, hosts: Collection[str
         folder: Folder with runs below it.
         token: The token that every request must have, in a cookie or as a bearer token; None means no token.
         hosts: Host names that requests may use. Addresses and ``localhost`` are always allowed.
-        prefix: Path below which a proxy shows the application, such as ``/runs``, whether it removes it or not.
+        prefix: Path below which a proxy shows the application, such as ``/runs``; the proxy may pass it on or not.
     """
     pages = _Pages(Runs(folder))
     routes = [
@@ -221,9 +223,9 @@ class _Guard:
         return hmac.compare_digest(text.encode(), (self._token or "").encode())
 
     def _is_from_our_page(self, request: Request, host: str) -> bool:
-        """Return whether a page of this server sent the request; other sites can set neither header nor origin.
+        """Return whether a page of this server sent the request; other sites can set neither the header nor the origin.
 
-        The scheme does not count, and the host may be an allowed one, because a proxy with TLS changes both.
+        The origin may have any scheme and any allowed host, because a proxy with TLS changes both.
         """
         scheme, _, origin = request.headers.get("origin", f"http://{host}").partition("://")
         is_known = scheme in ("http", "https") and origin.lower() in (host.lower(), *self._hosts)

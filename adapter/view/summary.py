@@ -53,7 +53,7 @@ class RunSummary:
         resumable: Whether a restart is expected to continue the run.
         step: Completed steps.
         max_steps: Step limit; None if unknown.
-        last_step: Expected last step, because the data may end before the limit; None if unknown.
+        last_step: Expected last step, less than `max_steps` if the data end earlier; None if unknown.
         ranks: Number of processes; None if unknown.
         attempts: Number of attempts; 0 before the first.
         started_at_ms: When the newest attempt started, in milliseconds since 1970; None before that.
@@ -64,7 +64,7 @@ class RunSummary:
         size_bytes: Size of all its files.
         waiting_uploads: Number of uploads that are not delivered yet.
         checkpoint_ms: When the newest checkpoint was saved, in milliseconds since 1970; None if there is none.
-        losses: A few values of the loss from the whole run, by ascending step.
+        losses: A few values of the loss from all over the run, by ascending step.
         device_hours: Hours of all attempts, times their number of processes; None before the first attempt.
         cost: Device hours times the job's `price_per_device_hour`; None without a price.
         attempt_goodput: Share of the newest attempt's time that was spent on training steps; None if not reported yet.
@@ -174,9 +174,9 @@ _AGE, _SPEED = "checkpoint_age_seconds", "steps_per_second"
 _SCRAPED = {
     "step": ("step", "Completed steps."),
     "max_steps": ("max_steps", "Steps to train."),
-    _SPEED: ("steps_per_s", "Speed of a run that is running."),
+    _SPEED: ("steps_per_s", "Speed of a running run."),
     "loss": ("loss", "The last loss."),
-    _AGE: ("checkpoint_ms", "Time since a run that is running has saved its newest checkpoint."),
+    _AGE: ("checkpoint_ms", "Time since a running run saved its newest checkpoint."),
     "uploads_waiting": ("waiting_uploads", "Uploads that are not delivered yet."),
     "goodput_ratio": ("attempt_goodput", "Share of the newest attempt's time that was spent on training steps."),
     "device_hours": ("device_hours", "Hours of all attempts, times their number of processes."),
@@ -192,7 +192,7 @@ def exposition(runs: Iterable[Mapping[str, Any]], now_ms: int) -> str:
         runs: Runs as in `RunSummary.as_json`, each with its ``address``.
         now_ms: The time, in milliseconds since 1970.
     """
-    # JSON escapes what Prometheus wants to have escaped in a label: quotes, backslashes and line breaks.
+    # JSON escapes the characters that must be escaped in a label: quotes, backslashes and line breaks.
     listed = [(json.dumps(run["address"], ensure_ascii=False), run) for run in runs]
     lines = ["# HELP genlight_run_state Whether the run is in this state.", "# TYPE genlight_run_state gauge"]
     for label, run in listed:
@@ -324,6 +324,7 @@ def _state(
     holder: Mapping[str, Any],
     metadata: Mapping[str, Any],
 ) -> tuple[State, str]:
+    """Return the state of a run and the reason for it, as in `RunSummary.detail`."""
     lock = folder / LOCK_NAME
     is_live = is_held(lock) or is_held(log) or is_held(folder / "checkpoints" / LOCK_NAME)
     if end is not None and not (is_live and modified_ms(lock) > end.timestamp_ms + _CLOCK_MARGIN_MS):
@@ -337,7 +338,7 @@ def _state(
     can_ask = os.access(lock, os.R_OK) or os.access(log, os.R_OK)
     if host == here and can_ask:
         return "lost", f"its process on {host} no longer exists"
-    # Some file systems do not show locks of other hosts.
+    # Some file systems do not show locks of other hosts, so only a long silence shows that the process is gone.
     moments = [event.timestamp_ms for event in tail]
     longest_gap_s = max((b - a for a, b in itertools.pairwise(moments)), default=0) / 1000
     silent_s = (now_ms - alive_at_ms) / 1000

@@ -75,7 +75,7 @@ class WatchRuns(App[None]):
         self._smoothing = 0
         self._chosen = 0
         self._by_time = False
-        self._is_asked = False
+        self._awaits_answer = False
 
     @override
     def compose(self) -> ComposeResult:
@@ -135,15 +135,15 @@ class WatchRuns(App[None]):
     def action_ask_to_stop(self) -> None:
         """Ask whether to stop the selected run."""
         folder = self._folders[self._chosen]
-        self._is_asked = self._runs.get(folder, {}).get("state") == "running"
+        self._awaits_answer = self._runs.get(folder, {}).get("state") == "running"
         question = f"Stop {_name(folder)} after a checkpoint of its current step? y: yes"
-        self._say(question if self._is_asked else f"{_name(folder)} is not running")
+        self._say(question if self._awaits_answer else f"{_name(folder)} is not running")
 
     def action_stop(self) -> None:
-        """Stop the run, if the question was asked before."""
-        if not self._is_asked:
+        """Stop the run, if the user has just been asked."""
+        if not self._awaits_answer:
             return
-        self._is_asked = False
+        self._awaits_answer = False
         folder = self._folders[self._chosen]
         try:
             request_stop(folder)
@@ -156,7 +156,7 @@ class WatchRuns(App[None]):
         self.query_one("#message", Static).update(Text(text, no_wrap=True))
 
     def _metrics(self) -> list[str]:
-        """Return the names of all metrics, and select one of them if the shown one is not among them."""
+        """Return the names of all metrics. If the selected metric is not one of them, select another."""
         names = sorted({name for run in self._runs.values() for name in run["curves"]})
         if self._metric not in names:
             losses = [name for name in names if name.endswith("loss")]

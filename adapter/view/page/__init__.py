@@ -59,7 +59,7 @@ def facts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def stamp() -> dict[str, Any]:
-    """Return the time and the version of genlight with which a page is made."""
+    """Return the current time and the version of genlight, for a page that is made now."""
     return {"made_at_ms": int(time.time() * 1000), "version": metadata.version("genlight")}
 
 
@@ -69,7 +69,7 @@ def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data
     Args:
         data: A result of `facts_of`, or ``{"live": address}``: the page fetches its data from there again and again.
         title: Title of the page.
-        sources: Directives of the content security policy for what the page may load.
+        sources: Directives of the content security policy that say what the page may load.
     """
     # Without `<`, no text in the data can end the element that holds it.
     text = json.dumps(data, allow_nan=False, ensure_ascii=True).replace("<", "\\u003c")
@@ -90,7 +90,7 @@ def page_of(data: Mapping[str, Any], *, title: str, sources: str = "img-src data
 
 
 def hash_of(text: str) -> str:
-    """Return the digest of a script or style for a content policy, by which the browser refuses any other."""
+    """Return the digest of a script or style for the content security policy: a browser refuses every other one."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

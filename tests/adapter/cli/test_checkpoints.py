@@ -60,7 +60,7 @@ def test_verify_checks_every_checkpoint_of_a_folder(checkpoints, capsys):
     assert call("verify", checkpoints) == 1
     _, first, second = capsys.readouterr().out.splitlines()
     assert "broken: step-00000010/model.safetensors has digest" in first
-    assert "whole" in second
+    assert "intact" in second
 
 
 def test_verify_takes_one_checkpoint(checkpoints, capsys):
