@@ -14,8 +14,8 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; see `genlight.adapter.cli.command_line`.
 
-    Without `arguments` the process belongs to the command. A run or a fit then handles stop signals from here on,
-    before any large import, and a signal after its end no longer changes the exit code.
+    Without `arguments`, the command is the one in ``sys.argv``, and this process exists only for it. A run or a fit
+    then handles stop signals before any large import, and a signal after its end does not change the exit code.
     """
     trains = arguments is None and sys.argv[1:2] in (["run"], ["fit"])
     try:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             collect_rarely()
             StopSignals().install()
         from .command_line import main as run_main
-    except KeyboardInterrupt:  # The imports take long enough for a Ctrl-C.
+    except KeyboardInterrupt:  # The imports take so long that a user may press Ctrl-C.
         return INTERRUPTED
     code = run_main(arguments)
     if trains:

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "subject", metavar="MODULE:CLASS|JOB.json", help="the class, or a job with its class, hyperparameters and data"
     )
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help="a Parquet file; may be repeated")
-    # After seven steps, an accumulation window of 2 to 6 steps is open, and a second epoch of five has begun.
+    # The interruption after seven steps is within an accumulation window of 2 to 6 steps, and in the second epoch of
+    # five steps.
     parser.add_argument("--steps", type=at_least(1), default=7, help="steps before and after the interruption")
     add_overrides(parser, "dataset.batch_size=8 or hyperparams.lr=0.001")
     add_json(parser, "print one JSON object")
@@ -91,7 +92,7 @@ def _subject(config: RunConfig, steps: int) -> Subject:
 
     ctx = dataclasses.replace(plain_context(config), device="cpu")
     folders = [config.spec_dir, Path.cwd()]
-    with on_sys_path(folders), contextlib.ExitStack() as stack:  # a `collate` may be a function of the user's
+    with on_sys_path(folders), contextlib.ExitStack() as stack:  # the job's `collate` may be in the user's code
         _, batches = job_batches(config, None, ctx, stack)
         if batches is None:
             with contextlib.suppress(ContractError):  # the checks report it

@@ -1,6 +1,6 @@
 """List, verify, show or export the checkpoints of a run.
 
-`verify` checks the files of each by their digests. `export` writes one for other tools.
+`verify` compares the files of each checkpoint with their digests. `export` writes one checkpoint for other tools.
 
 Exit codes: 0 done, 1 a checkpoint is broken, 2 usage.
 """
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="folder of a run or of checkpoints, or one checkpoint; show and export take the newest",
+        help="folder of a run or of checkpoints, or one checkpoint; show and export take the newest of a folder",
     )
     add_json(parser, "list, verify, show: print JSON, one object a line")
     parser.add_argument(
@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--force", action="store_true", help="export: replace what exists")
     parser.add_argument(
-        "--strip-prefix", default="", metavar="PREFIX", help="export: only weights with this prefix, and without it"
+        "--strip-prefix",
+        default="",
+        metavar="PREFIX",
+        help="export: only weights whose names begin with this prefix, which is removed",
     )
     parser.add_argument(
         "--base",

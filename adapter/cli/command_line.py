@@ -2,7 +2,7 @@
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``. Declaring arguments loads
 neither torch nor Lightning, so that ``--help``, listings and shell completion answer at once. ``fit``, ``validate``,
-``test`` and ``predict`` are LightningCLI's own subcommands and are handed to it as they are.
+``test`` and ``predict`` are subcommands of LightningCLI, which parses their arguments itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ _HEADINGS = {
 }
 """Headings of groups in the help, by the first command of each."""
 LIGHTNING_COMMANDS = ("fit", "validate", "test", "predict")
-"""Commands of LightningCLI; it parses their arguments itself."""
 
 _EXTRAS = {"uvicorn": "serve", "starlette": "serve", "textual": "watch", "plotext": "watch"}
 """The extra of genlight that a package belongs to."""
@@ -95,7 +94,7 @@ _NOT_FOR_USERS = (
     "Checkpoint directory .* exists and is not empty.*",
     "The `srun` command is available on your system but is not used.*",
 )
-"""Warnings of Lightning and torch about each other, or about what a trainer class decides."""
+"""Warnings of Lightning and torch about each other, or about decisions of the trainer class."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,7 +146,7 @@ def _run(words: list[str]) -> int:
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get(error.name or "")) is None:
             raise
-        return print_error(name, f"{error.name} is not installed: {_installing(extra)}")
+        return print_error(name, f"{error.name} is not installed: {_install_command(extra)}")
     except OSError as error:
         if error.errno is None:  # raised by genlight, with a complete message
             return print_error(name, error)
@@ -157,8 +156,8 @@ def _run(words: list[str]) -> int:
     return code
 
 
-def _installing(extra: str) -> str:
-    """Return the command that installs the packages of an extra one by one, since no index has genlight."""
+def _install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra. It names each, because no index has genlight."""
     requires = (required.partition(";") for required in metadata.requires("genlight") or ())
     named = [f"'{package.strip()}'" for package, _, marker in requires if re.search(rf"extra == .{extra}\b", marker)]
     return f"pip install {' '.join(named)}"
@@ -208,7 +207,7 @@ def _overview() -> str:
 
 
 def command_parser(name: str) -> CommandParser:
-    """Create the parser of one command. Import only this command, since others import more."""
+    """Create the parser of one command; the modules of other commands are not imported."""
     command = _module_of(name)
     parser = CommandParser(f"genlight {name}", description=command.__doc__.replace("``", "`"))
     command.add_arguments(parser)
@@ -247,7 +246,7 @@ def _configure_messages() -> None:
         handler = _StandardError()
         handler.setFormatter(VisibleFormatter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
-        # It has another handler to standard error, and each message would appear twice.
+        # This logger also has its own handler to standard error, so each message would appear twice.
         logging.getLogger("lightning").propagate = False
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("job", metavar="JOB.json", help="the job, whose precision is compared")
-    parser.add_argument("--steps", type=at_least(1), default=5, help="number of steps; with --against, of updates")
+    parser.add_argument("job", metavar="JOB.json", help="the job, which trains in its own precision")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="number of steps, or of updates with --against")
     parser.add_argument(
         "--rtol",
         type=at_least(0, float),

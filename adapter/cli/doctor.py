@@ -45,7 +45,7 @@ Outcomes = Iterator[tuple[Level, str]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument(
-        "job", nargs="?", metavar="JOB.json", help="the job; without it TRAINER_JOB_SPEC_PATH names one"
+        "job", nargs="?", metavar="JOB.json", help="the job; by default the one that TRAINER_JOB_SPEC_PATH names"
     )
     add_overrides(parser)
     parser.add_argument("--step", action="store_true", help="also take one step of the class on the first batch")
@@ -200,7 +200,7 @@ def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
 
 
 def _input(kind: Kind, text: str) -> Outcomes:
-    """An input on this machine; for one elsewhere, only whether its reference is well-formed."""
+    """Check that an input exists on this machine; of an input elsewhere, check only the form of its reference."""
     ref = checked_ref(kind, text)
     yield "pass", f"{ref} is here" if isinstance(ref, Path) else f"{ref.label} is fetched when the run starts"
 

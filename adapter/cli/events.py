@@ -25,8 +25,8 @@ from .terminal import brief, print_error, say, say_json
 _OMITTED = ("event", "job", "metadata", "packages", "schema_version", "seq", "step", "timestamp_ms")
 """Fields that appear elsewhere in a line, or are too long for it."""
 
-_TOGETHER = 1000
-"""Violations that are written together."""
+_VIOLATIONS_AT_ONCE = 1000
+"""Number of violations written at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(path: Path, *, as_json: bool) -> int:
     count, violations = 0, iter_violations(path)
-    while some := list(islice(violations, _TOGETHER)):
+    while some := list(islice(violations, _VIOLATIONS_AT_ONCE)):
         count += len(some)
         say_json(map(asdict, some)) if as_json else say(*some)
     if not as_json:
@@ -115,7 +115,7 @@ def _show(path: Path, args: argparse.Namespace) -> None:
     if args.json:
         say_json(events)
         return
-    # A follower shows each metric at once; it cannot know whether another of the same step will come.
+    # With --follow each metric is shown at once, because another of the same step may not come.
     for group in ([event] for event in events) if args.follow else _by_step(events):
         say(_line(group))
 

@@ -108,7 +108,7 @@ def begin_fit(session: Session, trainer: pl.Trainer, start: Start | None, settin
     directory = session.checkpoints_dir
     if directory is None:
         return
-    if start is None and session.is_rank_zero:  # somebody has chosen where to begin
+    if start is None and session.is_rank_zero:  # the user has chosen where to begin, so earlier deaths do not count
         forget_deaths(directory)
     if settings["resume"] == "never":
         for saver in savers_of(trainer):
@@ -142,9 +142,9 @@ def hold_folder(session: Session) -> None:
 
 
 def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool) -> tuple[str | None, Start | None]:
-    """Return the path of the named or the newest complete checkpoint, if any, and the start from the newest.
+    """Return the path of the checkpoint to start from, if any, and the start that was decided here.
 
-    The start is None if the options name a checkpoint, or say that the fit begins at step 0.
+    If the options name a checkpoint, or say that the fit begins at step 0, nothing was decided: the start is None.
 
     Args:
         trainer: The trainer.

@@ -3,7 +3,7 @@
 A run is lost if its process, on this host or another, has ended without reporting how. BEST is the score that the job
 names in `checkpoints.monitor`. HOURS are those of all attempts, times their number of processes; COST is HOURS times
 the `price_per_device_hour` of the job. RESTART says whether the steps that the newest attempt repeated after a restart
-have the same bits as before it.
+have the same bits as the first time.
 
 Exit codes: 0 done, 2 usage.
 """

@@ -1,4 +1,4 @@
-"""``python -m genlight``; installed as ``genlight/__main__.py``, since the namespace package has no files."""
+"""``python -m genlight``. It is installed as ``genlight/__main__.py``, because ``genlight`` has no source folder."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("job", metavar="JOB.json", help="the job")
-    # Three checkpoints, and two steps after each of the first two.
+    # A checkpoint follows after each third, and faults happen in the second step after the first and second checkpoint.
     parser.add_argument(
-        "--steps", type=at_least(9), default=12, help="steps of each rehearsal; a third of them apart are checkpoints"
+        "--steps", type=at_least(9), default=12, help="steps of each rehearsal; it saves a checkpoint after each third"
     )
     parser.add_argument(
-        "--minutes", type=at_least(0, float), default=15.0, help="time for all; what does not fit is skipped"
+        "--minutes", type=at_least(0, float), default=15.0, help="time for all rehearsals; the others are skipped"
     )
     parser.add_argument("--ranks", type=at_least(1), help="number of processes; the job's own by default")
     parser.add_argument(
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _scene(args: argparse.Namespace, config: RunConfig) -> Scene:
-    """Return the job as it is rehearsed: its steps, and a checkpoint after every third of them."""
+    """Return the job with the changes for a rehearsal: fewer steps, and a checkpoint after each third of them."""
     from ..prove.rehearsal import Scene
 
     own = config.lightning.get("callbacks") or []

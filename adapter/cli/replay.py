@@ -1,8 +1,8 @@
 """Replay the steps of a run up to one of them, bit for bit, and show what happened in it.
 
 The training starts from the newest checkpoint before the step, or from the beginning, in a scratch folder; the folder
-of the run is only read. The witness of the run proves that the steps are the same. If the loss or a gradient is not
-finite, the rows that cause it are found.
+of the run is only read. The witness of the run, the file with digests of its steps, proves that the steps are the same.
+If the loss or a gradient is not finite, the rows that cause it are found.
 
 Exit codes: 0 replayed, 1 the steps are not the same as in the run, or one failed, 2 usage, or no replay is possible.
 """
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="also show the bytes that modules keep for their backward"
     )
-    add_overrides(parser, "lightning.devices=1, which gives other bits")
+    add_overrides(parser, "lightning.devices=1 (the bits then differ)")
     add_json(parser, "print one JSON object")
 
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         scratch = Path(folder).resolve()
         options = {"with_debugger": args.pdb, "counts_memory": args.memory}
         result = replay(args.run.absolute(), args.step, scratch, overrides=args.set, **options)
-    if not is_rank_zero():  # of a job with several ranks, whose first one prints and decides
+    if not is_rank_zero():  # rank zero prints the result and has the exit code
         return 0
     if args.json:
         say_json([result.as_json()])

@@ -17,12 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "job",
         nargs="?",
         metavar="JOB.json",
-        help="the job, - for standard input; without it TRAINER_JOB_SPEC_PATH names one",
+        help="the job, - for standard input; by default the one that TRAINER_JOB_SPEC_PATH names",
     )
     add_overrides(parser)
     parser.add_argument("--fresh", action="store_true", help="move earlier results aside and start at step 0")
     parser.add_argument(
-        "--allow-changed", action="store_true", help="resume although the job is not the one of the checkpoint"
+        "--allow-changed", action="store_true", help="resume although the job has changed since the checkpoint"
     )
     parser.add_argument(
         "--restarts",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="SETTING",
         help="when resuming, take this setting from the class instead of the checkpoint: lr, weight_decay or another "
-        "one of optimizers, schedule or scaler; may be repeated; the same as `resume.keep` of the job",
+        "setting of optimizers, or schedule, or scaler; may be repeated; the same as `resume.keep` of the job",
     )
 
 

@@ -1,8 +1,8 @@
 """Show the runs below a folder live in a browser: curves, samples, checkpoints and findings.
 
 On the page you can stop a run and download checkpoints and pictures. `/metrics` has the figures of all runs for
-Prometheus, `/runs.json` the list as JSON. Only this machine can reach it, unless you name
-another address with --host. Then the page requires the token that is part of the printed address.
+Prometheus, `/runs.json` the list as JSON. Only this machine can reach the page, unless you name another address with
+--host. Then the page requires the token that is part of the printed address.
 
 Exit codes: 0 ended by Ctrl-C, 2 usage.
 """
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to listen at; only this machine can reach the default"
     )
     parser.add_argument("--port", type=int, default=8765, help="port to listen at; 0 takes a free one")
-    parser.add_argument("--token", action="store_true", help="ask for a token in any case")
+    parser.add_argument("--token", action="store_true", help="require a token even if only this machine can reach it")
     parser.add_argument(
         "--allow-host", action="append", default=[], metavar="NAME", help="allow the name of a proxy; may be repeated"
     )

@@ -106,7 +106,7 @@ def print_error(command: str, text: object, code: int = EXIT_STARTUP) -> int:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats messages with their level through `visible`: they too contain names and errors from other sources."""
+    """Formats log messages with their level through `visible`, because they may contain text from files of others."""
 
     def __init__(self) -> None:
         super().__init__("%(levelname)s: %(message)s")
