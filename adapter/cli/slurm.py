@@ -31,7 +31,7 @@ from ..job.config import RunConfig, resolve_run_config
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.safe_open import PRIVATE_FILE
 from ..runner.contexts import CompletedContext, emit
-from ..runner.transport import FunctionFailedError, read_pickle, read_result, travelling, write_pickle
+from ..runner.transport import FunctionFailedError, callbacks_for_runner, read_pickle, read_result, write_pickle
 from .parser import add_overrides
 from .terminal import say, visible
 
@@ -186,7 +186,7 @@ def _shared_by_tasks(config: RunConfig) -> str | None:
 
 def _script(args: argparse.Namespace, config: RunConfig) -> str:
     """Return the sbatch script of a job: one srun, and a requeue if the run was stopped and can continue."""
-    has_own_limit = config.max_runtime_seconds > 0  # a requeue would reset it
+    has_own_limit = config.max_runtime_seconds > 0  # it would count from 0 again after a requeue
     # Use the command of this installation, on the assumption that the nodes share it, unless the user prepares another.
     program = Path(sys.prefix) / "bin" / "genlight"
     is_shared = program.exists() and not args.container and not args.set_up
@@ -260,7 +260,7 @@ def _function(args: argparse.Namespace, module: str, function: str) -> int:
     result = folder / f"result.{args.result}"
     sys.stderr.write(visible(f"result: {result}") + "\n")
     waits, began = "wait" in args.extra, time.time()
-    callbacks = travelling(read_pickle(paths["callbacks"])) if waits else []
+    callbacks = callbacks_for_runner(read_pickle(paths["callbacks"])) if waits else []
     job_id, code = _submit(script, folder)
     if waits and job_id:
         emit(callbacks, "on_completed_ctx", _completed(job_id, code, result, time.time() - began))

@@ -1,7 +1,7 @@
 """The place of this process in a scheduler's job, read only from the scheduler's variables.
 
-Each field takes the first of Slurm's variables that is set and sound. A look-up that fails is an error and never
-``localhost``: otherwise every node would train alone.
+Each field has the value of the first of its variables that is set and valid. If the host of rank 0 cannot be found,
+this is an error: with ``localhost`` in its place, every node would train alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _WORD = re.compile(r"(?:[\w.:-]+|\[[\d,-]+\])+", re.ASCII)
 _RANGE = re.compile(r"(?P<low>\d{1,18})(-(?P<high>\d{1,18}))?", re.ASCII)
 _PORTS = range(15_000, 30_000)
 _PER_JOB, _PER_STEP = 7919, 4793
-"""Without a common factor with the number of ports: 15,000 job ids in a row, and their first steps, all differ."""
+"""Factors of `derived_port`. They share no factor with the number of ports, so that successive job ids get different
+ports, and so do the steps of a job."""
 _SPECIAL_STEPS = 0xFFFF_FFF0
 """First of the step numbers that Slurm gives to steps without a user's srun: the batch script, an interactive shell."""
 _TASKS = re.compile(r"(?P<tasks>\d{1,9})(\(x(?P<times>\d{1,9})\))?", re.ASCII)
@@ -66,7 +67,7 @@ class JobContext:
     output_dir: Path | None = None
 
     def torch_distributed_env(self, master_port: int | None = None) -> dict[str, str]:
-        """The variables by which torch finds the other ranks; unknown ones are omitted.
+        """Return the variables by which torch finds the other ranks; unknown ones are omitted.
 
         Args:
             master_port: Replaces the port of this context.
@@ -77,7 +78,7 @@ class JobContext:
 
 
 def current_job_context() -> JobContext:
-    """The place of this process, the same object until a variable changes; see `build_job_context`."""
+    """Return the place of this process, the same object until a variable changes; see `build_job_context`."""
     return _context_of(frozenset(os.environ.items()))
 
 
@@ -98,7 +99,7 @@ def in_srun_task() -> bool:
 
 
 def this_rank() -> int:
-    """Return the rank of this process from the launcher's environment, before a process group exists; 0 without one."""
+    """Return the rank of this process from the launcher's variables; 0 without a launcher. Needs no process group."""
     # Without RANK, compute it from the node's rank: the first process of a later node is not rank 0.
     node, here = os.environ.get("NODE_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if "RANK" not in os.environ and node.isdigit() and here.isdigit():
@@ -114,7 +115,7 @@ def this_rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process reports for the run."""
+    """Return whether this process is rank zero, which reports for the run."""
     return this_rank() == 0
 
 
@@ -124,7 +125,7 @@ def host_name() -> str:
 
 
 def build_job_context(env: Mapping[str, str]) -> JobContext:
-    """The context that these variables describe; outside of a job, nearly all fields are None.
+    """Return the context that these variables describe; outside of a job, nearly all fields are None.
 
     Raises:
         ValueError: Variables are malformed or contradict each other, or the other ranks cannot be found; every fault
@@ -133,15 +134,15 @@ def build_job_context(env: Mapping[str, str]) -> JobContext:
     faults: list[str] = []
 
     def first(parse: Callable[[str], _T], *names: str) -> _T | None:
-        """The value of the first variable that is set and sound; a fault if some are set and none is sound."""
-        unsound = []
+        """Return the value of the first variable that is set and valid. If all that are set are invalid, note why."""
+        invalid = []
         for name in names:
             if text := env.get(name, "").strip():
                 try:
                     return parse(text)
                 except ValueError as error:
-                    unsound.append(f"`{name}`: {error}")
-        faults.extend(unsound)
+                    invalid.append(f"`{name}`: {error}")
+        faults.extend(invalid)
         return None
 
     job_id, step_id = first(str, "SLURM_JOB_ID", "SLURM_JOBID"), first(str, "SLURM_STEP_ID", "SLURM_STEPID")
@@ -193,7 +194,7 @@ def _address(text: str) -> str:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """The tasks of each node, from ``4(x2),3``."""
+    """Return the number of tasks of each node, from a text such as ``4(x2),3``."""
     tasks: list[int] = []
     for entry in text.split(","):
         match = _TASKS.fullmatch(entry)
@@ -205,7 +206,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _gpus(text: str) -> int:
-    """The number of GPUs, from ``8``, ``h100:8`` or ``a100:2,h100:6``."""
+    """Return the number of GPUs, from ``8``, ``h100:8`` or ``a100:2,h100:6``."""
     matches = [_GPUS.fullmatch(entry) for entry in re.split(r",(?![^(]*\))", text)]
     if not all(matches):
         raise ValueError(f"Expected a number of GPUs such as 8 or h100:8, but received {text!r}.")
@@ -219,12 +220,12 @@ def _on_node(tasks: list[int], node_rank: int | None) -> int | None:
 
 
 def _port_of(job_id: str | None, step_id: str | None) -> int | None:
-    """A port that all ranks derive by themselves; another job or step on the same node gets a different one."""
+    """Return a port that all ranks derive by themselves; another job or step on the same node gets a different one."""
     return None if job_id is None else derived_port(_number(job_id), _number(step_id or "0"))
 
 
 def derived_port(job: int, start: int) -> int:
-    """A port for one start of a job; all its ranks derive it by themselves."""
+    """Return a port for one start of a job; all its ranks derive it by themselves."""
     return _PORTS[(_PER_JOB * job + _PER_STEP * start) % len(_PORTS)]
 
 
@@ -233,7 +234,7 @@ def _number(text: str) -> int:
 
 
 def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
-    """The contradictions between the variables of Slurm."""
+    """Yield the contradictions between the variables of Slurm."""
     nodes, ranks, env = context.num_nodes, context.world_size, context.environment
     for rank, size, variable, noun in (
         (context.rank, ranks, "SLURM_PROCID", "tasks"),
@@ -246,7 +247,7 @@ def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
         yield f"There are {nodes} nodes, but the hostlist has {len(context.hostnames)} names."
     if tasks and nodes is not None and len(tasks) != nodes:
         yield f"There are {nodes} nodes, but the tasks per node are given for {len(tasks)}."
-    # Outside of a step the tasks per node are what would fit there.
+    # Outside of a step, the variable counts the tasks that would fit on each node.
     is_exact = "SLURM_STEP_TASKS_PER_NODE" in env and "SLURM_STEP_NUM_TASKS" in env
     if tasks and ranks is not None and (ranks > sum(tasks) or (is_exact and ranks < sum(tasks))):
         yield f"There are {ranks} tasks, but the tasks per node add up to {sum(tasks)}."
@@ -255,14 +256,14 @@ def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """The host names that a hostlist expression stands for, such as ``n[9-10],rack[1-2]n[3-4]``.
+    """Return the host names that a hostlist expression stands for, such as ``n[9-10],rack[1-2]n[3-4]``.
 
-    As ``scontrol show hostnames`` expands them: order and duplicates are kept. If there are three or more brackets,
-    scontrol varies the last one fastest and the last but one slowest. Ranks count nodes in that order, so this does the
-    same. A suffix after the last bracket (``n[1-2]-ib``) is allowed, although Slurm before 23 refuses it.
+    The order is that of ``scontrol show hostnames``, because ranks count nodes in it; duplicates are kept. If there are
+    three or more brackets, the last one varies fastest and the last but one slowest. A suffix after the last bracket
+    (``n[1-2]-ib``) is allowed, although Slurm before 23 refuses it.
 
     Raises:
-        ValueError: It names no host, is malformed, or stands for more than 65,536 hosts; quotes it.
+        ValueError: It names no host, is malformed, or stands for more than 65,536 hosts; the message quotes it.
     """
     try:
         names = (name for word in _BETWEEN_SEPARATORS.findall(text) for name in _names(word))
@@ -300,7 +301,7 @@ def _numbers(entries: str) -> Iterator[str]:
 
 
 def rank_errors(environ: Mapping[str, str]) -> list[str]:
-    """Errors in the variables that give the number of a process and its job."""
+    """Return the errors in the variables that give the number of a process and its job."""
     wrong = [
         f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
         f"{render_text(environ[name].strip())}. Unset it."

@@ -62,7 +62,7 @@ class SlurmEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Slurm decides; nodes may have another number of tasks each."""
+        """Do nothing: Slurm decides, and nodes may have different numbers of tasks."""
 
     @override
     def global_rank(self) -> int:
@@ -70,7 +70,7 @@ class SlurmEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Slurm decides."""
+        """Do nothing: Slurm decides."""
 
     @override
     def local_rank(self) -> int:
@@ -99,7 +99,7 @@ class SlurmEnvironment(ClusterEnvironment):
 
 
 def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a Lightning trainer that torchrun or Slurm changes: ``plugins``, ``devices`` and ``num_nodes``.
+    """Return the arguments of a Lightning trainer that a launcher changes: ``plugins``, ``devices``, ``num_nodes``.
 
     Under torchrun (whose number of nodes may differ from one start to the next) and under srun, the processes are the
     ranks, and their number is the default of ``devices`` and ``num_nodes``. Elsewhere in a Slurm job (its batch script,
@@ -139,10 +139,9 @@ def _number(variable: str) -> int | None:
 def _meet_in_own_store() -> None:
     """Have the ranks that torchrun started meet in a store that rank zero opens only for this start.
 
-    The agents of torch 2.13 give all starts of a job the same store. The ranks of the next start would read what those
-    of an earlier one wrote there, such as their addresses: a restart after a failure would wait for processes that have
-    ended, fail, and cost another restart. Agents end the ranks of a start before the next one, so nothing listens at
-    its port any more, even if a start after a change of nodes has the same number.
+    The agents of torch 2.13 give all starts of a job the same store. After a restart, the ranks would read there the
+    addresses of ranks that have ended, wait for them, and fail. Agents end all ranks of a start before the next one, so
+    a port is free again even if two starts have the same number, as they may after a change of nodes.
     """
     if os.environ.get(_AGENT_STORE) == str(True):
         start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -151,19 +150,19 @@ def _meet_in_own_store() -> None:
 
 
 def placement_fault(trainer: pl.Trainer) -> str | None:
-    """Why the ranks of a Lightning trainer are not the processes of this Slurm job; None if they are."""
-    strategy_has = getattr(trainer.strategy, "cluster_environment", None)
+    """Return why the ranks of a Lightning trainer are not the processes of this Slurm job; None if they are."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
     if TorchElasticEnvironment.detect() or "SLURM_JOB_ID" not in os.environ:
         return None
     if in_srun_task():
-        if isinstance(strategy_has, SlurmEnvironment | SLURMEnvironment | None):
+        if isinstance(environment, SlurmEnvironment | SLURMEnvironment | None):
             try:
                 SlurmEnvironment().validate_settings(trainer.num_devices, trainer.num_nodes)
             except ValueError as error:
                 return str(error)
         return None
     has_node_rank = "NODE_RANK" in os.environ or "GROUP_RANK" in os.environ
-    if trainer.num_nodes > 1 and isinstance(strategy_has, LightningEnvironment) and not has_node_rank:
+    if trainer.num_nodes > 1 and isinstance(environment, LightningEnvironment) and not has_node_rank:
         return (
             f"The trainer has num_nodes={trainer.num_nodes}, but this process is not a task of srun, and nothing "
             "starts the ranks of the other nodes. Start it with `srun --ntasks-per-node=N`, N being the devices of a "

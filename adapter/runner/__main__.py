@@ -1,14 +1,16 @@
-"""Call one function inside a scheduler's job: context, callbacks, begin, import, inject, run, result, end, completed.
+"""Call one function inside a scheduler's job, write its result, and call the callbacks.
 
-A failure is also written, as JSON, next to the file of the result. Exit codes: 0 the function returned; its own code
-if it called `sys.exit`; 143 after SIGTERM; 1 for every other failure.
+The callbacks are called before the function is imported, after it has ended, and when its outcome has been written. A
+failure is also written, as JSON, next to the file of the result.
+
+Exit codes: 0 the function returned; its own code if it called `sys.exit`; 143 after SIGTERM; 1 for every other failure.
 """
 
 from __future__ import annotations
 
 import signal
 
-if __name__ == "__main__":  # A SIGTERM during the imports waits until `_run` can report it.
+if __name__ == "__main__":  # a SIGTERM during the imports is delivered once `_run` can report it
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 import argparse
@@ -29,7 +31,7 @@ from typing import Any
 from ..cluster.job_context import current_job_context
 from ..plumbing.redaction import without_secrets
 from .contexts import CompletedContext, RunBeginContext, RunEndContext, bind_job_context, emit
-from .transport import prepare_output, read_pickle, travelling, write_failure, write_result
+from .transport import callbacks_for_runner, prepare_output, read_pickle, write_failure, write_result
 
 log = logging.getLogger("genlight.runner")
 
@@ -44,7 +46,7 @@ def _terminate(*_: object) -> None:
 
 
 def _stay(*_: object) -> None:
-    """Ignore SIGTERM: the function has ended, and its end is being reported."""
+    """Ignore SIGTERM: the function has ended, and its outcome is being reported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,8 +87,8 @@ def _run(options: argparse.Namespace) -> int:
             context = context if options.job_dir is None else replace(context, output_dir=options.job_dir)
             begin = replace(begin, job_context=context)
             prepare_output(options.output_file, context.rank or 0, context.world_size or 1)
-        finally:  # callbacks hear of a failure too; they are loaded before the job imports anything
-            callbacks = travelling(read_pickle(options.callbacks_file))
+        finally:  # also after a failure, which the callbacks report
+            callbacks = callbacks_for_runner(read_pickle(options.callbacks_file))
             emit(callbacks, "on_begin_run_job_ctx", begin)
         args = tuple(read_pickle(options.args_file)) if options.args_file else ()
         kwargs = dict(read_pickle(options.kwargs_file)) if options.kwargs_file else {}
@@ -129,7 +131,7 @@ def _begin(options: argparse.Namespace) -> RunBeginContext:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """The function; `module` is imported from the working directory or from an installed package."""
+    """Return the function `name` of `module`, which is imported from the working directory or an installed package."""
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     if not callable(function):
         raise TypeError(f"{module}:{name} is not a function, but {type(function).__name__}")

@@ -99,7 +99,7 @@ def emit(callbacks: Iterable[Any], event: str, context: object) -> None:
 def bind_job_context(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], context: JobContext
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for `function`: the given ones, and the context for each parameter that asks for it.
+    """Return the arguments for `function`: the given ones, and the context for each parameter that asks for it.
 
     A parameter asks for it by the annotation `JobContext`, also within ``Optional`` or a union, or by the name ``job``.
     Arguments of the caller or of a ``functools.partial`` are kept. A positional-only parameter after a missing one gets
@@ -132,7 +132,7 @@ def _asks(parameter: inspect.Parameter, namespace: dict[str, Any]) -> bool:
 
 
 def _allows_context(annotation: Any, namespace: dict[str, Any]) -> bool:
-    """Whether an annotation is the context, or a union with it."""
+    """Return whether an annotation is `JobContext`, or a union with it."""
     # One at a time, because another annotation may name something that only type checkers import.
     holder: Any = types.SimpleNamespace(__annotations__={NAME: annotation})
     try:
@@ -144,14 +144,14 @@ def _allows_context(annotation: Any, namespace: dict[str, Any]) -> bool:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """`function`, then the functions that its partial objects and ``__wrapped__`` refer to, from outside to inside."""
+    """Yield `function`, then the functions inside its partial objects and ``__wrapped__``, from outside to inside."""
     while function is not None:
         yield function
         function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
 
 
 def _namespace(innermost: Any) -> dict[str, Any]:
-    """Names for evaluating annotations: the function's module, then the names of this rule."""
+    """Return the names in which annotations are evaluated: those of the function's module, and three as a fallback."""
     if not hasattr(innermost, "__globals__"):  # a class, or an object that can be called
         kind: Any = innermost if isinstance(innermost, type) else type(innermost)
         innermost = inspect.unwrap(kind.__init__ if kind is innermost else kind.__call__)

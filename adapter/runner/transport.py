@@ -44,8 +44,8 @@ def write_pickle(path: str | os.PathLike[str], value: Any) -> None:
     write_bytes_durably(path, base64.b64encode(pickle.dumps(value)), mode=PRIVATE_FILE)
 
 
-def travelling(callbacks: Iterable[Any]) -> list[Any]:
-    """The callbacks that the runner calls: those whose ``requires_runner_transport`` (attribute or method) is true."""
+def callbacks_for_runner(callbacks: Iterable[Any]) -> list[Any]:
+    """Return the callbacks that the runner calls: ``requires_runner_transport`` is true, or returns True."""
     asked = [(each, getattr(each, "requires_runner_transport", False)) for each in callbacks]
     return [each for each, answer in asked if (answer() if callable(answer) else answer)]
 
@@ -88,7 +88,8 @@ def prepare_output(path: Path, rank: int = 0, world_size: int = 1) -> None:
     """Remove the files of an attempt that was requeued and, on rank 0, prove that a result can be written to `path`.
 
     Raises:
-        OSError: The folder cannot be made or written, or `path` is one; found before the function runs, not after.
+        OSError: The folder cannot be made or written, or `path` is a folder. This way it is known before the function
+            runs.
     """
     make_directory(path.parent)
     failure_file(path, rank).unlink(missing_ok=True)
@@ -103,7 +104,7 @@ def prepare_output(path: Path, rank: int = 0, world_size: int = 1) -> None:
 
 
 def failure_file(path: Path, rank: int | None = 0) -> Path:
-    """The file next to the result's in which `rank` reports its failure."""
+    """Return the file, next to the result, in which `rank` reports its failure."""
     return path.with_name(f"{path.name}.error-{rank}.json" if rank else f"{path.name}.error.json")
 
 
@@ -141,7 +142,7 @@ def write_failure(path: Path, end: RunEndContext, rank: int | None) -> None:
 
 
 def read_result(path: str | os.PathLike[str]) -> Any:
-    """The result of a job's function, from its ``--output-file``.
+    """Return the result of a job's function, from its ``--output-file``.
 
     Raises:
         FunctionFailedError: A rank failed; if several did, this is the first failure.

@@ -16,11 +16,11 @@ import pytest
 
 from genlight.adapter.runner.transport import (
     FunctionFailedError,
+    callbacks_for_runner,
     failure_file,
     prepare_output,
     read_pickle,
     read_result,
-    travelling,
     write_pickle,
 )
 
@@ -481,4 +481,4 @@ def test_only_callbacks_that_request_it_are_transported():
             return self.answer
 
     there, requests = There(), Answers(True)
-    assert travelling([Here(), there, requests, Answers(False)]) == [there, requests]
+    assert callbacks_for_runner([Here(), there, requests, Answers(False)]) == [there, requests]
