@@ -8,9 +8,9 @@ from typing import Any
 
 
 class CountedDict(dict[str, Any]):
-    """A dictionary that records which keys were read; an access to all at once, such as a copy, reads all of them.
+    """A dictionary that records which keys were read; an access to all at once, such as `items`, reads all of them.
 
-    It is stored, copied and pickled as a plain dictionary.
+    Copies of it, also by pickle, record nothing.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -23,7 +23,7 @@ class CountedDict(dict[str, Any]):
         return [name for name in dict.keys(self) if name not in self.read]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies use this too. torch's reader without pickle allows `OrderedDict`, but not the name `dict`.
+        # For `pickle` and `copy`. `torch.load` with `weights_only` accepts `OrderedDict`, but not the name `dict`.
         return OrderedDict, (), None, None, iter(self.items())
 
 

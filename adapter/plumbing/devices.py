@@ -75,8 +75,8 @@ def random_states() -> dict[str, list[torch.Tensor]]:
     # Reading an unused device would initialize it and take its memory.
     if device is None or not getattr(module, "is_initialized", lambda: True)():
         return {}
-    whole = getattr(module, "get_rng_state_all", None)  # Apple's module has none: a machine has one device
-    return {device.type: list(whole()) if whole is not None else [module.get_rng_state()]}
+    read_all = getattr(module, "get_rng_state_all", None)  # Apple's module has none: a machine has one device
+    return {device.type: [module.get_rng_state()] if read_all is None else list(read_all())}
 
 
 def restore_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
@@ -110,7 +110,7 @@ def isolated_random_numbers() -> Iterator[None]:
 def host_group(timeout: dt.timedelta | None = None, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     """Make a process group of `ranks` for values in host memory. Collective over all ranks.
 
-    None means all ranks, and torch's default `timeout`.
+    If `ranks` is None, the group has all ranks; if `timeout` is None, it has torch's default.
     """
     world = dist.group.WORLD
     bound = None if world is None else world.bound_device_id
@@ -130,7 +130,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def gather_results(
     act: Callable[[], _Result], group: dist.ProcessGroup | None = None
 ) -> list[tuple[_Result | None, str | None]]:
-    """Return the results of `act` on all ranks of `group`, in order, with the texts of its exceptions. Collective.
+    """Call `act` on all ranks of `group`; return for each rank the result, or the text of its exception. Collective.
 
     Raises:
         Exception: The exception of this rank, once the other ranks no longer wait for it.
@@ -141,8 +141,8 @@ def gather_results(
         result = act()
     except Exception as error:  # noqa: BLE001 - raised below
         failure = error
-    said = None if failure is None else f"{type(failure).__qualname__}: {safe_str(failure)}"
-    gathered = gather_objects((result, said), group)
+    text = None if failure is None else f"{type(failure).__qualname__}: {safe_str(failure)}"
+    gathered = gather_objects((result, text), group)
     if failure is not None:
         raise failure
     return gathered

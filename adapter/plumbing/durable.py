@@ -1,8 +1,8 @@
 """Write files that are either complete or absent, also after a power cut.
 
 The protocol is the one that databases use: write under a temporary name in the destination directory, ``fsync`` the
-file, rename it, ``fsync`` the directory. A rename within a directory is atomic on POSIX file systems; without the two
-syncs it may become durable before the bytes it names.
+file, rename it, ``fsync`` the directory. A rename within a directory is atomic on POSIX file systems. Without the first
+sync, the new name may become durable before the bytes; without the second one, it may be lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from .safe_open import file_mode, folder_mode
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Start of every temporary name, to distinguish leftovers of a killed process from data and remove them."""
+"""Start of every temporary name, by which the leftovers of a killed process are recognized."""
 
 
 _TEMPORARY_FILE = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+-\d+-[0-9a-f]{{8}}", re.DOTALL)
@@ -55,7 +55,8 @@ def fsync_file(path: str | os.PathLike[str]) -> None:
 def remove_debris(directory: str | os.PathLike[str]) -> list[str]:
     """Remove the temporary files that killed processes left in `directory`; return their names.
 
-    Only the process that holds the directory may call it. A file of the last minute stays: a command may be writing it.
+    Only the process that holds the lock of the directory may call it. A file that was changed within the last minute
+    stays, because another command may be writing it.
     """
     removed = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
@@ -71,8 +72,8 @@ def remove_debris(directory: str | os.PathLike[str]) -> list[str]:
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
     """Ask the kernel to start writing these bytes to disk, so that a later ``fsync`` is short. This is only a hint.
 
-    Linux starts to write dirty pages that are marked as not needed, and keeps them until they are written. That
-    ``fsync`` reports an error of the disk.
+    Linux starts to write dirty pages that are marked as not needed, and keeps them until they are written. An error of
+    the disk is reported by the later ``fsync``.
     """
     os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -118,7 +119,7 @@ def create_file(path: Path) -> None:
 def _fsync_if_readable(directory: Path) -> None:
     try:
         fsync_directory(directory)
-    except PermissionError:  # this user may create files in the folder but not list them: then it cannot be synced
+    except PermissionError:  # a folder that this user may write to but not list cannot be opened to sync it
         return
 
 

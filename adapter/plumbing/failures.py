@@ -2,8 +2,8 @@
 
 All reports of an attempt come from here: the event log, the terminal payload, the command line, the notes of ranks.
 
-1. `explained` chooses the error to report: a stop behind a failure, or an error with a way out for one of torch or
-   Lightning.
+1. `explained` chooses the error to report: the stop that caused a failure, or an error with a clearer message than that
+   of torch or Lightning.
 2. `describe_failure` classifies that error.
 """
 
@@ -46,9 +46,9 @@ EXIT_FAILED: Final = 1
 EXIT_STARTUP: Final = 2
 """A startup error, or wrong usage of the command line."""
 EXIT_NONFINITE: Final = 3
-"""A loss, gradient or weight became nan or infinite, and the job stops then: a restart would meet it again."""
+"""A loss, gradient or weight became nan or infinite, and the job stops in that case: it would happen again."""
 EXIT_STOPPED: Final = 75
-"""Canceled, timed out or preempted: a restart continues from there (``EX_TEMPFAIL`` of sysexits.h)."""
+"""Canceled, timed out or preempted: a restart continues from the checkpoint (``EX_TEMPFAIL`` of sysexits.h)."""
 
 _LONGEST_TEXT = 2000
 
@@ -57,7 +57,7 @@ _READERS = frozenset({"genlight", "lightning", "jsonargparse", "contextlib", "fu
 _MONITORS = ("lightning.pytorch.callbacks.early_stopping", "lightning.pytorch.callbacks.model_checkpoint")
 _LISTENS = re.compile(r"server socket has failed to listen.*\bport: (?P<port>\d+)\b.*\bEADDRINUSE\b", re.DOTALL)
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
-"""torch raises a plain ``RuntimeError`` if a loader loses a worker; only the message tells."""
+"""Matches the message of the ``RuntimeError`` that torch raises if a loader loses a worker."""
 _NO_DEVICE = re.compile(
     r"not compiled with (CUDA|XPU) enabled|no NVIDIA driver|No CUDA GPUs are available|from the 'MPS' backend|"
     r"on a CUDA device but torch.cuda.is_available\(\)|[Cc]annot get CUDA generator|invalid device ordinal"
@@ -95,9 +95,9 @@ def describe_failure(
     """Describe a failure by its exception and stage. Never raises, whatever the exception's own methods do.
 
     Args:
-        error: The exception that ended the run; its report is about the one that `explained` returns.
+        error: The exception that ended the run. The report is about the one that `explained` returns for it.
         has_checkpoint: Whether a restart finds a checkpoint.
-        lost_steps: Whether steps may be in no checkpoint, so that even a stop cannot be resumed without one.
+        lost_steps: Whether trained steps may be lost; then not even a stop is resumable without a checkpoint.
         stage: The activity that failed; it is the category of exceptions whose type does not decide.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
@@ -122,18 +122,22 @@ def explained(
     explain_further: Callable[[Exception], GenlightError | None] = lambda _: None,
     refuse: Callable[[Exception], GenlightError | None] | None = None,
 ) -> BaseException:
-    """Return the error to report in place of `error`, with that as its cause; `error` itself if it says enough.
+    """Return the error to report in place of `error`, which becomes its cause, or `error` itself.
 
-    In this order: a stop, also as Lightning or Python raise it; the stop behind a failure, if its checkpoint was saved
-    or the stop signal ended a data worker; an error with a way out; the refusal of an input.
+    It is the first of these that applies:
+
+    - a stop, also one that Lightning or Python raised as another exception;
+    - the stop that caused a failure, if the checkpoint of the stop was saved or the signal ended a data worker;
+    - an error with a clearer message and a way out, by `explain` or `explain_further`;
+    - the refusal of an input, by `refuse`.
 
     Args:
         error: The exception that ended the attempt.
         signalled: The stop that a signal asked for.
         is_saved: Whether there is a checkpoint of the step in progress.
         explain_further: Knows errors that `explain` does not.
-        refuse: Makes an error about a configuration from one with which genlight or Lightning refused an input; None
-            if the configuration is not in use yet, or the first step has begun.
+        refuse: Turns an error with which genlight or Lightning refused an input into one about the configuration. None
+            before the configuration is used, and after the first step has begun.
     """
     causes = list(causes_of(error))
     better: BaseException | None = None
@@ -173,9 +177,9 @@ def safe_text(
 
     genlight's own exceptions give all their lines, joined; others give their type and first line.
     """
-    # Hide first, while values of several lines are intact.
-    said = hide_environment(safe_str(error), secrets=tuple(secrets), environ=environ)
-    lines = [line.strip() for line in said.strip().splitlines()]
+    # Hide values before the text is split, because a value may have several lines.
+    hidden = hide_environment(safe_str(error), secrets=tuple(secrets), environ=environ)
+    lines = [line.strip() for line in hidden.strip().splitlines()]
     if lines and isinstance(error, GenlightError):
         text = "; ".join(line.removeprefix("- ") for line in lines)
     else:
@@ -224,7 +228,7 @@ def modules_of(error: BaseException) -> list[str]:
 
 
 def is_input_error(error: Exception) -> bool:
-    """Return whether genlight or Lightning refused an input before any other code ran, so the message is enough."""
+    """Return whether genlight or Lightning refused an input and no other code was running: the message is enough."""
     modules = [name for name in modules_of(error) if name != "__main__"]
     return (
         bool(modules)
@@ -297,7 +301,7 @@ def is_users(filename: str) -> bool:
 
 @functools.cache
 def _folders_of_others() -> tuple[Path, ...]:
-    """Return the folders of genlight, of installed packages and of Python. No command needs them before a failure."""
+    """Return the folders of genlight, of installed packages and of Python."""
     ours = (Path(__file__).parents[2] / name for name in ("adapter", "callbacks", "reporters"))
     installed = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
     return tuple(folder.resolve() for folder in (*ours, *installed))

@@ -44,13 +44,13 @@ def _connected_origin(url: httpx2.URL) -> str | None:
 
 
 def failure_text(error: BaseException) -> str:
-    """Describe a network error without URL, header or body: its type, the system's text, and the proxy if one failed.
+    """Describe a network error without URL, header or body: its type, the system's text, and the proxy if there is one.
 
-    A proxy that is down looks like a server that is down, and its user may not remember the variable that sets it.
+    A failed connection to a proxy looks like one to the server, and users forget the variables that set a proxy.
     """
-    said = [part for part in causes_of(error) if isinstance(part, OSError) and part.strerror]
+    causes = [part for part in causes_of(error) if isinstance(part, OSError) and part.strerror]
     name = type(error).__name__
-    text = f"{name}: {said[0].strerror}" if said and said[0] is not error else name
+    text = f"{name}: {causes[0].strerror}" if causes and causes[0] is not error else name
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
         text += _through_proxy(error)
     return text

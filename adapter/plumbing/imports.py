@@ -6,12 +6,12 @@ it), and provides them with::
     else:
         __getattr__, __dir__, __all__ = lazy_exports(__name__)
 
-The imports are read here from the code of the ``__init__``, so that they are the only list of names, for type checkers
-and at run time, also in an installation without source files. The call is in the ``else``, because a type checker that
-sees a module's ``__getattr__`` accepts every misspelled name.
+`lazy_exports` reads these imports from the compiled code of the ``__init__``. So they are the only list of names, for
+type checkers and at run time. The call is in the ``else``, because a type checker that sees a module's ``__getattr__``
+accepts every misspelled name.
 
-Importing torch and Lightning makes a million objects that stay. With Python's usual thresholds the collector goes
-through all of them a few dozen times, which takes a quarter of the time from the start to the first step.
+Importing torch and Lightning makes a million objects that stay. With Python's usual thresholds the garbage collector
+visits all of them a few dozen times, which takes a quarter of the time from the start to the first step.
 
 Modules that work only on Linux refuse their import elsewhere.
 """
@@ -81,7 +81,7 @@ def collect_rarely() -> None:
 
 
 def collect_as_usual() -> None:
-    """Collect garbage as before `collect_rarely`, without the objects that were made meanwhile.
+    """Collect garbage as before `collect_rarely`, but never visit the objects that were made meanwhile.
 
     Thresholds that an imported module has set stay.
     """

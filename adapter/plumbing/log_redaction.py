@@ -33,7 +33,7 @@ def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | No
     handle, show = logging.Logger.handle, warnings.showwarning
 
     def handle_redacted(self: logging.Logger, record: logging.LogRecord) -> None:
-        # Here the logger passes the record to its handlers; earlier it has no ``extra=`` fields.
+        # The logger passes a complete record to its handlers here; earlier the record has no ``extra=`` fields.
         _redact_record(record, hide)
         handle(self, record)
 
@@ -62,7 +62,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., None]) -> Iterat
 
 
 def _redacted_hook(before: Callable[[Any], object], hide: _Hide) -> Callable[[Any], None]:
-    """Wrap a hook for uncaught exceptions; write tracebacks that hold a secret here, without the secret."""
+    """Wrap a hook for uncaught exceptions: if a traceback has a secret, write it without the secret instead."""
 
     def show(given: Any) -> None:
         error = given.exc_value

@@ -32,7 +32,7 @@ SHORTEST_OF_ANY_NAME = 16
 LONGEST_TEXT = 64 * 1024
 """Maximum number of characters read of an exception's text: 200 MB would be copied a dozen times on the way."""
 LONGEST_WORD = 4096
-"""A longer text is cut by at most this many more characters, so that it ends between two words."""
+"""A text that is too long is cut at most this many characters earlier than necessary, between two words."""
 MOST_LINES = 400
 """Maximum number of entries kept of a traceback, half from its beginning and half from its end."""
 
@@ -94,7 +94,10 @@ def redact(text: str, secrets: Iterable[str | None]) -> str:
 
 
 def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
-    """Hide in the `text` of a log: `secrets`, credentials in URLs, and likely secrets of the text or the environment.
+    """Return the `text` of a log without `secrets`, credentials in URLs, and likely secrets.
+
+    Likely secrets are recognized in the text by their form or name, and in the environment by the name of the variable
+    or the length of the value.
 
     Paths and short values of the environment stay, because a traceback is useless without them.
     """
@@ -102,7 +105,7 @@ def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapp
 
 
 def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
-    """Hide in a `text` that leaves the machine: `secrets`, credentials in URLs and values of the environment.
+    """Return a `text` that leaves the machine without `secrets`, credentials in URLs and values of the environment.
 
     Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. A run's settings (``TRAINER_…``)
     stay too, without the credentials of their URLs.

@@ -42,8 +42,8 @@ class RetryPolicy:
     def delay_s(self, failures: int, asked_s: float | None) -> float:
         """Return the seconds before the next attempt, after `failures` (1 or more) in a row.
 
-        The delay doubles from the first to the longest; its upper half is random, so that many runs that lost the same
-        server do not return at the same time.
+        The delay doubles with each failure, up to the longest. A random factor from 0.5 to 1 keeps many runs that lost
+        the same server from returning at the same time.
         """
         delay = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(failures - 1, 30))
         delay *= random.Random().uniform(0.5, 1.0)  # its own generator: training draws from the global one
@@ -85,8 +85,8 @@ def transient_answer(status: int, headers: Mapping[str, str], reason: str) -> Tr
 
     Args:
         status: The HTTP status.
-        headers: The headers of the answer. The error has the seconds of ``Retry-After``, by the server's clock if it
-            sends the time: ours may be hours off.
+        headers: The headers of the answer. A date in ``Retry-After`` is compared with the server's clock, if the server
+            sends its time: ours may be hours off.
         reason: Safe text for the operator.
     """
     if status not in TRANSIENT_STATUS and not 500 <= status <= 599:

@@ -51,7 +51,7 @@ class Rule:
     """The startup code of the error about an invalid value."""
     way_out: str = ""
     relative: Literal["", "path", "reference"] = ""
-    """Whether a relative path is made absolute: always (except URLs), or only if the text can be a path."""
+    """When a relative path is made absolute: ``path`` always, except URLs; ``reference`` if the text can be a path."""
 
 
 def example(value: Any) -> Meta:

@@ -34,7 +34,7 @@ def key_text(key: Any) -> str:
     """Return a key of a mapping as it is written in a path; the values of a tensor are not read."""
     if isinstance(key, str):
         return f'"{key}"'
-    # A tensor, without an import of torch.
+    # Only a tensor has a `layout`; this needs no import of torch.
     return f"{type(key).__name__}{tuple(key.shape)}" if hasattr(key, "layout") else repr(key)
 
 
@@ -49,7 +49,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Truncate `text` to `most` characters, with an ellipsis. Hide secrets before: half a secret is not recognized."""
+    """Truncate `text` to `most` characters, with an ellipsis. Hide secrets first: a truncated one is not recognized."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

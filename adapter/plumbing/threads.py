@@ -1,4 +1,4 @@
-"""Start threads despite the limits of users and containers, and run calls in a pool of daemon threads."""
+"""Start threads, with an error that names the limit if one is reached, and run calls in daemon threads."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable
 from urllib.parse import unquote
 
-# Python remembers for good that a codec is missing. If its import failed once, because no file could be opened say, no
-# URL could be read any more in this process. So it is imported with this module.
+# Imported early: if this codec cannot be imported when it is first used, for example because too many files are open,
+# Python remembers that for the rest of the process, and no URL could be checked any more.
 assert encodings.idna is not None
 
 PATTERN_CHARACTERS = "*?["
