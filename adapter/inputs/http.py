@@ -46,7 +46,7 @@ class Note(msgspec.Struct, frozen=True):
 
     etag: str | None = None
     boot_id: str = ""
-    """Boot id of the system that wrote the part: data survives the process that wrote it, but maybe not a reboot."""
+    """Boot id of the system when the part was written: written bytes survive a kill, but maybe not a reboot."""
     size: int | None = None
     """Size of the complete file in bytes, if the server reported it."""
 
@@ -287,7 +287,7 @@ def _boot_id() -> str:
 
 
 def _refuse(response: httpx2.Response, label: str) -> None:
-    """Raise for every status that does not mean a file."""
+    """Raise an error unless the status says that the body is the file, or a range of it."""
     status = response.status_code
     if status in (200, 206):
         return

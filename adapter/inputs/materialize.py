@@ -1,4 +1,4 @@
-"""Brings everything that a run names to this machine before training."""
+"""Bring all inputs of a run to this machine before training."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def materialize_inputs(config: RunConfig, *, raise_if_stopped: Callable[[], None
 
 
 def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]]]:
-    """Return the data files that the job names directly, and its references. The feed opens URLs of data.
+    """Return the data files that the job names directly, and its references. A URL of a data file is left to the feed.
 
     Raises:
         InputError: A reference is invalid or a file is missing. The message names all of them.

@@ -1,8 +1,8 @@
 """Keep references of a job away from private addresses, such as a cloud's metadata service or an internal database.
 
-The author of a job may not be allowed to reach what this machine can. So a connection is checked after it is open and
-before a byte is sent: at that point a name server can no longer change the address, and redirects are checked like any
-other request. A proxy opens its own connections; with a proxy, the host's addresses are looked up and checked first.
+The author of a job may not be allowed to reach every address that this machine can reach. So each connection, also that
+of a redirect, is checked after it is open and before a byte is sent. At that point a name server can no longer change
+the address. A proxy opens its own connections; with a proxy, the host's addresses are looked up and checked first.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class AddressGuard:
         self._check_host(urlsplit(url).hostname or "")
 
     def _before_request(self, request: httpx2.Request) -> None:
+        """Have the transport report how it connects for this request, and check the address."""
         host, goes_through_proxy = request.url.host, False
 
         def trace(event: str, info: dict[str, Any]) -> None:

@@ -39,10 +39,10 @@ from .refs import CozyRef, HttpRef, HubRef, Kind, RemoteRef, parse_ref, resolve_
 
 PARALLEL_TRANSFERS = 4
 RETRY = RetryPolicy()
-LOOK_EVERY_S = 0.1
+POLL_S = 0.1
 """Seconds between two checks for a stop of the run."""
-LEFT_AFTER_S = 2.0
-"""Seconds to wait for ended transfers. One whose server sends nothing is abandoned; its thread is a daemon."""
+ABANDONED_AFTER_S = 2.0
+"""Seconds that the other transfers have to end after an error. Then they are abandoned: their threads are daemons."""
 DEFAULT_TAG = "latest"
 PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[\w.+=@~#,() -]{1,255}")
 """Matches a part of a path that is unambiguous for every system, server and terminal."""
@@ -80,13 +80,13 @@ def fetch_all(
         left = set(futures.values())
         try:
             while left:
-                done, left = wait(left, LOOK_EVERY_S, return_when="FIRST_COMPLETED")
+                done, left = wait(left, POLL_S, return_when="FIRST_COMPLETED")
                 raise_if_stopped()
                 for future in done:
                     future.result()
         except BaseException:
             transport.ended.set()
-            wait(left, LEFT_AFTER_S)
+            wait(left, ABANDONED_AFTER_S)
             raise
         return {key: future.result() for key, future in futures.items()}
 
@@ -101,7 +101,7 @@ def _fetch(kind: Kind, ref: RemoteRef, *, config: RunConfig, directory: Path, tr
     transport.wait(0)
     try:
         if isinstance(ref, HttpRef):
-            # The name counts too: a model folder must not contain one file under the names of several URLs.
+            # Two URLs with one digest and two file names get two folders: a model folder has only the file of its URL.
             identity = f"{ref.digest or ref.url} {ref.file_name}"
             folder = directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
             if kind == "checkpoint":
@@ -194,10 +194,7 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
 
 
 def _translate(error: Exception, ref: HubRef, kind: str) -> Exception:
-    """Translate an error of huggingface_hub.
-
-    It wraps the error if there is no answer and nothing in the cache; then the causes have the answer.
-    """
+    """Translate an error of huggingface_hub. If its cache is empty, the server's answer is only among the causes."""
     from huggingface_hub import errors, get_token
 
     causes = list(causes_of(error))

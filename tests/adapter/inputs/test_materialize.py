@@ -21,7 +21,7 @@ from support.messages import refusal
 
 @pytest.fixture
 def materialize(tmp_path, retry, monkeypatch):
-    monkeypatch.setattr("genlight.adapter.inputs.transfer.LEFT_AFTER_S", 60.0)
+    monkeypatch.setattr("genlight.adapter.inputs.transfer.ABANDONED_AFTER_S", 60.0)
     monkeypatch.setattr("genlight.adapter.inputs.transfer.RETRY", retry)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return materialize_inputs
@@ -169,7 +169,7 @@ def test_a_stop_waits_for_no_server_that_says_nothing(config_of, materialize, se
             raise Stop
 
     config = config_of(inputs=stalled(kind, server, hub_with), environ={"TENSORHUB_URL": server.url})
-    monkeypatch.setattr("genlight.adapter.inputs.transfer.LEFT_AFTER_S", 0.1)
+    monkeypatch.setattr("genlight.adapter.inputs.transfer.ABANDONED_AFTER_S", 0.1)
     earlier = set(threading.enumerate())
     with pytest.raises(Stop):
         materialize(config, raise_if_stopped=stop)
