@@ -63,7 +63,7 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     """The fields that `spec_digest` covers, for `identity.differing_fields`."""
     warnings: tuple[str, ...]
     asked: Settings
-    """The settings as given, before one setting fills in another."""
+    """The settings as given, without the values that follow from other settings."""
     given: Sources
     """The source of each setting."""
 
@@ -183,9 +183,8 @@ def _completed(settings: Settings, sources: Sources) -> Settings:
 
 
 def _artifact_paths(settings: Settings, sources: Sources, *, is_from_file: bool) -> dict[str, Path]:
-    """Return the absolute paths of artifacts: next to a job file that was named, otherwise the containers' folder."""
-    # Relative to the job file, like every path of a job: otherwise the same job, started from another folder, would
-    # start from step 0 there.
+    """Return the absolute paths of artifacts; by default next to a named job file, otherwise as containers expect."""
+    # Not relative to the working directory: a start from another one must find the same run.
     own = sources.folder / "runs" / folder_name(settings.run_id or UNKNOWN_RUN_ID)
 
     names = ("artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path")
@@ -275,7 +274,7 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
         config: The run.
         environ: The environment, whose secrets are not written; None takes the process's own.
     """
-    # As given: a filled-in value, such as the seed of the data, would not follow its setting if that is changed later.
+    # As given: a value that was filled in, such as the seed of the data, would not follow a later change of its source.
     job = _given({name: getattr(config.asked, name) for name in JobSpec.__struct_fields__})
     if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and config.seed is not None:
         del job["dataset"]["seed"]
@@ -283,7 +282,10 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
     secrets = [*config.secrets, *secrets_of_environment(environ)]
 
     def marked(text: str, is_secret: bool) -> str:
-        """Return `text` without secrets; mark a URL that lost more than a digest, so that a start refuses it."""
+        """Return `text` without secrets. A URL that lost a part is marked, so that a start refuses it.
+
+        A digest after the ``#`` of a URL is no secret and stays.
+        """
         safe = HIDDEN if is_secret else without_secrets(text, secrets=secrets)
         plain, _, fragment = text.partition("#")
         if safe == text or HIDDEN in safe:

@@ -31,8 +31,8 @@ _LISTS = ("callbacks", "logger", "plugins")
 """Trainer arguments that are lists: a job's own entries follow ours."""
 _VALIDATION = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")
 """Trainer arguments that turn on Lightning's validation; without them only `validate` of the job evaluates."""
-_LEAVES_SOMETHING = ("callbacks", "logger", "profiler", "default_root_dir", "limit_train_batches", *_VALIDATION)
-"""Trainer arguments that a training without callbacks and results ignores."""
+_IGNORED_ALONE = ("callbacks", "logger", "profiler", "default_root_dir", "limit_train_batches", *_VALIDATION)
+"""Trainer arguments of a job that `instantiate_alone` ignores."""
 
 
 def _our_arguments(config: RunConfig) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
     if dataset is None:
         return None
     with _errors_of("The data"):
-        # Neither the files nor the epochs, which the trainer counts, are options of a data module.
+        # Files are not among the options of a data module, and neither are epochs, which the trainer counts.
         defaults = msgspec.to_builtins(DatasetSpec(parquet_paths=dataset.parquet_paths, epochs=dataset.epochs))
         changed = {name: value for name, value in msgspec.to_builtins(dataset).items() if value != defaults[name]}
         if config.data is not None:
@@ -92,7 +92,7 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
 def instantiate(
     config: RunConfig, *, parquet_paths: Sequence[str] = ()
 ) -> tuple[pl.Trainer, pl.LightningDataModule | None]:
-    """Make the Lightning trainer and the data module of a job; the caller, who has loaded the class, makes the module.
+    """Make the Lightning trainer and the data module of a job. The caller makes the module from the trainer class.
 
     Returns:
         The trainer and the data module; the latter is None if the job names no data.
@@ -123,7 +123,7 @@ def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl
         StartupContractError: ``startup.invalid_job_spec``: the ``lightning`` block has arguments that cannot be
             used.
     """
-    given = {name: value for name, value in config.lightning.items() if name not in _LEAVES_SOMETHING}
+    given = {name: value for name, value in config.lightning.items() if name not in _IGNORED_ALONE}
     with _errors_of("The `lightning` block"):
         alone = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "callbacks": list(callbacks)}
         return pl.Trainer(**{**_our_arguments(config), **_instantiated(given), **alone})
@@ -131,6 +131,7 @@ def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl
 
 @contextlib.contextmanager
 def _errors_of(what: str) -> Iterator[None]:
+    """Turn an error within the block into one that names `what`, the part of the job that caused it."""
     try:
         yield
     except (ArgumentError, ValueError, TypeError, ImportError, MisconfigurationException) as error:
@@ -139,7 +140,7 @@ def _errors_of(what: str) -> Iterator[None]:
 
 
 def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trainer arguments of a job with class paths instantiated, and the launcher's placement."""
+    """Return the trainer arguments of a job with objects for its class paths, and with the launcher's placement."""
     known = inspect.signature(pl.Trainer).parameters.keys()
     parsed, errors = {}, []
     for name, value in copy.deepcopy(dict(given)).items():  # jsonargparse inserts its objects into the values it parses

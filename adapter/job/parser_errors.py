@@ -20,14 +20,14 @@ _GIVEN = re.compile(r"^\s*Given value: (?P<value>.*)$", re.MULTILINE)
 
 
 class UnusableValueError(ValueError):
-    """jsonargparse's text about a value, if it keeps no exception with that text."""
+    """jsonargparse refused a value. Its text is part of a longer message, and no exception has only this text."""
 
 
 def root_cause(error: Exception) -> Exception:
     """Return the exception of a constructor that jsonargparse wrapped in its list of possible types.
 
-    For a list, jsonargparse chains only the error of the first possible type. If that is one of its own errors, return
-    an `UnusableValueError` with the error of the intended class.
+    jsonargparse chains only the error of the first possible type. If that is one of its own errors, return an
+    `UnusableValueError` with the text about the intended class.
     """
     chain = [error]
     while isinstance(chain[-1].__cause__, Exception):

@@ -93,7 +93,7 @@ class ConfigErrors:
         message = (
             lines[0] if len(lines) == 1 else "\n".join([f"{len(self.found)} errors", *(f"  - {x}" for x in lines)])
         )
-        # A misspelled key is often why another one is missing.
+        # With the warnings, because an unknown key may explain why another key is missing.
         notes = [f"note: {warning}" for warning in self.warnings]
         return StartupContractError(code, redact("\n  ".join([message, *notes]), tuple(secrets)))
 
@@ -153,7 +153,7 @@ class Sources:
         return True
 
     def block(self, struct: Any, raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True) -> dict[str, Any]:
-        """Return the valid values of an object, as keywords of `struct`; required keys without one get an empty value.
+        """Return the valid values of an object, as keywords of `struct`; an empty value for a required key without one.
 
         Args:
             struct: The block.
@@ -218,7 +218,7 @@ class Sources:
         return msgspec.convert(value, key.type)
 
     def _refuse(self, name: str, rule: Rule, value: Any) -> Any:
-        """Note a value that breaks `rule`, under the name of its variable or its own; return None."""
+        """Note a value that breaks `rule`. It is named by the variable that gave it, or by the setting. Return None."""
         if self.errors.concern(name):  # one mistake is one fault
             return None
         source = self.source_of(name)
@@ -316,7 +316,7 @@ def _read_environment(sources: Sources, environ: Mapping[str, str], errors: Conf
         if key.type_is(bool) and not isinstance(value, bool):
             errors.warn(f"`{key.variable}` is none of the true words 1 true t yes y, so it counts as false.")
             value = False
-        # It fails if the block of the setting is no object; that is another error.
+        # This does nothing if the block of the setting is not an object, which is noted as an error elsewhere.
         sources.put(tuple(name.split(".")), value, key.variable)
     for error in rank_errors(environ):
         errors.add(error)

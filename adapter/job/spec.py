@@ -147,8 +147,8 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     """Whether a low (`min`) or a high (`max`) value of `monitor` is better."""
     copy_while_training: bool = False
     """Whether a save copies large tensors in host memory while the next forward and backward pass run; the next update
-    of an optimizer waits for the copy. No code may then write to a tensor past torch, at an address that it took
-    earlier."""
+    of an optimizer waits for the copy. Code must then not write to a tensor by other means than torch, for example at
+    an address that it took earlier."""
     weights: Literal["all", "trained"] = "all"
     """The weights that a checkpoint holds. `all`: every weight; weights that training does not change are written once
     and shared. `trained`: only weights that training changes; a resume takes the others from the class and verifies

@@ -20,7 +20,8 @@ class StandardCallback(NamedTuple):
 
     purpose: str
     arguments: Callable[[Settings], dict[str, Any] | None] | None = None
-    """Returns its arguments in `genlight run`, or None if the job does not need it; without this, users must add it."""
+    """Returns its arguments in `genlight run`, or None if the job does not need it. Without this, `genlight run` adds
+    the callback only if the job names it."""
     in_fit: bool = False
     """Whether it runs in `genlight fit` by default: the module of a trainer class adds it."""
     required: bool = False
@@ -45,7 +46,7 @@ def _nonfinite(job: Settings) -> dict[str, Any] | None:
 
 
 def _recovery(job: Settings) -> dict[str, Any] | None:
-    # A successful update ends an incident; after this many skipped ones in a row the training has failed.
+    # One good update ends an incident. After 100 skipped updates in a row the run fails.
     return {"ladder": ["skip"], "good_steps": 1, "max_attempts": 100} if job.on_nonfinite == "skip" else None
 
 
