@@ -37,7 +37,7 @@ def job_batches(
         config: The job.
         plugin: The trainer; its ``train_loader`` is called when the first batch is read. None if there is only the job.
         ctx: The context of a training without the data.
-        stack: Closes what is opened.
+        stack: Closes the data when it is closed itself.
         parquet_paths: Local copies of the data files; empty uses the paths of the job.
 
     Returns:
@@ -66,7 +66,7 @@ def _feed_of(data: pl.LightningDataModule, ctx: StepContext, stack: ExitStack) -
 
 
 def _repeat(make_feed: Callable[[], Iterable[Any]], epochs: int) -> Iterator[Any]:
-    """Yield the raw batches of a feed for `epochs` epochs, without end for -1. The first batch creates the feed."""
+    """Yield the raw batches of a feed for `epochs` epochs, without end for -1. The first `next` makes the feed."""
     feed, done, is_empty = make_feed(), 0, False
     while done != epochs and not is_empty:
         is_empty = True

@@ -2,8 +2,8 @@
 
 hooks · configure, first step · devices · metrics · updates · hyperparams · gradients · changed gradients · evaluate ·
 storable state · state round trip · reproducible · resume · resume on ranks · two ranks · sharded · batch size ·
-bf16-mixed. A check that a fault makes meaningless is reported as skipped. The resume uses the loader and the precision
-of the job.
+bf16-mixed. A check is reported as skipped if an earlier fault makes it meaningless. The resume uses the loader and the
+precision of the job.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from .snapshot import Snapshot, compare_snapshots, flatten, live_weights
 from .subject import REFUSED, RESUMED, SHARDED, Observer, RanksError, Subject, train_on_ranks
 
 TRAINED = ("optimizer state", "weight")
-"""Kinds of values compared between two trainings. Optimizer states reveal a scaled gradient. Weights do not: Adam's
-steps are the same for any multiple of a gradient."""
+"""Kinds of values compared between two trainings. Optimizer states show that a gradient was scaled. Weights may not:
+Adam's steps are the same for any multiple of a gradient."""
 SAME = 1e-5
 """Largest relative difference of weights that rounding explains."""
 ROUNDINGS = 10
-"""A value may differ by this many times the effect of a change in the last bits of the first weights."""
+"""A value may differ by this many times its distance in `_Case.rounding_distances`."""
 NOTHING = 1e-6
 """Weights with at most this norm count as zeros."""
 CLOSE = 0.2
@@ -102,17 +102,17 @@ class _Case:
     full_run: Observer
     """The uninterrupted run."""
     had_gradients: Mapping[int, bool]
-    """Whether an optimizer ever had a gradient in a step of it, by id of the optimizer."""
+    """Whether any parameter of an optimizer had a gradient at one of its steps, by id of the optimizer."""
     folder: Path
     levels: dict[str, Level] = field(default_factory=dict)
     """Levels of the findings so far, by check."""
 
     @functools.cached_property
     def one_process(self) -> Snapshot:
-        """The end of a training in one process, under the conditions of a rank.
+        """The final values of a training in one process, under the conditions of a rank.
 
-        Dropout is off, because each rank draws its own, and there is one thread: another number of threads rounds
-        differently, and Adam can turn that into a step.
+        Dropout is off, because each rank draws other random numbers for it. There is one thread, because another number
+        of threads rounds differently, and Adam may make a complete step of that.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -123,10 +123,10 @@ class _Case:
 
     @functools.cached_property
     def rounding_distances(self) -> Mapping[str, float]:
-        """How far each value of `one_process` moves if the first weights are rounded differently.
+        """How far each value of `one_process` moves if the initial weights are rounded differently.
 
-        Some gradients are zero except for rounding: of the bias of attention keys, or of a bias before a batch norm.
-        Adam still makes steps of full size from them, and the running mean of the batch norm follows.
+        Some gradients are zero except for rounding, such as that of the bias of attention keys, or of a bias before a
+        batch norm. Adam still makes complete steps from them, and the running mean of the batch norm follows.
         """
         random = torch.Generator().manual_seed(self.subject.seed)
 
@@ -248,20 +248,20 @@ def check_metrics(case: _Case) -> Iterator[Finding]:
 
 def check_updates(case: _Case) -> Iterator[Finding]:
     """Check that weights change, and that optimizers hold them."""
-    whole, discovered, steps = case.full_run, case.full_run.discovered, max(case.full_run.snapshots)
+    run, discovered, steps = case.full_run, case.full_run.discovered, max(case.full_run.snapshots)
     parameters = {
         *(f"{found.path}.{name}" for found in discovered.modules for name, _ in found.value.named_parameters()),
         *(found.path for found in discovered.parameters),
     }
-    changed = parameters & set(whole.snapshots[0].differences(whole.snapshots[steps]))
-    blind = [found.path for found in discovered.optimizers if case.had_gradients.get(id(found.value)) is False]
+    changed = parameters & set(run.snapshots[0].differences(run.snapshots[steps]))
+    idle = [found.path for found in discovered.optimizers if case.had_gradients.get(id(found.value)) is False]
     text = f"{len(changed) or 'no'} of {len(parameters)} parameters changed in {steps} steps"
     if not changed:
         text = f"no weight changed in {steps} steps"
-    if blind:
-        text += f": {', '.join(blind)} never had a gradient; it may hold a copy of the weights"
+    if idle:
+        text += f": {', '.join(idle)} never had a gradient; it may hold a copy of the weights"
     if parameters:
-        level: Level = "warn" if blind else "pass"
+        level: Level = "warn" if idle else "pass"
         yield _finding("updates", level if changed else "fail" if case.had_gradients else "warn", text)
 
 
@@ -282,8 +282,8 @@ class _StaleGradientError(Exception):
 def check_gradients(case: _Case) -> Iterator[Finding]:
     """Report gradients that a ``zero_grad`` should have cleared, and changes between two backward calls of one update.
 
-    At the end of each step, gradients that the last update used and nothing has changed since become nan. A class that
-    clears its gradients does not notice.
+    After each step, a gradient is set to nan if the last update used it and nothing has changed it since. That has no
+    effect on a class that clears its gradients. In another class, the nan is found at a later update.
     """
     used: dict[int, tuple[Tensor, Tensor, int]] = {}
     spoiled: set[int] = set()
@@ -304,7 +304,7 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
         if parameter.grad is not None:
             accumulated[id(parameter)] = (parameter.grad, parameter.grad._version)
 
-    def after(optimizer: Optimizer) -> None:
+    def after_update(optimizer: Optimizer) -> None:
         accumulated.clear()
         for parameter in parameters_of(optimizer):
             gradient = parameter.grad
@@ -331,7 +331,7 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
 
     # The nan may cause an error in the class. Errors with other causes appear in the other runs.
     with contextlib.suppress(Exception):
-        case.subject.train(Observer(at_step), at_update=after)
+        case.subject.train(Observer(at_step), at_update=after_update)
     if stale:
         named = list_first([name for key, name in names.items() if key in stale] or ["its parameters"], 3)
         yield _finding("gradients", "warn", f"gradients of one update are still part of the next one, of {named}")
@@ -395,8 +395,8 @@ def check_state(case: _Case) -> Iterator[Finding]:
 def check_resume(case: _Case) -> Iterator[Finding]:
     """Check that an interrupted and resumed run ends with the same bits.
 
-    Even if the weights are equal, the resume may have lost an average, a best value, a counter or statistics. Values
-    that differ between two uninterrupted runs, such as a clock, are no fault of the class.
+    All values are compared: even if the weights are equal, the resume may have lost an average, a best value, a counter
+    or statistics. Values that differ between two uninterrupted runs, such as a clock, do not count.
     """
     subject, folder = case.subject, case.folder / "checkpoints"
     as_in_job = subject.make_data is not None or subject.precision != "32-true"
@@ -428,7 +428,7 @@ def check_resume(case: _Case) -> Iterator[Finding]:
     lost = differences(resumed, middle)
     unstable = {path for step in (middle, end) for path in differences(again, step)}
     at_end = [path for path in differences(resumed, end) if path not in unstable]
-    # The first call of a lazy layer sets its sizes.
+    # Values of modules do not count, because the first call of a lazy layer sets its sizes.
     modules = tuple(f"{found.path}." for found in whole.discovered.modules)
     in_both = (whole.snapshots[middle].digests.keys() & resumed.snapshots[middle].digests.keys()) - unstable
     rewritten = [path for path in lost if path in in_both and not path.startswith(modules)]
@@ -491,7 +491,7 @@ def check_ranks(case: _Case) -> Iterator[Finding]:
     of_same = _distances(results["same"][0], expected)
     distance, path = max(((size, path) for path, size in of_same.items()), default=(0.0, ""))
     halved, halved_path = case.furthest(results["halves"][0], expected) if "halves" in results else (math.inf, "")
-    # A sum over ranks counts the same rows twice; it is right if each rank has different rows.
+    # One agreement is enough: a class that sums over ranks counts the same rows twice, and is right with halved rows.
     if distance > SAME and halved > SAME:
         yield _finding(
             "ranks", "fail", f"two processes with the same rows end {distance:.1e} away from one process, at {path}"
@@ -546,7 +546,7 @@ def _check_sharded(case: _Case, sharded: Snapshot, of_ddp: Snapshot) -> Finding:
 def _check_rank_state(case: _Case, differing: Collection[str]) -> Iterator[Finding]:
     """Report training that depends on values which differ between ranks, such as a first loss used as a scale.
 
-    Another run changes the values at these paths half-way.
+    To find out, one more run changes the values at the `differing` paths half-way.
     """
 
     @torch.no_grad()

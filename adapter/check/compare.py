@@ -69,7 +69,7 @@ CAUSES = {
     "value": "Everything else agrees; only this value of the class differs.",
     "steps": "One loop reached the end of its data first, or makes fewer updates from as many batches.",
 }
-"""The probable cause of a first difference, and what to do, by kind; ``start`` is any before the first step."""
+"""The probable cause of a first difference, and what to do, by kind; ``start`` is any kind before the first step."""
 _IN_HALF = " In {}, a small difference is rounding (use a larger --rtol), and a scaler skips updates that overflow."
 
 
@@ -157,7 +157,7 @@ class Comparison:
 
 
 def step_comparison(steps: int, comparison: Comparison) -> Observer:
-    """Return a callback that compares the first steps of a hosted training with a recorded plain loop, then ends it.
+    """Return a callback that compares the first steps of a training with a recorded plain loop, and ends the training.
 
     Args:
         steps: Number of steps to compare.
@@ -244,7 +244,7 @@ def _import_function(import_path: str) -> Callable[..., Any]:
 
 
 class _LastUpdateError(BaseException):
-    """Ends a function from within its ``optimizer.step``; no Exception, because the function may catch those."""
+    """Ends a function from within its ``optimizer.step``. Not an `Exception`, because the function may catch it."""
 
 
 def _record_function(function: Callable[..., Any], ctx: StepContext, updates: int, recording: Recording) -> None:
@@ -355,7 +355,7 @@ class _Updates:
         path = self._path(optimizer)
         values_by_kind = list(values_of_optimizer(Found(path, path, optimizer), {}))
         values = {kind: _copies((at, value) for of, at, value in values_by_kind if of == kind) for kind in KINDS[1:3]}
-        # Gradients after the update: Lightning passes a closure that computes them within the update.
+        # Gradients are read only now, because Lightning passes a closure that computes them within the update.
         values["gradient"] = _copies((at, p.grad) for at, p in self._places(optimizer))
         values |= {"weight before": self._before, "weight": _copies(self._places(optimizer))}
         self._at_update(Snapshot({kind: values[kind] for kind in KINDS_OF_UPDATES}))

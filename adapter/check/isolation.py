@@ -1,4 +1,4 @@
-"""Helpers for trainings that check something: no log lines, no effect on random numbers, the line of a failure."""
+"""Train for a check without log lines and without an effect on random numbers, and find the line of a failure."""
 
 from __future__ import annotations
 

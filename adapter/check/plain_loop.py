@@ -37,7 +37,8 @@ from .snapshot import KINDS, Snapshot, live_weights, snapshot
 class PlainLoop:
     """A trainer class in a plain loop: sets it up, configures it, and calls its own hooks.
 
-    To a `TrainerState` and to `RolloutBatches` it is the Lightning trainer, the module and its `HostedTrainer`.
+    A `TrainerState` and `RolloutBatches` get this object in place of the Lightning trainer, the module and its
+    `HostedTrainer`.
 
     Args:
         plugin: A trainer that has not been set up.
@@ -47,7 +48,7 @@ class PlainLoop:
     global_step = 0
 
     def __init__(self, plugin: TrainerPlugin, ctx: StepContext) -> None:
-        this = weakref.proxy(self)  # discovery would follow a reference from a context that the class keeps
+        this = weakref.proxy(self)  # a class may keep its context, and discovery would find this loop there
         ctx = replace(ctx, count_steps=lambda: this.global_step)
         self.plugin, self.ctx = plugin, ctx
         plugin.setup(ctx)
@@ -77,7 +78,7 @@ class PlainLoop:
         self.call_hooks("on_rollout_end")
 
     def begin(self, batches: Iterable[Any] | None) -> Iterator[Any]:
-        """Begin the run; return its `batches`, or if None an endless iterator over batches that the class collects."""
+        """Begin the run; return an iterator over its `batches`, or without end over those that the class collects."""
         if batches is None and optional_hook(self.plugin, "rollout") is None:
             raise InputError(NO_DATA)
         self.call_hooks("on_new_training_run")

@@ -135,7 +135,7 @@ def live_weights(discovered: Discovered) -> dict[str, Tensor]:
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside a DistributedDataParallel of the trainer's own (it has one only on several ranks)."""
+    """Return the module inside the trainer's own DistributedDataParallel, if it uses one."""
     return uncompiled(module.module if isinstance(module, DistributedDataParallel) else module)
 
 
@@ -162,7 +162,7 @@ def _has_own_state_dict(node: Any) -> bool:
 
 
 def leaves(path: str, value: Any, *, gather: bool = False) -> Iterator[tuple[str, Any, bool]]:
-    """Yield copies on the CPU of the values of `values_in`; with `gather`, of all of a sharded tensor."""
+    """Yield the values of `values_in` as copies on the CPU; with `gather`, sharded tensors are complete."""
     for name, leaf, is_code in values_in(path, value):
         yield name, _copy(leaf, gather=gather), is_code
 
@@ -216,7 +216,7 @@ def distance(a: Any, b: Any, *, at_least: float = 0.0) -> float:
     """Return ‖b - a‖ / ‖a‖ in double precision; infinite if one is missing or not finite, or if shapes differ.
 
     Args:
-        a: The reference: a tensor or a number, or a string, whose distance is 0 to an equal one, otherwise infinite.
+        a: The reference: a tensor, a number or a string. Equal strings have the distance 0, others an infinite one.
         b: The value to compare.
         at_least: Smallest value used for ``‖a‖``.
     """
@@ -243,7 +243,7 @@ def distance(a: Any, b: Any, *, at_least: float = 0.0) -> float:
 
 
 def is_real(value: Any) -> bool:
-    """Whether `value` is a floating-point number or tensor; a counter or a random state either is equal or differs."""
+    """Whether `value` is a floating-point number or tensor; for others, such as counters, a distance means nothing."""
     return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
 
 

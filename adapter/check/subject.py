@@ -127,7 +127,8 @@ class Subject:
     hyperparams: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     make_data: Callable[[], pl.LightningDataModule | None] | None = None
-    """Makes the data module of the job; returns None if the class has its own loader. None skips the loader."""
+    """Makes the data module of the job, or returns None if the class has its own loader. Without this, `batches` are
+    used even with `as_in_job`."""
     precision: str = "32-true"
     """Precision of the job."""
 
@@ -288,7 +289,7 @@ def run_rank(folder: Path, rank: int) -> int:
     results: dict[str, Any] = {}
     try:
         for name, batches in jobs.items():
-            # A mock feed deals out batches in turn; in this order each rank gets its own.
+            # A mock feed gives batches to the ranks in turn; in this order each rank gets its own.
             dealt = [batch for pair in zip(*batches, strict=True) for batch in pair]
             results[name] = _train_rank(name, subject, dealt, save_to=folder / name)
             if name != "same" or "halves" not in jobs:
