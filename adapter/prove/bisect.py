@@ -1,8 +1,8 @@
 """Find the first step, rank and value in which two runs differ: ``genlight bisect``.
 
-The witnesses and the checkpoints of both runs bound the steps in question. Both runs are then trained again from their
-last equal checkpoint, with digests of their complete state after up to 64 of these steps, until a single step is left.
-That step is trained once more, to know whether the difference repeats.
+The witnesses of both runs (files with digests of their steps) and their checkpoints bound the steps in question. Both
+runs are then trained again from their last equal checkpoint, with digests of their complete state after up to 64 of
+these steps, until a single step is left. That step is trained once more, to know whether the difference repeats.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Bisection:
     """The result: the first difference of two runs, and what could be compared."""
 
     facts: Sequence[ChangedFact] = ()
-    """What differs before a step is trained: configuration, data, code, versions, machine."""
+    """Differences that exist before a step is trained: configuration, data, code, versions, machine."""
     notes: list[str] = field(default_factory=list)
     """Phrases about each comparison and its result, and about values that could not be compared."""
     after: int = 0
@@ -117,7 +117,7 @@ def _compare_traces(traces: Sequence[Traces], result: Bisection) -> list[str]:
     """Bound the first difference by witnesses and checkpoints.
 
     Returns:
-        The values that differ in the first checkpoints that do.
+        The values that differ in the first unequal checkpoints of a common step.
     """
     first, second = traces
     note, named = result.notes.append, list(zip(NAMES, traces, strict=True))
@@ -148,7 +148,7 @@ def _compare_records(first: Traces, second: Traces, result: Bisection) -> tuple[
     """Narrow the interval of `result` by the checkpoints of common steps.
 
     Returns:
-        These steps, and the values that differ in the first checkpoints that do.
+        The common steps, and the values that differ in the first unequal checkpoints.
     """
     steps = sorted(step for step in first.records.keys() & second.records.keys() if step < (result.step or step + 1))
     names: dict[int, list[str]] = {}
@@ -208,7 +208,7 @@ class _States(Repetition):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         self._take(pl_module)
-        if self.last == pl_module.completed_steps:  # the runs differ before their first step
+        if self.last == pl_module.completed_steps:  # only the state before the first step is in question
             raise Done
 
     @override
@@ -221,7 +221,7 @@ class _States(Repetition):
             return
         values = dict(snapshot(module.contract_state, module.plugin, kinds=EVERYTHING, host=module).values)
         if (entry := self.entry) is not None and entry.step == step:
-            # A generator that the model holds is a value; it may make and seed others at any time.
+            # Only the states of global generators: those of generators that the model holds are among the values.
             states = zip(RANDOM_STATES[:OF_MODEL], entry.random, strict=False)
             losses = {name: value for name, value in module.metrics().items() if "loss" in name.lower()}
             values["rows"] = {f"batch {entry.batch} of epoch {entry.epoch}": f"{entry.rows:016x}"}
@@ -257,15 +257,16 @@ class _Search:
         while True:
             steps = (start, *_spaced(low, high))
             pair = [self._states(side, steps) for side in (0, 1)]
-            given = self._differing_at_start(pair)
-            found = _first_difference(pair, unstable | given)
+            at_start = self._differing_at_start(pair)
+            found = _first_difference(pair, unstable | at_start)
             if found is None:
                 break
             step, path = found
             before = max((each for each in steps if each < step), default=start)
-            if step - before > 1:
+            if step - before > 1:  # search the steps between these two
                 low, high = before, step
                 continue
+            # A value that differs between two replays of one run does not count.
             again = [self._train(side, steps[: steps.index(step) + 1], keeps=True) for side in (0, 1)]
             changed = set().union(*map(_unstable, pair, again))
             if path not in changed:
@@ -273,8 +274,9 @@ class _Search:
                 break
             unstable |= changed
             low, high = start, result.step
-        if given:
-            result.notes.append(f"left out, because they differ from the start on: {list_first(sorted(given), 3)}")
+        if at_start:
+            text = f"not compared, because they differ from the start on: {list_first(sorted(at_start), 3)}"
+            result.notes.append(text)
         if unstable:
             result.notes.append(f"not repeated by two replays of one run: {list_first(sorted(unstable), 3)}")
         verdicts = [self._judge(side, each) for side, each in enumerate(pair)]
@@ -311,7 +313,7 @@ class _Search:
         result.cause = CAUSES.get("start" if step == 0 else kind, "")
 
     def _judge(self, side: int, states: _States) -> str:
-        """Say why a run has other steps than its replay; nothing if it has the same."""
+        """Return why the steps of a run differ from those of its replay; empty if they do not."""
         name, summary, result = NAMES[side], self._summaries[side], self._result
         result.notes.append(f"{name}, trained again: {states.text}")
         if (found := states.difference) is None:

@@ -84,7 +84,7 @@ def compare_witnesses(
     for rank in sorted(expected.keys() & actual.keys()):
         equal, found = [], None
         first, second = expected[rank].entries, actual[rank].entries
-        # A resumed run has entries of other steps as well: of the first ones after its start.
+        # The steps that are recorded depend on where a run started, so only steps that both have are compared.
         for key in sorted(first.keys() & second.keys()):
             found = compare(first[key], second[key], rank=rank, facts={}, with_values=with_values, hints=hints)
             if found is not None:
@@ -97,8 +97,8 @@ def compare_witnesses(
 def first_difference(expected: Evidence, actual: Evidence, hints: Mapping[str, str] = {}) -> tuple[str, float] | None:
     """Return the first difference of two runs in words, and its size; None if there is none.
 
-    It is in a step, with its cause, or only in the final state. The size is the largest relative difference of tensors
-    in the final states; infinite for other rows or random numbers.
+    The words name a step and the cause, or a value of the final state. The size is the largest relative difference of
+    tensors in the final states; it is infinite if rows or random numbers differ.
 
     Args:
         expected: The run without a fault.

@@ -22,7 +22,7 @@ from ..plumbing.threads import DaemonThreads
 Kind = Literal["kill", "kill while saving", "kill after saving", "stop", "pause", "full disk"]
 
 POLL_S = 0.0002
-"""Seconds between two looks for the files of a checkpoint."""
+"""Seconds between two checks for the files of a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from .faults import Fault, marker
 from .rehearsal import Attempt, OutOfTime, Rehearsal, Scene
 
 SLACK = 10.0
-"""If two unbroken runs differ, a difference of up to this many times theirs counts as none."""
+"""If two unbroken runs differ, a broken run may differ from them by this many times as much."""
 SLOWER = 20.0
 """An attempt may take this many times as long as the first one."""
 MIN_LIMIT_S = 60.0
@@ -43,7 +43,7 @@ class _Case:
     codes: tuple[int, ...]
     """Exit codes that the first attempt may have, negative for a signal."""
     damage: Callable[[Path], None] | None = None
-    """Damages the newest record's files, after the first attempt."""
+    """Damages a file of the newest checkpoint, after the first attempt."""
     settings: tuple[str, ...] = ()
     ranks_after: int | None = None
     """Number of ranks of later attempts; None leaves it as it is."""
@@ -66,7 +66,7 @@ def prove(
         scene: The job.
         folder: An empty folder for all files of the rehearsals.
         minutes: Time for all rehearsals; what does not fit is reported as skipped.
-        only: Names of `_cases`; empty means all that make sense.
+        only: Names of rehearsals, as in `_cases`; empty means all that are possible with the job's number of ranks.
         interrupted: Ends the rehearsals once it is set, with KeyboardInterrupt.
         keep: Whether the files of each rehearsal stay in `folder`.
 
@@ -192,7 +192,7 @@ def _complete(run: Rehearsal, start: Callable[[], Attempt]) -> Evidence | str:
     """Start the run until it has completed; return its evidence, or what went wrong."""
     try:
         attempt = start()
-        while attempt.code and len(run.attempts) < MOST_ATTEMPTS and attempt.code < 0:
+        while attempt.code < 0 and len(run.attempts) < MOST_ATTEMPTS:  # killed by a signal
             attempt = start()
         if attempt.code:
             return f"exit code {attempt.code}:\n{attempt.output}"

@@ -24,7 +24,7 @@ _NOT_REHEARSED = frozenset(
     {"artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path", "canceled"}
 )
 _NOT_REHEARSED |= {"cancel_file_path", "max_runtime_seconds", "orchestrated", "capability_token", "file_store_url"}
-"""Settings whose variables of the environment do not reach a rehearsal, like those of uploads."""
+"""Settings whose environment variables are removed for a rehearsal; those of uploads are removed, too."""
 WITHOUT_EFFECTS = (
     "uploads=null",
     "capability_token=null",
@@ -36,7 +36,7 @@ WITHOUT_EFFECTS = (
 """Overrides with which a job sends nothing away and only ends by itself."""
 _TAIL_LINES = 12
 POLL_S = 0.2
-"""Seconds between two looks whether the rehearsal was interrupted."""
+"""Seconds between two checks for an interruption of the rehearsal."""
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for an attempt that has run out of time."""
 
@@ -86,7 +86,8 @@ class Rehearsal:
     limit_s: float = 600.0
     """Seconds after which an attempt is ended."""
     interrupted: threading.Event = field(default_factory=threading.Event)
-    """Ends the attempt once it is set. A signal handler that raised could do so before the process is known here."""
+    """Ends the attempt once it is set. If a signal handler raised instead, it could lose a process that has just been
+    started."""
     attempts: list[Attempt] = field(default_factory=list)
 
     @property

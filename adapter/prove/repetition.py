@@ -64,7 +64,7 @@ _ALONE = (
 
 @dataclass(frozen=True)
 class Traces:
-    """What a run has left of its steps."""
+    """The checkpoints and witnesses that a run has left in its folder."""
 
     folder: Path
     checkpoints: Path
@@ -83,7 +83,7 @@ class Traces:
 
 
 def read_traces(folder: Path) -> Traces:
-    """Read what a run has left in its folder; needs no job."""
+    """Read the traces of the run in `folder`; needs no job."""
     checkpoints = folder_of_checkpoints(folder) or folder
     listed = [each.record for each in reversed(list_checkpoints(checkpoints)) if each.record is not None]
     witness, limits = {}, []
@@ -182,7 +182,7 @@ class Repetition(pl.Callback):
         self.run, self.last, self.with_debugger = run, last, with_debugger
         self.running_step: int | None = None
         self.entry: Entry | None = None
-        """What the witness would record of the newest batch that was read."""
+        """The entry of a witness for the newest batch that was read here."""
         self.difference: StepDifference | None = None
         """The first difference from the run."""
         self._equal: Sequence[int] = ()
@@ -252,7 +252,7 @@ class Repetition(pl.Callback):
             raise Done
 
     def conclude(self, module: Any) -> None:
-        """Read the state after the last step."""
+        """Called after the last step, to read the state; does nothing by default."""
 
     @property
     def is_same(self) -> bool | None:

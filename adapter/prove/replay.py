@@ -145,13 +145,13 @@ class StepView:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:  # each memory counts once, even if it is freed and used again
+        if storage.data_ptr() not in self._seen:  # each address counts once, even if it is freed and used again
             self._seen.add(storage.data_ptr())
             self.kept_bytes[self._running[-1]] = self.kept_bytes.get(self._running[-1], 0) + storage.nbytes()
         return tensor.detach()
 
     def _note_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        while len(self._running) > 1 and self._running.pop() != name:  # a module within it has raised
+        while len(self._running) > 1 and self._running.pop() != name:  # also remove inner modules that raised an error
             pass
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
