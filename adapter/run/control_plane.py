@@ -39,7 +39,7 @@ class Lease:
     Args:
         client: The control plane.
         run_id: The run to claim.
-        answer_s: Maximum wait for an answer to the claim, whatever the client does.
+        answer_s: Maximum wait for an answer to the claim, in seconds, even if the client never returns.
         raise_if_stopped: Called while waiting for the claim; an exception from it ends the wait.
 
     Raises:

@@ -1,13 +1,13 @@
-"""Deaths of attempts in the same step: they end a run that would be killed there again and again.
+"""Count the attempts of a run that were killed in the same step, to end a run that would be killed there again.
 
 Each rank notes the step in progress in a small file that is mapped into memory, so a step pays for no system call, and
 the kernel keeps the note of a killed process. The next attempt reads the notes, before it overwrites them.
 
-From the choice of its checkpoint to its first step, an attempt has a note of rank zero instead. It also has what rank
-zero has read, for ranks of the same launch that read later.
+From the choice of its checkpoint to its first step, an attempt has one note of rank zero instead. This note also lists
+the deaths that rank zero has read, for ranks of the same launch that read later.
 
 An attempt that ends by itself removes these notes: a mistake in code or input does not count, and neither does a stop.
-One that ends because of a lost rank keeps them, and notes which rank that was.
+An attempt that ends because a rank was lost keeps them, and notes which rank that was.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _Note = TypeVar("_Note")
 
 FOLDER = ".deaths"
 DEATH = "GENLIGHT_DEATH"
-"""Variable of a supervisor: the rank that died and its exit code, as ``RANK CODE``."""
+"""Variable that a supervisor sets: the rank that died in the attempt before, and its exit code, as ``RANK CODE``."""
 MOST_AT_A_STEP = 2
-"""Deaths in one step from one checkpoint after which an attempt begins at the checkpoint before."""
+"""After this many deaths in one step, from one checkpoint, the next attempt begins at the checkpoint before it."""
 MOST_AT_THE_START = 4
-"""The same for deaths before the first step, where a machine that is going down kills an attempt more easily."""
+"""The same for deaths before the first step; more, because a machine that shuts down often kills one there."""
 _AGAIN = "attempts in a row were killed"
 _TOKEN = "GENLIGHT_START"  # noqa: S105 - identifies a start for the ranks that rank zero starts
 _BEGINNING = "begun.json"
@@ -95,11 +95,11 @@ class _Beginning(msgspec.Struct, frozen=True):
     """The note of an attempt that has not begun its first step."""
 
     launch: tuple[str, str]
-    """What `_launch` returns."""
+    """The result of `_launch` on rank zero."""
     attempt: Death
-    """How the attempt counts if it is killed."""
+    """The death that counts if the attempt is killed."""
     before: list[Death]
-    """What `repeated_deaths` has returned to it."""
+    """The deaths that `repeated_deaths` returned on rank zero."""
 
 
 class StepNote:
@@ -143,7 +143,7 @@ class StepNote:
 def begin_attempt(
     folder: Path, record: int, deaths: Sequence[Death], *, job: str, went_back: bool, held: contextlib.ExitStack
 ) -> None:
-    """Note on rank zero that an attempt begins. From then on `note_end` must be told how it ends.
+    """Note on rank zero that an attempt begins. From then on it counts as killed unless its end is noted.
 
     Args:
         folder: The run's folder.
@@ -151,7 +151,7 @@ def begin_attempt(
         deaths: The deaths before this attempt.
         job: Digest of the job.
         went_back: As in `Death`.
-        held: Ends with the attempt.
+        held: Contexts that are left when the attempt ends.
     """
     os.environ[_TOKEN] = secrets.token_hex(8)
     held.callback(os.environ.pop, _TOKEN, None)
@@ -172,7 +172,7 @@ def forget_beginning(folder: Path) -> None:
 
 
 def note_end(folder: Path, failure: str) -> None:
-    """Note on rank zero how an attempt failed, unless it was killed: by a lost rank, or by itself.
+    """Note on rank zero how an attempt failed. If no rank was lost, remove all notes: no death counts any more.
 
     Args:
         folder: The run's folder.
@@ -185,9 +185,10 @@ def note_end(folder: Path, failure: str) -> None:
 
 
 def _launch() -> tuple[str, str]:
-    """Return two identities of this start of all ranks: the launcher's, and the one that its children get.
+    """Return two identifiers of this start of all ranks: from the launcher, and from rank zero if it starts the others.
 
-    Children have variables of a launcher too: Lightning's copies get those by which ranks find their store.
+    Ranks belong to one start if either identifier agrees. Without a launcher the first may differ, because Lightning
+    sets some of a launcher's variables for the ranks that it starts.
     """
     values = [os.environ.get(name, "") for name in (*LAUNCH, RESTART)]
     return ":".join(values) if any(values) else "", os.environ.get(_TOKEN, "")
@@ -196,8 +197,8 @@ def _launch() -> tuple[str, str]:
 def repeated_deaths(folder: Path, job: str) -> list[Death]:
     """Return the last attempts of a run that were killed in the same step, the oldest first; empty after another end.
 
-    Attempts that were killed before their first step count as well. Every rank gets the same result until they have met
-    and `note_deaths` is called.
+    Attempts that were killed before their first step count as well. Every rank gets the same result until all ranks
+    have met and `note_deaths` is called.
 
     Args:
         folder: The run's folder.

@@ -116,7 +116,7 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
         if not trains_in_copies(trainer):
             keep_logged_steps(trainer)
     if (start := session.start) is not None and session.folder is not None:
-        if trains_in_copies(trainer):  # nobody notes their steps
+        if trains_in_copies(trainer):  # steps of copies are not noted
             forget_beginning(session.folder)
         else:
             callbacks_of(trainer).append(NoteStep(session.folder, session.job, start))
@@ -163,7 +163,7 @@ def _store_on_loopback(trainer: pl.Trainer) -> Iterator[None]:
     environment = getattr(trainer.strategy, "cluster_environment", None)
     is_elsewhere = trainer.num_nodes > 1 or dist.is_initialized()
     supervised = os.environ.pop(STORE, None)
-    if supervised is not None and isinstance(environment, LightningEnvironment):  # it has set the variables, too
+    if supervised is not None and isinstance(environment, LightningEnvironment):  # the supervisor set the variables
         _open_store(environment, int(supervised))
         yield
         return
@@ -202,8 +202,8 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool, versio
         trainer: The trainer. Loggers of classes that genlight does not know are not touched.
         directory: The folder of `RUNS_FILE`, which records the run of each logger.
         resumes: Whether loggers continue their earlier runs instead of starting new ones.
-        versions: Whether loggers that write files also continue, in the folder of their earlier ``version``. Parts of
-            a LightningCLI configuration may keep files there that must not exist yet.
+        versions: Whether loggers that write files also continue, in the folder of their earlier ``version``. Under
+            LightningCLI other parts of the program may write files there and refuse to replace them.
     """
     has_files = versions and not trains_in_copies(trainer)  # copies do not correct the files; see `fit`
     kinds = (WandbLogger, MLFlowLogger, *((CSVLogger, TensorBoardLogger) if has_files else ()))

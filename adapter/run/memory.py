@@ -38,8 +38,8 @@ def explain_memory(
     """Return an error with the sizes of parameters, gradients, optimizer states and the rest; None for other errors.
 
     The rest is the peak that the device has counted, minus the other parts. The CPU counts no peak, so there it is
-    unknown. To count what each module keeps for its backward would cost every step, so the error names the command that
-    trains the step once more and counts.
+    unknown. Counting the memory that each module keeps for its backward would slow down every step. So the error names
+    the command that trains the step once more and counts it.
     """
     text = safe_str(error)
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, GenlightError)

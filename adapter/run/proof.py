@@ -48,10 +48,9 @@ def write_proof(config: RunConfig, target: object, results: Sequence[Mapping[str
 
 
 def changes_since_proof(config: RunConfig, target: object) -> list[str]:
-    """Return the settings and versions that differ from the certificate of the job, or `source` for the trainer's file.
+    """Return the sorted names of settings and versions that differ from the certificate of the job.
 
-    Returns:
-        Sorted names; empty if nothing differs or there is no certificate.
+    `source` stands for the file of the trainer. The list is empty if nothing differs, or if there is no certificate.
     """
     try:
         proof = json.loads(read_regular(config.artifacts_dir / NAME, limit=_LARGEST_BYTES))

@@ -40,7 +40,7 @@ LAUNCH = (LAUNCH_ID, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SL
 RESTART = "TORCHELASTIC_RESTART_COUNT"
 """Number of restarts by this agent of torchrun; agents that joined later have a smaller number."""
 LAUNCHED_WITHIN_S = 10.0
-"""How much sooner than rank zero another rank of the same launch may have started, and failed."""
+"""Another rank of the same launch may have started, and failed, up to this many seconds before rank zero started."""
 LONGEST_BYTES = 1 << 20
 
 
@@ -129,7 +129,7 @@ class RankFiles:
             lock.release()
 
     def scan_locks(self) -> None:
-        """Note which locks are held. A lock that never seemed held proves nothing: some file systems show no locks."""
+        """Note which locks are held. Only these can show a death later, because some file systems show no locks."""
         for path in set(self.folder.glob("rank-*.lock")) - self._present:
             if is_held(path):
                 self._present.add(path)

@@ -206,9 +206,9 @@ def _open_uploader(config: RunConfig) -> Uploader | None:
 
 
 def _only_prints(session: Session, config: RunConfig, options: RunOptions, error: BaseException) -> bool:
-    """Return whether `error` is a mistake in the command or the job of a run that has trained; the log omits those.
+    """Return whether `error` is only printed: it is a mistake in the command or the job of a run that has trained.
 
-    An orchestrator starts runs from the environment, and nobody may read their output. It still gets the error.
+    If an orchestrator or the environment started the run, the error is reported, because nobody may read the output.
     """
     log = session.event_log
     if options.spec_path is None or config.orchestrated or (log is not None and log.phase != "new"):

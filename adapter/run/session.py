@@ -151,7 +151,7 @@ class Session:
     is_supervised: bool = False
     """Whether a supervisor on this machine starts the run again after a rank was killed."""
     start: Start | None = None
-    """How the attempt starts; None before it has begun, and if it does not count when it is killed."""
+    """How the attempt starts; None until `begin` is called. From then on the attempt counts if it is killed."""
     job: str = ""
     """Digest of the job."""
     record: RecordMeta | None = None
@@ -439,7 +439,7 @@ class Session:
         """Wait for the required uploads, then `send` the terminal message. Yield an error for each that failed."""
         if self.uploader is None:
             return
-        is_first_wait = self._end_by is None  # otherwise the run was about to complete, and has waited for them
+        is_first_wait = self._end_by is None  # otherwise `complete` has already waited for the uploads
         if is_first_wait and (error := self.uploader.settle(deadline_s=self._left_s(), progress=show)):
             yield error
         if send is not None and (error := send()):

@@ -66,7 +66,7 @@ class Start:
     went_back: bool = False
     """Whether `record` is not the newest one, because of these deaths."""
     is_newest: bool = False
-    """Whether the run takes the newest checkpoint there is, of which `record` is the newest that this node sees."""
+    """Whether the run starts from the newest checkpoint of all nodes; `record` is the newest that this node has."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _go_back_from_deaths(start: Start, config: RunConfig, *, knows_types: bool) 
 def before_deaths(
     start: Start, folder: Path, directory: Path, ways: ExitHints, *, job: str, knows_types: bool
 ) -> Start:
-    """Return the start from the checkpoint before the one of `start`, if attempts from it were killed in the same step.
+    """Return `start`, or the start from the checkpoint before, if attempts from this one were killed in the same step.
 
     Args:
         start: A start from the newest checkpoint of `directory`, or at step 0.

@@ -139,7 +139,7 @@ def _fit(
     collect_as_usual()
     record = start.record
     if config.seed is not None:
-        seed_everything(config.seed)  # the same state, whether all modules were imported just now or before
+        seed_everything(config.seed)  # again, because imports may draw random numbers
     plugin = make_trainer(target)
     if session.is_rank_zero:
         for misspelled in misspelled_hooks(plugin):
