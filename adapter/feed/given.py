@@ -212,7 +212,7 @@ class RepeatedRead:
     def __init__(self, given: Any, again: Callable[[], Any], name: str, ctx: StepContext, *, seed: int = 0) -> None:
         self._given, self._again, self._name = given, again, name
         self._is_callable = not hasattr(given, "__iter__")
-        self._built = _pass_state(given)
+        self._built, self._objects = _pass_state(given), _object_ids(given)
         self._at_start: dict[str, Any] = self._built
         """The state of `given` itself at the start of the pass."""
         self._rank, self._world_size, self._seed = ctx.rank, ctx.world_size, seed
@@ -301,7 +301,13 @@ class RepeatedRead:
             "world_size": self._world_size,
             "source": self._at_start if self._taken and not self._draws else _pass_state(self._given),
             "built": self._built,
+            "replaced": self._list_replaced(),
         }
+
+    def _list_replaced(self) -> list[str]:
+        """Return the names of attributes of the source that hold other objects than when it was built."""
+        now = _object_ids(self._given)
+        return sorted(name for name, built in self._objects.items() if now.get(name) != built)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batches that were taken.
@@ -320,21 +326,45 @@ class RepeatedRead:
         self._begun, self._draws = state["begun"], state["draws"]
         self._resumes = self._taken > 0
         self._at_start = state["source"]
-        _put_pass_state(self._given, state["built"], self._at_start)
+        numbers = _put_pass_state(self._given, state["built"], self._at_start)
+        if numbers and state["replaced"]:
+            log.warning(
+                "`%s` continues with the values that the checkpoint has of %s, but the checkpoint does not hold %s, "
+                "which reading had replaced as well. If these belong together, such as a shard and its number, later "
+                "rows are wrong: give the source `state_dict` and `load_state_dict`.",
+                self._name,
+                ", ".join(numbers),
+                ", ".join(state["replaced"]),
+            )
 
 
 def _pass_state(source: Any) -> dict[str, Any]:
     """Return what may change in `source` from pass to pass: its generators of random numbers and its counters."""
-    own = getattr(getattr(source, "dataset", source), "__dict__", {})
-    numbers = {name: value for name, value in own.items() if type(value) is int}
+    numbers = {name: value for name, value in _attributes(source).items() if type(value) is int}
     return {"generators": held_states(source), "numbers": numbers}
 
 
-def _put_pass_state(source: Any, built: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore a result of `_pass_state`, except for numbers that were then as they had been `built`."""
+def _put_pass_state(source: Any, built: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Restore a result of `_pass_state`, except for numbers that were then as they had been `built`.
+
+    Returns:
+        The names of the numbers that were restored.
+    """
     set_held_states(source, saved["generators"])
     changed = {name: value for name, value in saved["numbers"].items() if built["numbers"].get(name) != value}
-    getattr(getattr(source, "dataset", source), "__dict__", {}).update(changed)
+    _attributes(source).update(changed)
+    return sorted(changed)
+
+
+def _object_ids(source: Any) -> dict[str, int]:
+    """Return the identities of the attributes of `source` that are not numbers."""
+    return {name: id(value) for name, value in _attributes(source).items() if type(value) not in (int, float, bool)}
+
+
+def _attributes(source: Any) -> dict[str, Any]:
+    """Return the attributes of `source`, or of its dataset; an empty dictionary if it has none."""
+    attributes: dict[str, Any] = getattr(getattr(source, "dataset", source), "__dict__", {})
+    return attributes
 
 
 def _calls(function: Callable[[], Any]) -> Iterator[Any]:

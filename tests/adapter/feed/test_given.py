@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from genlight.adapter import StepContext, TrainingJobSpec
 from genlight.adapter.check.checks import CHECKS
@@ -319,6 +319,36 @@ def test_what_cannot_resume_exactly_or_has_no_effect_is_said_by_name(caplog):
     shared = feed_of(lambda ctx: iter([[1], [2]]), context(world_size=2), {})
     with refusal(InputError):
         shared.load_state_dict(first.state_dict())
+
+
+class KeepsShard(IterableDataset):
+    """Reads two shards back and forth, and the one that is open only once."""
+
+    def __init__(self):
+        self.number, self.shard, self.passes = 0, [0, 1], 0
+
+    def __iter__(self):
+        self.passes += 1
+        for number in (0, 1) if self.passes % 2 else (1, 0):
+            if number != self.number:
+                self.number, self.shard = number, [2 * number, 2 * number + 1]
+            yield from self.shard
+
+
+@pytest.mark.parametrize("in_loader", [True, False])
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_number_that_is_restored_without_the_object_it_belongs_to_is_said(in_loader, passes, caplog):
+    def source():
+        return DataLoader(KeepsShard(), batch_size=None) if in_loader else KeepsShard()
+
+    first = feed_of(source, context(), {})
+    for _ in range(passes):
+        list(first)
+    take(first, 1)
+    feed_of(source, context(), {}).load_state_dict(first.state_dict())
+
+    named = "checkpoint has of number, passes, but the checkpoint does not hold shard" in caplog.text
+    assert named == (passes > 0)  # the first pass begins as built
 
 
 @pytest.mark.parametrize(
