@@ -1,7 +1,7 @@
 """LightningCLI with genlight's defaults, for ``genlight fit`` and its like, and for programs of users.
 
-`lightning_start` chooses the checkpoint to start from. Importing this module changes a setting of jsonargparse for the
-process, because jsonargparse has no settings for a single parser.
+`lightning_start` chooses the checkpoint to start from. Importing this module changes jsonargparse for the process: it
+has no settings for a single parser.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import yaml
-from jsonargparse import set_parsing_settings
+from jsonargparse import get_loader, set_loader, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.callbacks.timer import Interval
@@ -65,6 +65,33 @@ log = logging.getLogger(__name__)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 # The default of an argument of Lightning's `Timer`. Without this, LightningCLI cannot save the configuration.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, interval: dumper.represent_str(interval.value))
+
+_load_yaml = get_loader("yaml")
+
+
+def _load_configuration(text: str) -> Any:
+    """Load a YAML text.
+
+    Raises:
+        yaml.YAMLError: A mapping has a key twice, of which YAML would silently take the last value.
+    """
+    value, waiting = _load_yaml(text), [yaml.compose(text, Loader=yaml.SafeLoader)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.MappingNode):
+            names = set[str]()
+            for key, _ in node.value:
+                if key.value in names and key.value != "<<":  # a merge of another mapping may come twice
+                    problem = f"the key {key.value!r} appears twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                names.add(str(key.value))
+            waiting += [each for _, each in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+    return value
+
+
+set_loader("yaml", _load_configuration, exceptions=(yaml.YAMLError,))
 
 
 class GenlightParser(LightningArgumentParser):

@@ -194,6 +194,7 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
         ("--config tab.yaml", "cannot start any token"),
         ("--config list.yaml", "Unexpected config: - a"),
         ("--config empty.yaml", "Unexpected config: "),
+        ("--config twice.yaml", "the key 'a' appears twice\n  in \"<unicode string>\", line 3, column 5"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_one_short_error_and_exit_code_2(genlight, tmp_path, arguments, said):
@@ -204,6 +205,7 @@ def test_an_argument_that_cannot_be_used_is_one_short_error_and_exit_code_2(genl
         "tab.yaml": b"trainer:\n\tx: 1",
         "list.yaml": b"- a\n- b",
         "empty.yaml": b"",
+        "twice.yaml": b"t:\n  - a: 1\n    a: 3",
     }.items():
         (tmp_path / name).write_bytes(content)
 
