@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from .safe_open import file_mode, folder_mode
@@ -114,6 +115,30 @@ def make_directory(path: str | os.PathLike[str], *, shared: bool | None = False)
 def create_file(path: Path) -> None:
     """Make an empty file with the permissions of `write_bytes_durably`, for other code that opens it to write."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path.parent)))
+
+
+def write_proven(target: Path, write: Callable[[Path], object], prove: Callable[[Path], object]) -> Path:
+    """Replace the file `target`, completely or not at all; return its absolute path when it is durable.
+
+    Args:
+        target: The file; its folder is made if it does not exist.
+        write: Writes to a path with a temporary name in the same folder.
+        prove: Raises if others cannot read the written file.
+    """
+    target = target.absolute()
+    make_directory(target.parent, shared=None)
+    temporary = target.with_name(temporary_name(target.name))
+    try:
+        create_file(temporary)
+        write(temporary)
+        prove(temporary)
+        fsync_file(temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(target.parent)
+    return target
 
 
 def _fsync_if_readable(directory: Path) -> None:

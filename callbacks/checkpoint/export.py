@@ -23,7 +23,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,11 @@ from torch import nn
 
 from ...adapter.contract.exceptions import CheckpointError
 from ...adapter.plumbing.durable import (
-    create_file,
     fsync_directory,
-    fsync_file,
     make_directory,
     temporary_name,
     write_bytes_durably,
+    write_proven,
 )
 from ...adapter.plumbing.redaction import safe_str
 from ...adapter.plumbing.safe_open import open_regular, read_below
@@ -58,7 +57,7 @@ _WEIGHTS_FILE = "model.safetensors"
 _ADAPTERS = "peft"
 """Folder of a model's adapters, each in a folder of its name."""
 _ADAPTER_OVERRIDES = {"init_lora_weights": True, "megatron_config": None, "megatron_core": None}
-"""Overridden settings of an adapter: they would compute weights that the checkpoint has, or import a module by name."""
+"""Replacements for settings of an adapter that would compute weights again, or import a module by its name."""
 _LARGEST_BYTES = 512 << 20
 """Limit on the size of a configuration file; a tokenizer is the largest."""
 
@@ -87,7 +86,7 @@ def export_safetensors(
         raise CheckpointError(
             f"the checkpoint at {path} has no weights named {strip_prefix}…; its first names are: {names}"
         )
-    return _write_proven(target, lambda temporary: save_file(chosen, temporary, {"format": "pt"}), load_file)
+    return write_proven(target, lambda temporary: save_file(chosen, temporary, {"format": "pt"}), load_file)
 
 
 def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base | None = None) -> Path:
@@ -105,7 +104,7 @@ def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base |
     if omitted := _omit_unknown_types(checkpoint):
         names = ", ".join(omitted)
         log.warning("%s omits %s, whose types make torch.load(weights_only=True) refuse a file", target, names)
-    return _write_proven(target, lambda temporary: torch.save(checkpoint, temporary), _load_as_lightning)
+    return write_proven(target, lambda temporary: torch.save(checkpoint, temporary), _load_as_lightning)
 
 
 _NEVER_OMITTED = frozenset({"state_dict", "optimizer_states", "lr_schedulers", "loops"})
@@ -217,7 +216,7 @@ def export_pretrained(
         weights = load_weights(path, base=base)
         inside = {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
         merged = _merge_adapter(inside, contents[_CONFIG_FILE], settings)
-        _write_proven(target / _WEIGHTS_FILE, lambda file: save_model(merged, str(file), {"format": "pt"}), load_file)
+        write_proven(target / _WEIGHTS_FILE, lambda file: save_model(merged, str(file), {"format": "pt"}), load_file)
     else:
         export_safetensors(path, target / _WEIGHTS_FILE, strip_prefix=prefix, base=base)
     for file, content in contents.items():
@@ -310,24 +309,6 @@ def read_base(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-
-
-def _write_proven(target: Path, write: Callable[[Path], None], load_back: Callable[[Path], object]) -> Path:
-    """Run `write` on a temporary name next to `target`, prove that others can load it, and rename the result."""
-    target = target.absolute()
-    make_directory(target.parent, shared=None)
-    temporary = target.with_name(temporary_name(target.name))
-    try:
-        create_file(temporary)
-        write(temporary)
-        load_back(temporary)
-        fsync_file(temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_directory(target.parent)
-    return target
 
 
 def keep_configurations(directory: Path, module: nn.Module) -> None:

@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
-from ...adapter.plumbing.durable import create_file, fsync_directory, fsync_file, make_directory, temporary_name
+from ...adapter.plumbing.durable import write_proven
 from ...adapter.plumbing.redaction import safe_str
 from ...adapter.plumbing.safe_open import open_regular
 from ..early_stopping import StopVote
@@ -267,19 +267,10 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any])
     missing = [name for name in ESSENTIAL if name not in checkpoint]
     if missing:
         raise CheckpointError(f"a checkpoint for {target} lacks {', '.join(missing)}")
-    temporary = target.with_name(f"{temporary_name(target.stem)}.pt.tmp")
     try:
-        make_directory(target.parent, shared=None)
-        create_file(temporary)
-        torch.save(_to_plain(checkpoint), temporary)
-        fsync_file(temporary)
-        load_checkpoint(temporary)
-        os.replace(temporary, target)
-        fsync_directory(target.parent)
-    except (OSError, RuntimeError) as error:  # torch says in a RuntimeError that a disk is full
+        write_proven(target, lambda temporary: torch.save(_to_plain(checkpoint), temporary), load_checkpoint)
+    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if the disk is full
         raise CheckpointError(f"the checkpoint {target} could not be written: {safe_str(error)}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return target
 
 
