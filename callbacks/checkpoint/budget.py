@@ -1,4 +1,4 @@
-"""When a save is due by the clock: after a period, or so that a budget is kept for the costs of crashes and saves.
+"""When a save is due by the clock: after a fixed period, or as a budget for the costs of crashes and saves demands.
 
 A save stalls training while the tensors are copied, and is durable some time later. A crash just before that costs the
 interval and this time. Both are measured for every save, and the slowest recent ones count.
@@ -150,7 +150,7 @@ class SaveClock:
         self._saved_s = time.monotonic()
 
     def is_due(self, hook: Hook, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-        """Whether `hook` must save after this step, the same on all ranks; it is called again at the next check."""
+        """Whether `hook` must save after this step, the same on all ranks; sets its ``next_due_step``."""
         step, is_due = trainer.global_step, False
         if step >= self._next_look and not suppressed(pl_module):
             every_s = self._every_s if self._budget is None else self._budget.interval_s

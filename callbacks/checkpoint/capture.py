@@ -78,7 +78,7 @@ class Captured:
     """The files of a snapshot of the tensors, complete once `overlap` has ended."""
     overlap: Overlap | None = None
     frozen: Frozen | None = None
-    """The training's frozen weights, if they were separated; they remember the file once it is durable."""
+    """The training's frozen weights, if `entries` were divided by them; its `learn` gets the durable checkpoint."""
 
     def content(self) -> Sequence[TensorFile]:
         """Return the files of its tensors; if there is a snapshot, wait until it is complete and return its files."""
@@ -277,7 +277,7 @@ class Overlap:
     def _release(self) -> None:
         began_s = time.monotonic()
         if self._thread is not None:
-            self._thread.join()  # in a process that was forked meanwhile, it has ended
+            self._thread.join()  # returns at once in a forked process, which has no such thread
         self.waited_s += time.monotonic() - began_s
         shared = map(torch._C._is_cow_tensor, self._sources)  # type: ignore[attr-defined]
         self.written |= {(e.file, e.key) for e, is_shared in zip(self._entries, shared, strict=True) if not is_shared}
@@ -307,7 +307,7 @@ def _runs_other_threads() -> bool:
     """Whether another thread may run code of the program itself, which may use the tensors of the training.
 
     It goes by the function that each thread runs. The frames of the threads would be exact, but in Python 3.11
-    ``sys._current_frames`` can deadlock: while no thread can end, it collects garbage, and torch then lets one run.
+    ``sys._current_frames`` can deadlock: it may collect garbage while it holds a lock that an ending thread needs.
     """
     return any(
         not thread.name.startswith("genlight-") and not _file_of(thread).startswith(_LIBRARIES)
@@ -317,7 +317,7 @@ def _runs_other_threads() -> bool:
 
 
 def _file_of(thread: threading.Thread) -> str:
-    """Return the file of the function that a thread runs. A thread of Python's pools runs a function of Python's."""
+    """Return the file of the function that a thread runs; for a thread of a pool, that is a function of the pool."""
     function = type(thread).run
     with contextlib.suppress(AttributeError):  # its function has returned
         function = thread._target or function  # type: ignore[attr-defined]
@@ -354,12 +354,12 @@ class HostBuffer:
     def copy(self, entries: Sequence[Entry], sources: list[torch.Tensor], overlap: Overlap) -> list[TensorFile]:
         """Return files with the current values of `sources`, in this buffer; valid until the next call.
 
-        They are complete once `overlap` has ended; it copies those that it can take.
+        `overlap` copies the tensors that it can take. The files are complete once it has ended.
         """
         if entries != self._entries:
             self._lay_out(entries, sources)
         targets = self._targets
-        candidates = self._large if overlap.takes else ()  # of up to 40,000 tensors, usually none is taken
+        candidates = self._large if overlap.takes else ()  # usually empty, to save a call for each of many tensors
         later = {n for n in candidates if overlap.take(entries[n], targets[n], sources[n])}
         if later:
             at_once = [number for number in range(len(entries)) if number not in later]
@@ -378,7 +378,7 @@ class HostBuffer:
         self._entries, self._files, self._targets = (), [], []
         self.reserve(ends[-1] if ends else 0, next(iter(self._devices), torch.device("cpu")))
         parts = [self._memory[end:][: file.nbytes] for end, file in zip([0, *ends], files, strict=False)]
-        self._files = [file.within(part) for file, part in zip(files, parts, strict=True)]
+        self._files = [file.with_memory(part) for file, part in zip(files, parts, strict=True)]
         places = {id(e): view for file in self._files for e, view in zip(file.entries, file.sources, strict=True)}
         self._targets = [places[id(entry)] for entry in entries]
         large = (n for n, entry in enumerate(entries) if entry.nbytes >= _LEAST_OVERLAPPED)

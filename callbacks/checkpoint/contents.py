@@ -62,7 +62,7 @@ def _typed_shape(tensor: SlicedTensor) -> TypedShape:
 def read_contents(
     record: CheckpointRecord, read: Callable[[CheckpointRecord, FileEntry], dict[str, TypedShape]] = read_header
 ) -> tuple[dict[str, Any], Stored, list[SlicedTensor]]:
-    """Return the content of the state file, the tensors in all files, and those that are stored in slices.
+    """Return the content of the state file, the tensors in all files, and the tensors stored in slices.
 
     Args:
         record: The checkpoint's record.
@@ -168,7 +168,7 @@ def check_contents(record: CheckpointRecord, *, knows_types: bool = False) -> No
             may still provide a missing type.
 
     Raises:
-        BrokenCheckpointError: They do not, or a file cannot be read; the message names the file or the value.
+        BrokenCheckpointError: The parts do not fit, or a file cannot be read; the message names the file or the value.
     """
     if record.is_old:
         return

@@ -3,11 +3,11 @@
 They are the parameters that require no gradient and that no optimizer holds at the start of training. Each later
 checkpoint has a hard link to their file, so that its folder is self-contained: it can be removed, copied or moved
 independently of the others. On a file system without hard links they are written with every checkpoint. With
-``weights="trained"`` they are omitted, as long as they equal those that the class builds: the record has the digest of
-their bytes, and a resume takes them from the module only if its bytes are the same.
+``weights="trained"`` they are omitted while they are as the class has built them. The record then has the digest of
+their bytes, and a resume takes them from the module only if they have the same digest there.
 
-At each save their bytes are compared with those at the start. Version counters would not do: they miss writes through
-``tensor.data``, with which many classes move their averaged copy of the weights.
+At each save their bytes are compared with the bytes at the start of training. Torch's version counters would miss
+writes through ``tensor.data``, with which many classes move their averaged copy of the weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def frozen_in(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimize
 
 
 def describe_omitted(tensors: Mapping[str, torch.Tensor]) -> dict[str, LeftOut]:
-    """Return the entries of a record for tensors that it omits, except those of which this process has only a part."""
+    """Return a record's descriptions of omitted tensors. Tensors of which this process has only a part are skipped."""
     return {
         key: LeftOut(key, *entry_of(MODEL_FILE, key, tensor).stored_as, digest_of(bytes_of(tensor.detach())))
         for key, tensor in tensors.items()

@@ -61,7 +61,7 @@ class Listed:
 
     path: Path
     _seen: dict[Path, object] = field(default_factory=dict, compare=False, repr=False)
-    """Identity of each file that was read, from just before the read."""
+    """Identity of each file that was read, taken just before the read."""
 
     @functools.cached_property
     def _content(self) -> tuple[CheckpointRecord | None, str, OSError | None]:
@@ -127,8 +127,8 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 def list_checkpoints(directory: str | os.PathLike[str], earlier: Sequence[Listed] = ()) -> list[Listed]:
     """Return every record in `directory`, intact or broken, oldest step first; a link is read as its target.
 
-    A record of an older runtime may have any name. Records with other names than those of the `Checkpoint` callback are
-    read here.
+    A record of an older runtime may have any name, so files with other names than the `Checkpoint` callback gives are
+    read by this call.
 
     Args:
         directory: The folder of the records.

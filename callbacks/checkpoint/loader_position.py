@@ -77,7 +77,7 @@ def keep_positions(
         states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
         if states and loop.restarting:
             load_loader_states(combined, states)
-        elif states:  # between epochs, where Lightning loads none: persistent workers have a state there
+        elif states:  # between epochs Lightning loads no states, but persistent workers have one
             stateful = [loader for loader in found if is_stateful(loader)]
             for loader, state in zip(stateful, states, strict=False):
                 if isinstance(loader, PositionedLoader):
@@ -126,7 +126,7 @@ def _restore_epoch(loop: FitLoop) -> None:
 
 
 def set_up_data(loop: FitLoop, set_up: Callable[[], None]) -> None:
-    """Set up the data of `loop` by `set_up`, also before the state of the loop is restored.
+    """Set up the data of `loop` by `set_up`, even if that is needed before the state of the loop is restored.
 
     ``trainer.estimated_stepping_batches``, which schedules need, asks for the data in `configure_optimizers`.
     """

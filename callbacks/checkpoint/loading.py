@@ -49,7 +49,7 @@ from .sharded.slices import WholeTensor, view_of_part
 from .storage import check_file, open_file_of, read_proven, verify_files
 
 Base = Mapping[str, Any]
-"""The model's tensors by name; a load takes those that its checkpoint omits from here."""
+"""The model's tensors by name; the source of tensors that a checkpoint omits."""
 
 _PIECE = 4 << 20
 _MOST_AHEAD = 16
@@ -207,7 +207,7 @@ class _Source:
     """The tensors in the files of one checkpoint."""
 
     def __init__(self, record: CheckpointRecord, base: Base | None, share: tuple[int, int] | None) -> None:
-        """Read and prove all files; of those with slices, only this rank's share."""
+        """Read and prove all files, but of the files with slices only this rank's share."""
         self._is_lazy = share is not None
         self._stored = {(MODEL_FILE, key): tensor for key, tensor in omitted_tensors(record, base).items()}
         self._made: dict[Any, torch.Tensor] = {}
@@ -284,7 +284,7 @@ class StoredSlices:
         """Return the saved values of one part, from the slices that overlap it.
 
         Raises:
-            BrokenCheckpointError: They differ from the saved ones.
+            BrokenCheckpointError: The values in a file differ from the saved ones.
         """
         result = torch.empty(part.shape, dtype=self.dtype, device="cpu")
         for stored in self.tensor.slices:

@@ -176,7 +176,7 @@ def open_memory(
 
 
 def require_room(nbytes: int, what: str) -> str:
-    """Return a sentence with the figures if `nbytes` bytes fit into memory; `what` names what needs them.
+    """Return a sentence with the figures if `nbytes` bytes fit into memory. Its subject is `what`.
 
     Raises:
         CheckpointError: They do not fit.

@@ -2,7 +2,7 @@
 
 The plugin writes complete, durable checkpoints without pickle. A stock `ModelParallelStrategy` bypasses the plugin and
 writes a format that depends on the way of sharding. Here it saves and restores through the plugin: every rank writes
-the slices that it holds, and reads those that it needs, for any number of ranks that saved them.
+the slices that it holds, and reads the slices that it needs, whatever the number of ranks that saved them.
 """
 
 from __future__ import annotations
@@ -176,13 +176,13 @@ def install_plugin(strategy: Strategy, *, for_others: bool = True) -> DurableChe
 
 
 def remove_plugin(trainer: pl.Trainer) -> None:
-    """Undo `install_plugin` in a process that returns its weights to its parent, which may not have our plugin."""
+    """Undo `install_plugin` in a process that returns its weights to its parent, because the parent may lack it."""
     if trains_in_copies(trainer):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
 
 
 def url_faults(trainer: pl.Trainer) -> list[str]:
-    """Return a fault for each callback of `trainer` that would save to a URL; our plugin and sharding refuse those."""
+    """Return a fault for each callback of `trainer` that would save to a URL, if plugin or sharding forbids it."""
     plugin, is_model_parallel = trainer.strategy.checkpoint_io, isinstance(trainer.strategy, ModelParallelStrategy)
     writes_all = isinstance(plugin, DurableCheckpointIO) and not isinstance(plugin, ImpliedCheckpointIO)
     if not writes_all and not is_model_parallel:
@@ -208,7 +208,7 @@ def rank_groups_of(strategy: Strategy) -> RankGroups | None:
 
 
 class _SavesThroughPlugin(ModelParallelStrategy):
-    """Checkpoint methods of the `Strategy` base class, for sharded tensors."""
+    """A `ModelParallelStrategy` with the checkpoint methods of its base class `Strategy`, which use the plugin."""
 
     checkpoint_io: DurableCheckpointIO
 

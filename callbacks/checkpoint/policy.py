@@ -59,10 +59,10 @@ from .writing import require_shared_directory
 log = logging.getLogger(__name__)
 
 _ADAM_STATES = 2
-"""Copies of the parameters in the usual optimizer's state; for an estimate before that state exists."""
+"""Number of copies of the parameters in the state of Adam; used to estimate the size of a checkpoint."""
 
 _trained_here: set[Path] = set()
-"""Directories of checkpoints that trainings in this process write to."""
+"""Directories of checkpoints that this process has trained with."""
 
 
 @runtime_checkable
@@ -76,11 +76,11 @@ class WritesTrainerFiles(Protocol):
 
 @dataclass(frozen=True)
 class MemoryTier:
-    """Where a training saves in the memory of its node."""
+    """The checkpoints of a training in the memory of its node."""
 
     directory: Path
     groups: RankGroups | None
-    """Other channels than those for saves on disk, because both may be in flight."""
+    """Separate channels, because a save in memory and a save on disk may be in flight at the same time."""
     store: CheckpointStore = field(default_factory=CheckpointStore)
 
     def keep_newest(self) -> None:
@@ -414,7 +414,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        is_settled = self._store.is_settled  # read before the poll, because that may settle it
+        is_settled = self._store.is_settled  # read before the poll, which may change it
         self.poll(trainer)
         is_due = self._boundaries.crosses(trainer.global_step)
         is_due_in_memory = self._is_due_in_memory(trainer.global_step)
@@ -435,7 +435,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if run_state.stop_reason is None and (not (is_due or is_due_in_memory) or suppressed(pl_module)):
             return
         self._only_in_memory = not is_due
-        if awaits_module_hook(trainer, pl_module):  # its changes, such as a moving average, belong to this step
+        if awaits_module_hook(trainer, pl_module):  # changes that it makes, as to a moving average, belong to this step
             self._saves_after_module_hook = True
         else:
             self._save_what_is_due(trainer, pl_module)
@@ -785,7 +785,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         return {}
 
     def _note_end(self, ended: Future[CheckpointRecord | None], began_s: float) -> None:
-        """Remember a durable checkpoint; called in the writing thread. The store raises failures."""
+        """Remember a checkpoint that has become durable. Called in the writing thread; the store handles a failure."""
         record = None if ended.exception() is not None else ended.result()
         if record is not None:
             self._durable.append((record, time.monotonic() - began_s))

@@ -49,7 +49,7 @@ require_names("torch", DataLoader, "_get_iterator", "_index_sampler")
 _ITERATION = ("__iter__", "_get_iterator", "_index_sampler")
 """Methods of a ``DataLoader`` that decide what it delivers."""
 _ORDER = ("begun", "source", "progress")
-"""Keys of `WORKERS` for the order of rows."""
+"""Keys in the state for `WORKERS` that describe the order of rows."""
 _NEEDS_NO_PROOF = (SequentialSampler, DistributedSampler)
 """Samplers whose order follows from the position that all ranks share."""
 
@@ -95,7 +95,7 @@ def without_order(workers: Mapping[str, Any]) -> dict[str, Any]:
 def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
     """Return the generators of `loaders` and their samplers, each once, in the order of the loaders.
 
-    A loader of torchdata keeps its position, but not the further numbers that its iterator drew from such a generator.
+    A loader of torchdata stores its position, but not the state in which its iterator has left such a generator.
     """
     holders = (holder for loader in loaders for holder in (loader, getattr(loader, "sampler", None)))
     found = (getattr(holder, "generator", None) for holder in holders)
@@ -187,7 +187,7 @@ class PositionedLoader(DataLoader[Any]):
         return cast("Iterator[Any]", batches)
 
     def _repeated_order(self, begun: Mapping[str, Any]) -> Iterator[Any] | None:
-        """Return the order of an epoch without the batches already taken; generators end up as after those batches."""
+        """Return the order of an epoch without the batches already taken, and advance the generators past those."""
         if self._progress is None and type(self.sampler) not in _NEEDS_NO_PROOF:
             return None
         with isolated_random_numbers():
@@ -412,7 +412,7 @@ def hand_out(iterator: Any, indices: Iterable[Any], *, first_worker: int) -> Non
 
 
 def extend_loader(loader: Any, mixin: type, **attributes: Any) -> Any:
-    """Return `loader` as an object of a class derived from `mixin` and its own class; both share all attributes."""
+    """Return `loader` as an object of a class derived from `mixin` and its own class. Both objects share attributes."""
     kind = type(loader)
     extended: Any = object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
     object.__setattr__(extended, "__dict__", vars(loader))
@@ -498,7 +498,7 @@ class _Sender:
         batch, info = self._collate(rows), get_worker_info()
         assert info is not None
         if not self._generators:
-            self._find_generators()  # the first rows may have made one
+            self._find_generators()  # the first rows may have made some
         states = _random_states(self._generators)
         before, self._sent = self._sent, pickle.dumps(states)
         return _Delivery(batch, info.id, None if self._sent == before else states)

@@ -45,7 +45,7 @@ OPTIMIZER_DEVICES = "optimizer_devices"
 """Member that lists, for each optimizer, the tensors of its state that are on an unusual device."""
 
 WITNESS = "witness"
-"""Member of a checkpoint's genlight part that holds the identity of the training whose witness goes with it."""
+"""Member of a checkpoint's genlight part that holds the identity of the training; its witness has the same."""
 
 
 def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
@@ -66,7 +66,7 @@ def capture_rng(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any], generators: Sequence[torch.Generator] = ()) -> list[str]:
-    """Restore a captured state; states of generators only if their number is the captured one.
+    """Restore a captured state. Generators are restored only if there are as many as were captured.
 
     Returns:
         The parts that could not be restored here, in words, such as a device that this process does not have.
@@ -121,7 +121,7 @@ def _warn_of_buckets(trainer: pl.Trainer) -> None:
 
 
 def _trained_tensors(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters, and the trained plain tensors that a part of `module` names."""
+    """Yield the parameters, and trained tensors that are no parameters, from `named_bare_parameters` of submodules."""
     yield from module.named_parameters()
     for prefix, holder in module.named_modules():
         for name, tensor in getattr(holder, "named_bare_parameters", tuple)():
@@ -131,7 +131,7 @@ def _trained_tensors(module: pl.LightningModule) -> Iterator[tuple[str, torch.Te
 def _gather_gradients(
     gradients: dict[str, torch.Tensor | None], channel: Channel
 ) -> list[dict[str, torch.Tensor] | dict[str, torch.Tensor | None]]:
-    """Return the gradients of all ranks, on rank zero; of other ranks only those that differ from its own. Collective.
+    """Return the gradients of all ranks, on rank zero; for other ranks, only gradients that differ. Collective.
 
     After an update the gradients of replicas are equal, and bringing all of them to rank zero would multiply the memory
     by the number of ranks. None stands for a gradient that a rank does not have.
@@ -154,8 +154,8 @@ def gradients_of_rank(
 ) -> dict[str, torch.Tensor]:
     """Return the gradients that this rank restores: rank zero's, replaced by this rank's own if they differ.
 
-    With another number of ranks, return the mean over the ranks that saved: the gradients of an open window are
-    averaged over the ranks in the end, and no rank's share may be lost or count twice.
+    If another number of ranks saved them, return the mean over those ranks. The end of the accumulation window averages
+    gradients over the ranks anyway, so no rank's share is lost or counts twice.
     """
     complete = [_without_none({**parts[0], **part}) for part in parts]
     if not parts or len(parts) == world_size:
@@ -240,7 +240,7 @@ def capture_parts(
     held: dict[str, torch.Tensor | None] = {}
     if not pl_module.automatic_optimization or (is_open and is_between_batches):
         held = {name: tensor.grad for name, tensor in _trained_tensors(pl_module)}
-    # Name each parameter, even without a gradient: otherwise ranks with other gradients would send all of them.
+    # Include parameters without a gradient: ranks whose dictionaries have different keys would send all gradients.
     gradients = {name: gradient for name, gradient in held.items() if not isinstance(gradient, DTensor)}
     has_some = any(gradient is not None for gradient in gradients.values())
     if trainer.strategy.reduce_boolean_decision(has_some, all=False):
@@ -420,7 +420,7 @@ def _iterate_differences(tree: Mapping[str, Any], own: Digests, of_zero: Digests
 
 
 def _pack(path: Path, value: Any) -> tuple[Path, Any, Sources]:
-    """Encode a value to send it to rank zero, as in a file, so that receiving it looks up no class of the user."""
+    """Encode a value as for a file, to send it to rank zero. Unlike a pickle, it runs no code there."""
     stored, table = _take_apart(path, value)
     for _, key in table.sharded_tensors:
         raise CheckpointError(

@@ -47,15 +47,15 @@ def newest_valid(
     knows_types: bool = False,
     prove: Callable[[CheckpointRecord], None] = verify_files,
 ) -> tuple[CheckpointRecord | None, list[str]]:
-    """Return the newest checkpoint that proves intact, and a warning for each newer one that does not.
+    """Return the newest intact checkpoint, and a warning for each newer one that is broken.
 
     Checkpoints in memory count too, unless their weights are not finite; the run then repeats steps from the disk.
 
     Args:
         directory: The folder of the records.
         accept: Which records to consider, for example by run or spec digest; called before the files are proven.
-        knows_types: Whether this process has imported what it trains, so that a checkpoint with an unknown type
-            cannot be loaded.
+        knows_types: Whether this process has imported the classes that it trains. A checkpoint with an unknown type
+            then counts as broken.
         prove: Compares the files with the record; `read_ahead` also keeps what it has read for the load.
 
     Returns:
@@ -88,7 +88,7 @@ def newest_valid(
 def newest_complete(directory: str | os.PathLike[str]) -> CheckpointRecord | None:
     """Return the newest checkpoint whose record is intact and whose files exist with the right sizes, or None.
 
-    Its time does not depend on the size of the files, and it raises nothing. `newest_valid` also compares content.
+    It is fast whatever the size of the files, and raises nothing. `newest_valid` also compares the content.
     """
     try:
         listed = list_tiers(directory)
@@ -239,9 +239,9 @@ def _is_named(record: CheckpointRecord, paths: Collection[str]) -> bool:
 def never_queued(uploader: Uploader, record: CheckpointRecord) -> list[CheckpointRecord]:
     """Return older step checkpoints in the folder and run of `record` that `uploader` never queued; oldest first.
 
-    A process may die when a checkpoint is durable and not yet queued, and leave a newer one to resume from. The search
-    goes back to the newest that was queued. If none was queued, the result is empty: a run whose uploads begin only now
-    does not send its past.
+    A process may have been killed after a checkpoint was durable and before it was queued. The search goes back to the
+    newest checkpoint that was queued. If none was queued, the result is empty: a run whose uploads begin only now does
+    not send its past.
     """
     missed: list[CheckpointRecord] = []
     for older in (each for listed in reversed(list_checkpoints(record.path.parent)) for each in own_records([listed])):

@@ -137,7 +137,7 @@ def _hash_descriptor(descriptor: int, most: int | None = None) -> tuple[int, str
 
 @contextlib.contextmanager
 def name_checkpoint_in_errors(record: Path, nbytes: int | None = None) -> Iterator[None]:
-    """Turn an `OSError` of the block into one that names the checkpoint of `record`, of about `nbytes` bytes.
+    """Turn an `OSError` of the block into one that names the checkpoint of `record` and its size, about `nbytes`.
 
     Raises:
         UnwrittenCheckpointError: In place of an `OSError` that is not a `CheckpointError` already.
@@ -197,7 +197,7 @@ def open_file_of(record: CheckpointRecord, entry: FileEntry) -> Iterator[BinaryI
 
 
 def missing_file(record: CheckpointRecord) -> str:
-    """Return why a file of a checkpoint is missing or has another size; empty if all are there. Reads no content."""
+    """Return the fault of the first file that is missing or has another size, or an empty text. Reads no content."""
     try:
         for entry in record.files:
             with open_file_of(record, entry):
@@ -375,7 +375,7 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     if replaced is not None:
         try:
             _remove_data(replaced)
-        except OSError as error:  # the new checkpoint exists, and the next sweep tries again
+        except OSError as error:  # not a failure: the new checkpoint exists, and the next sweep removes the old folder
             log.warning("Could not remove %s: %s", replaced.data_path, error)
 
 

@@ -165,8 +165,8 @@ class CheckpointStore:
             state: ``state["genlight"]["state"]`` goes into the record.
             meta: Further facts for the record.
             staging: The folder that holds the files of the trainer's own hook; it is removed if the save fails.
-            asynchronous: Write in the background. The next call or `poll` raises a failure there; if all ranks write
-                together, only the next call does.
+            asynchronous: Write in the background. The next call or `poll` raises the error of a failed save; if all
+                ranks write together, only the next call does.
             groups: All ranks call this, and each writes the slices of sharded tensors that it holds; rank zero's
                 arguments count. With None, only this process writes.
             on_failure: `wait` and `poll` call it with a failure in the background; with None, they raise that.
@@ -183,7 +183,8 @@ class CheckpointStore:
         training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
         is_first, name = training.rank == 0, name_of(record)
 
-        # Now, not in the background: a caller may put a link next to the checkpoint (``save_last="link"``).
+        # Not in the background, because this makes the directory: after the call, `ModelCheckpoint` may put a link
+        # there (``save_last="link"``).
         made = training.first(lambda: staging or stage(record), f"start {name}")
         try:
             captured = training.agreed(lambda: self._capture(state, meta, made, groups), f"prepare {name}")
@@ -233,7 +234,7 @@ class CheckpointStore:
         return replace(captured, entries=entries, sources=sources, linked=linked, left_out=left_out, frozen=frozen)
 
     def load(self, path: str | os.PathLike[str], *, groups: RankGroups | None = None) -> dict[str, Any]:
-        """Return the checkpoint at `path`, all of it proven before use; or a file of torch, read without its pickle.
+        """Return the checkpoint at `path`, proven before any of it is used. A file of torch is read without pickle.
 
         Args:
             path: The checkpoint, or a path that `find_checkpoint` resolves.

@@ -204,7 +204,7 @@ def _wait_until_seen(path: Path, rank: int, *, size: int | None = None, made_by:
     """Return once this rank sees `path`, with its size.
 
     Raises:
-        CheckpointError: It does not; the directory is not the same one on all nodes.
+        CheckpointError: This rank does not see it in time: the directory is not the same one on all nodes.
     """
     end = time.monotonic() + VISIBLE_WITHIN_S
     while time.monotonic() <= end:

@@ -127,7 +127,7 @@ def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, 
     """Compare the `state` of this moment with the checkpoint that an earlier attempt saved after the same step.
 
     Args:
-        state: What a save of this moment would store. Rank zero has all of it, other ranks their slices.
+        state: The state that a save would store now. Rank zero has all of it, other ranks have their slices.
         record: That checkpoint.
         channel: Connects the ranks, which all call this; or `ALONE`, if only rank zero does.
 

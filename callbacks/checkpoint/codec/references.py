@@ -52,7 +52,7 @@ def check_tensor(reference: Any, stored: Stored) -> TypedShape:
         raise ValueError(f"there is no tensor {where}")
     shape = list(entry.shape) if facts.dtype is None else facts.shape or []
     element = ELEMENT_BYTES[entry.dtype] if facts.dtype is None else element_bytes(facts.dtype)
-    if element is None:  # this module does not know the type, but perhaps this torch does
+    if element is None:  # a type that the format does not list; this torch may have it
         element = dtype_of(facts.dtype or "").itemsize
     if math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"no tensor has the shape {shape}")

@@ -125,7 +125,7 @@ class TensorTable:
         """References by the memory of their tensors."""
 
     def add_tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        """Return the JSON of `tensor`, a reference; a tensor of the model keeps its own name, in the model's file."""
+        """Return a reference to `tensor` as JSON. A tensor of the model keeps its name, in the model's file."""
         number = len(self._tensors)
         self._tensors.append(tensor)
         self._paths.append(path)
@@ -263,7 +263,7 @@ class TensorFile:
         """Bytes of all values."""
         return sum(entry.nbytes for entry in self.entries)
 
-    def within(self, memory: torch.Tensor) -> TensorFile:
+    def with_memory(self, memory: torch.Tensor) -> TensorFile:
         """Return the same file with room for its values in `memory`, of `nbytes` bytes."""
         ends = list(itertools.accumulate(entry.nbytes for entry in self.entries))
         places = zip([0, *ends], ends, self.entries, strict=False)

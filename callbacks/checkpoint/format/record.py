@@ -205,7 +205,7 @@ class CheckpointRecord(RecordMeta):
     step: _Count
     run_id: str
     state: Any
-    """The trainer's stored state payload: `load` turns it into values; an old record has plain values already."""
+    """The trainer's payload, as `encode` stores it; an old record has plain values."""
     created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)] = 0
     """Milliseconds since 1970, of the commit; limited to years 5 to 9987, to fit a date in any time zone."""
     folder: str | None
@@ -290,10 +290,10 @@ RECORD_MARKER = b'{"format":"genlight.checkpoint"'
 """Start of every record."""
 
 LARGEST_RECORD_BYTES = 256 << 20
-"""JSON takes many times its size in memory. Tensors and arrays are not in the record, so this limit is generous."""
+"""Limit on the size of a record, because JSON takes many times its size in memory. Tensors are not in the record."""
 
 MOST_NAMES = 250_000
-"""Limit on the files and omitted tensors that one record names: each start reads it several times."""
+"""Limit on the files and on the omitted tensors that one record names, because each start reads it several times."""
 
 _TORCH_MAGICS = (b"PK", b"\x80\x02")
 """First bytes of a file that ``torch.save`` wrote: a ZIP archive, or a bare pickle."""
@@ -313,7 +313,7 @@ def build_json(content: Any) -> bytes:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return JSON that is encoded already as values, and a mapping or an entry of a record as a dictionary."""
+    """Return the values of JSON that is already encoded, and a mapping or an entry of a record as a dictionary."""
     return json.loads(bytes(value)) if isinstance(value, msgspec.Raw) else msgspec.to_builtins(value, enc_hook=dict)
 
 
