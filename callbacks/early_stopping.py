@@ -1,4 +1,4 @@
-"""The callback that ends training once a metric or score no longer improves, and `StopVote`, the stop of any rank."""
+"""End training once a metric or score no longer improves. `StopVote` lets any rank end training on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StopVote:
         self._due = Boundaries(hook, step, every=AGREE_EVERY)
 
     def request(self, trainer: pl.Trainer, stop: bool = True) -> None:
-        """Stop after this step, or together with the other ranks; until then `stop=False` withdraws the request."""
+        """Stop after this step or, with several ranks, after their next agreement. `stop=False` withdraws a request."""
         self.is_requested = stop
         if trainer.world_size == 1:
             trainer.should_stop = stop

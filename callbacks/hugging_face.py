@@ -32,7 +32,7 @@ from .stop.stop_requests import STOP_REASONS_BY_CODE, Agreement
 log = logging.getLogger(__name__)
 
 _MARK = "genlight.json"
-"""Last file of a checkpoint: sizes and digests of its other files. Without it, or if a file differs, none counts."""
+"""Last file of a checkpoint, with the sizes and digests of its other files; without it, a checkpoint does not count."""
 _LARGEST_MARK = 16 << 20
 _NAMES = {"loss": "train/loss", "learning_rate": "train/lr", "grad_norm": "train/grad_norm"}
 

@@ -61,7 +61,7 @@ class LogMetrics(Hook):
     critical = True
     _of_this_process = frozenset({"_channel", "_listeners"})
     _channel: Channel | None = None
-    """Exchanges metrics with the other ranks; None if rank zero's count."""
+    """Exchanges metrics with the other ranks; None if only the metrics of rank zero are sent."""
     _listeners: Sequence[Callable[..., Any]] = ()
     """The ``on_metrics`` of other callbacks."""
     optional_reads = ("eval_scores", FIGURES_FIELD)

@@ -51,7 +51,7 @@ def keep_logged_steps(trainer: pl.Trainer) -> None:
 
 class _Logged(msgspec.Struct):
     run: str
-    """The logger's run; its steps belong to no other."""
+    """The run of the logger; for another run the steps do not count."""
     last: dict[str, int]
     """The last step of each metric: a kill may come after the loss of a step and before its scores."""
 
@@ -89,7 +89,7 @@ def _log_new(
     metrics: Mapping[str, Any],
     step: int | None = None,
 ) -> None:
-    """Log those of `metrics` that no earlier attempt has logged at `step`; note that in the file."""
+    """Log the `metrics` that no earlier attempt has logged at `step`, and record the step of each in the file."""
     new = {name: value for name, value in metrics.items() if step is None or step > earlier.get(name, -1)}
     if step is not None and new:
         logged.last.update(dict.fromkeys(new, step))

@@ -23,7 +23,7 @@ from .optimizer_state import named_values, settings_and_counters
 
 STEPS_UNTIL_SENT = 1
 STEPS_UNTIL_READ = 4
-"""Steps after which a digest has left its device, and after which all ranks have sent theirs; no step waits."""
+"""Steps after which a digest is sent, when it has left its device, and after which the result of all ranks is read."""
 
 _LARGEST = 2**62 - 1
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -149,7 +149,7 @@ def _has_process_group(trainer: pl.Trainer) -> bool:
 
 
 class _Comparison:
-    """A pending comparison: ranks agree if the largest digest is also the smallest, minus the largest negative.
+    """A pending comparison. One exchange finds the maximum of the digests and of their negatives, so also the minimum.
 
     Args:
         trainer: The trainer of the ranks.

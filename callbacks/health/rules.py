@@ -133,7 +133,7 @@ class History:
         """Add the faults of a check.
 
         Returns:
-            The faults that begin now. Also those that have ended, with ``is_over`` and the facts of their begin.
+            The faults that begin now, and the faults that have ended: as they were at the begin, but with ``is_over``.
         """
         now = {fault.kind: fault for fault in found}
         begins = [fault for kind, fault in now.items() if kind not in self.active]
