@@ -26,7 +26,7 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     verdicts: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for (device, dtype), group in groups.items():
         verdicts[device].append(torch.isfinite(_magnitudes(group, dtype)).all())
-    return all(bool(torch.stack(of_device).all()) for of_device in verdicts.values())
+    return all(bool(torch.stack(on_device).all()) for on_device in verdicts.values())
 
 
 def _magnitudes(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

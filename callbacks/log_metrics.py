@@ -102,29 +102,29 @@ class LogMetrics(Hook):
         every = self.every_n_steps
         self.next_due_step = next_multiple(step, every)
         metrics: dict[str, float] = {}
-        of_step: dict[str, float] | None = None
-        of_rollout: dict[str, float] = {}
+        step_metrics: dict[str, float] | None = None
+        rollout_metrics: dict[str, float] = {}
         # Steps come one by one, so a multiple of the cadence is a crossed boundary.
         is_due = every > 0 and step % every == 0
         hosted = getattr(pl_module, "hosted_trainer", None) if is_due else None  # `hosted_by`, without a call
         if hosted is not None and hosted.step_result is not None and not suppressed(pl_module):
-            of_step = hosted.metrics()
+            step_metrics = hosted.metrics()
             run_state = run_state_of(trainer)
             rollout = run_state.rollout_stats
             if rollout is not self._sent_rollout:
                 self._sent_rollout = rollout
-                of_rollout = rollout_means(rollout or {})
+                rollout_metrics = rollout_means(rollout or {})
         if is_due and self._channel is not None:  # also on a rank without metrics, or the others would wait for it
-            everyone = self._channel.gather_everywhere((of_step or {}, of_rollout))
-            if of_step is not None:
-                of_step, of_rollout = (_means([each[part] for each in everyone]) for part in (0, 1))
+            everyone = self._channel.gather_everywhere((step_metrics or {}, rollout_metrics))
+            if step_metrics is not None:
+                step_metrics, rollout_metrics = (_means([each[part] for each in everyone]) for part in (0, 1))
         if self.ranks == "all" and not trainer.is_global_zero:
             return
-        if of_step is not None:
-            run_state.loss_stats = of_step
+        if step_metrics is not None:
+            run_state.loss_stats = step_metrics
             for listener in self._listeners:  # like `publish_metrics`, but skips callbacks that do not override it
-                listener(trainer, pl_module, of_step, step)
-            metrics = {**of_step, **of_rollout}
+                listener(trainer, pl_module, step_metrics, step)
+            metrics = {**step_metrics, **rollout_metrics}
             if self._waited is not None:
                 metrics = {**metrics, WAIT_FRACTION: self._wait_fraction(trainer, *self._waited)}
         metrics, figures = {**metrics, **self._unsent_scores}, self._unsent_figures

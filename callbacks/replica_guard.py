@@ -181,8 +181,8 @@ class _Comparison:
         """Whether tensors or settings differ between ranks."""
         self.send()
         self.work.wait()
-        of_tensors, negative, of_settings, negative_of_settings = self._sent.tolist()
-        return (of_tensors, of_settings) != (-negative, -negative_of_settings)
+        tensors, negative, settings, negative_settings = self._sent.tolist()
+        return (tensors, settings) != (-negative, -negative_settings)
 
 
 def _next_double(step: int, first: int) -> int:
@@ -270,12 +270,12 @@ def _describe_differences(
             break
     else:
         return f"after step {step} replicas differed between ranks, but no longer do; {_ADVICE}"
-    of_first = [theirs.get(drifted[0], "nothing") for theirs in by_rank]
-    values = [value if isinstance(value, str) else value[0] for value in of_first]
+    values_of_first = [theirs.get(drifted[0], "nothing") for theirs in by_rank]
+    values = [value if isinstance(value, str) else value[0] for value in values_of_first]
     if what == "tensors" and len(set(values)) == 1:
         values = _values(dict(named)[drifted[0]], group)
     versions: dict[Any, list[int]] = {}
-    for rank, value in enumerate(of_first):
+    for rank, value in enumerate(values_of_first):
         versions.setdefault(value, []).append(rank)
     groups = " and ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} ({values[ranks[0]]})" for ranks in versions.values()

@@ -141,13 +141,15 @@ class WatchHangs(Hook):
                 step_s = max(now - since_s, 0.0) / max(1, newest - seen)
                 usual_s = SMOOTHING * usual_s + (1 - SMOOTHING) * step_s if usual_s else step_s
                 seen, seen_at_s, reported = newest, now, False
-            elif work is not None:
+                continue
+            if work is not None:
                 limit_s = max(self.work_limit_s, self.factor * self._longest.get(work[0], 0.0))
                 if others and now - since_s < limit_s:
                     _touch(_work_file(directory, rank))
             elif any(map(_is_fresh, others)):
-                seen_at_s = now
-            if now - since_s >= limit_s and seen_at_s < now and not reported:
+                seen_at_s = now  # this rank waits for their work
+                continue
+            if now - since_s >= limit_s and not reported:
                 reported = True
                 self._report(directory, rank, ranks, now - since_s, began_s)
 

@@ -225,7 +225,7 @@ class Repetition(pl.Callback):
         key = (step, trainer.current_epoch, batch_idx)
         earlier = self._expected.get(key)
         if earlier is not None or self.is_read(step):
-            self._sources = self._sources or Sources.of(trainer, pl_module)
+            self._sources = self._sources or Sources.find(trainer, pl_module)
             self.entry = read_batch(trainer, outputs, batch, key, 0, self._sources).entry()
             if earlier is not None and self.difference is None:
                 rank, facts, hints = self._channel.rank, self._facts, self.hints

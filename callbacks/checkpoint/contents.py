@@ -149,13 +149,13 @@ def _check_parts(checkpoint: Any) -> None:
         ValueError: A part has another type; the message names its path.
     """
     own = msgspec.convert(checkpoint, _Parts).genlight
-    for name, gradient in (each for of_rank in own.gradients for each in of_rank.items()):
+    for name, gradient in (each for gradients in own.gradients for each in gradients.items()):
         # A check has a plain `object()` in place of a sparse tensor, and of a tensor of a subclass.
         if not isinstance(gradient, TypedShape | None) and type(gradient) is not object:
             raise ValueError(f"the gradient of {name} is no tensor")
-    for of_rank in own.rng:
-        of_torch = {(state.dtype, len(state.shape)) for state in (of_rank.torch, *of_rank.generators)}
-        if of_rank.python.words.shape != _PYTHON_WORDS or of_torch != {("U8", 1)}:
+    for states in own.rng:
+        forms = {(state.dtype, len(state.shape)) for state in (states.torch, *states.generators)}
+        if states.python.words.shape != _PYTHON_WORDS or forms != {("U8", 1)}:
             raise ValueError("its random states do not have the form of Python's and torch's")
 
 

@@ -236,8 +236,8 @@ def folders_of_checkpoints(files: Sequence[Path]) -> list[Path]:
     """
     listed = [Listed(path) for path in files]
     data = [files[0].parent / name for name in sorted(count_folder_names(listed))]
-    of_old = [entry.record.trainer_folder for entry in listed if entry.record is not None and entry.record.is_old]
-    others = [folder for folder in of_old if folder is not None and not folder.is_symlink()]
+    old_folders = [entry.record.trainer_folder for entry in listed if entry.record is not None and entry.record.is_old]
+    others = [folder for folder in old_folders if folder is not None and not folder.is_symlink()]
     return [*filter(is_data_folder, data), *others]
 
 

@@ -162,8 +162,8 @@ def set_positions_aside(
     """
     if _POSITIONS in parts:
         return  # another `Checkpoint` of this trainer has moved them
-    of_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
-    states = of_loop.get("combined_loader", [])
+    loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
+    states = loop_state.get("combined_loader", [])
     workers = [state.pop(WORKERS, None) if isinstance(state, dict) else None for state in states]
     if any(workers):
         parts[WORKERS] = channel.gather(workers)
@@ -176,7 +176,7 @@ def set_positions_aside(
         if any(batches is None or batches for batches in fetched):
             parts[_FETCHED] = fetched
         parts[_POSITIONS] = [(index, state) for index, state in enumerate(states) if is_own_position(state)]
-        of_loop["combined_loader"] = [state for state in states if not is_own_position(state)]
+        loop_state["combined_loader"] = [state for state in states if not is_own_position(state)]
 
 
 def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts: dict[str, Any]) -> None:
@@ -188,10 +188,10 @@ def put_positions_back(trainer: pl.Trainer, checkpoint: Mapping[str, Any], parts
         fetched = parts.pop(_FETCHED, [[]])
         trainer.fit_loop.__dict__[_FETCHED] = fetched[rank] if rank < len(fetched) else None
     trainer.fit_loop.__dict__[_ENDED] = parts.pop(_ENDED, None)
-    of_ranks = parts.pop(WORKERS, [])
-    for state, workers in zip(states, of_ranks[rank] if rank < len(of_ranks) else (), strict=False):
+    workers_by_rank = parts.pop(WORKERS, [])
+    for state, workers in zip(states, workers_by_rank[rank] if rank < len(workers_by_rank) else (), strict=False):
         if workers is not None:
-            is_other_share = len(of_ranks) != trainer.world_size and is_own_position(state)
+            is_other_share = len(workers_by_rank) != trainer.world_size and is_own_position(state)
             state[WORKERS] = without_order(workers) if is_other_share else workers
 
 

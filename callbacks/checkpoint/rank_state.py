@@ -161,8 +161,8 @@ def gradients_of_rank(
     if not parts or len(parts) == world_size:
         return complete[rank] if parts else {}
     names = dict.fromkeys(name for gradients in complete for name in gradients)
-    of_ranks = {name: [gradients[name] for gradients in complete if name in gradients] for name in names}
-    return {name: functools.reduce(torch.add, tensors) / len(complete) for name, tensors in of_ranks.items()}
+    by_name = {name: [gradients[name] for gradients in complete if name in gradients] for name in names}
+    return {name: functools.reduce(torch.add, tensors) / len(complete) for name, tensors in by_name.items()}
 
 
 def uncompiled_name(name: str) -> str:
@@ -354,8 +354,8 @@ def differences_of_ranks(tree: dict[str, Any], channel: Channel) -> list[list[Ra
     own = digest_of(json.dumps([[repr(path), digest] for path, digest in digests.items()]).encode())
     if len(set(channel.gather_everywhere(own))) == 1:
         return []
-    of_zero: Digests = channel.share(digests)
-    differences = [] if channel.rank == 0 else list(_iterate_differences(tree, digests, of_zero))
+    digests_of_zero: Digests = channel.share(digests)
+    differences = [] if channel.rank == 0 else list(_iterate_differences(tree, digests, digests_of_zero))
     packed = [_pack(path, value) for path, value in differences]
     return [[_unpack(*one) for one in sent] for sent in channel.gather(packed)]
 
@@ -408,14 +408,14 @@ def _take_apart(path: Path, value: Any) -> tuple[Any, TensorTable]:
     return encode(value, table, root=path), table
 
 
-def _iterate_differences(tree: Mapping[str, Any], own: Digests, of_zero: Digests) -> Iterator[tuple[Path, Any]]:
+def _iterate_differences(tree: Mapping[str, Any], own: Digests, digests_of_zero: Digests) -> Iterator[tuple[Path, Any]]:
     entries = _entries_of(tree)
-    other_members = {path[0] for path in own.keys() ^ of_zero.keys()}
+    other_members = {path[0] for path in own.keys() ^ digests_of_zero.keys()}
     for name in tree:
         if name in other_members:
             yield (name,), tree[name]
     for path, value in entries.items():
-        if path[0] not in other_members and own[path] != of_zero[path]:
+        if path[0] not in other_members and own[path] != digests_of_zero[path]:
             yield path, value
 
 

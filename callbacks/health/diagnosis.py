@@ -259,7 +259,7 @@ class Diagnosis(Hook):
         assert self._probe is not None
         read = functools.partial(self._probe.read, self._step, outputs)
         everyone = [(read(), None)] if trainer.world_size == 1 else gather_results(read, self._group)
-        reading = Reading.of_ranks([of_rank for of_rank, _ in everyone if of_rank is not None])
+        reading = Reading.of_ranks([reading_of_rank for reading_of_rank, _ in everyone if reading_of_rank is not None])
         if (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) < trainer.world_size:
             reading = replace(reading, batches=reading.batches[:1])  # ranks get equal batches on purpose
         self.judge(trainer, reading)

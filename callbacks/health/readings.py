@@ -358,5 +358,5 @@ def fingerprint(batch: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
         else:
             return ()
     sizable = [tensor for tensor in tensors if tensor.numel()]
-    of_host = torch.tensor(on_host.intdigest() >> 1, dtype=torch.int64)
-    return (digest_of_all([of_host, *sizable], device),) if leaves else ()
+    host_digest = torch.tensor(on_host.intdigest() >> 1, dtype=torch.int64)
+    return (digest_of_all([host_digest, *sizable], device),) if leaves else ()

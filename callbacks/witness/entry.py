@@ -387,14 +387,14 @@ def describe_steps(steps: Sequence[int]) -> tuple[str, str, str]:
     return (f"step {first}", "has", compared) if first == last else (f"steps {first} to {last}", "have", compared)
 
 
-def summarize(of_ranks: Sequence[tuple[Iterable[int], StepDifference | None]], limits: str = "") -> Proof | None:
+def summarize(results: Sequence[tuple[Iterable[int], StepDifference | None]], limits: str = "") -> Proof | None:
     """Return the result over all ranks, in their order; None if no rank compared anything.
 
     Args:
-        of_ranks: The equal steps of each rank, and its first difference.
+        results: The equal steps of each rank, and its first difference.
         limits: As in `Proof`.
     """
-    differences = [difference for _, difference in of_ranks if difference is not None]
+    differences = [difference for _, difference in results if difference is not None]
     first = min(differences, key=lambda each: (each.key, each.rank), default=None)
-    steps = sorted({step for equal, _ in of_ranks for step in equal if first is None or step < first.step})
-    return Proof(tuple(steps), len(of_ranks), first, limits) if steps or first else None
+    steps = sorted({step for equal, _ in results for step in equal if first is None or step < first.step})
+    return Proof(tuple(steps), len(results), first, limits) if steps or first else None

@@ -68,12 +68,12 @@ class Reading:
 class Sources(NamedTuple):
     """Generators of random numbers besides the global ones. They are looked up again after each checkpoint."""
 
-    of_loaders: list[Any]
-    of_model: list[Any]
+    loaders: list[Any]
+    model: list[Any]
     has_accelerator: bool
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, module: pl.LightningModule) -> Self:
+    def find(cls, trainer: pl.Trainer, module: pl.LightningModule) -> Self:
         """Return the generators of a training."""
         return cls(loader_generators(trainer), generators_of_model(module), accelerator() is not None)
 
@@ -130,8 +130,8 @@ def _random_digests(sources: Sources) -> tuple[int, ...]:
         xxhash.xxh3_64_intdigest(_state_of_numpy()),
         xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data),
         _digest_of_states([state for states in on_devices for state in states]),
-        _digest_of_states([generator.get_state() for generator in sources.of_loaders]),
-        _digest_of_states([state_of(generator) for generator in sources.of_model]),
+        _digest_of_states([generator.get_state() for generator in sources.loaders]),
+        _digest_of_states([state_of(generator) for generator in sources.model]),
     )
 
 

@@ -134,7 +134,7 @@ def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, 
     Returns:
         The result; None if the checkpoint cannot be read, with a warning.
     """
-    of_rank, problem = list[str](), None
+    own_names, problem = list[str](), None
     try:
         now = values_of_state(state)
         if channel.rank:
@@ -143,10 +143,10 @@ def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, 
             # Of sharded tensors, each rank reads the slices that it needs.
             share = (channel.rank, channel.size)
             before = values_of_state(load_record(record, base=state.get("state_dict"), share=share))
-            of_rank = [path for path in differing_values(now, before) if path in now or not channel.rank]
+            own_names = [path for path in differing_values(now, before) if path in now or not channel.rank]
     except (CheckpointError, OSError) as error:
         problem = str(error)
-    results = channel.gather_everywhere((of_rank, problem))
+    results = channel.gather_everywhere((own_names, problem))
     problems = [text for _, text in results if text is not None]
     if problems:
         if channel.rank == 0:

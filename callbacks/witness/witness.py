@@ -87,7 +87,7 @@ class Witness:
         steps = sorted({key[0] for key in self._expected})
         # All ranks must exchange results at the same steps, but a kill may leave one with fewer entries.
         all_steps = channel.gather_everywhere(steps) if run else []
-        self._steps = sorted({step for of_rank in all_steps for step in of_rank})
+        self._steps = sorted({step for steps_of_rank in all_steps for step in steps_of_rank})
         self._equal: set[int] = set()
         self._difference: StepDifference | None = None
         header = Header(self.run, trainer.global_rank, self._facts)
@@ -137,7 +137,7 @@ class Witness:
             return
         try:
             if self._sources is None:
-                self._sources = Sources.of(trainer, module)
+                self._sources = Sources.find(trainer, module)
             self._pending.append(read_batch(trainer, outputs, batch, key, self._attempt, self._sources))
         except Exception as error:  # noqa: BLE001 - batches and generators are objects of users, and may raise anything
             self._is_unreadable = True
