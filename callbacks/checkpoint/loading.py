@@ -62,7 +62,7 @@ _TYPE_OF_FORMAT = {name: getattr(torch, torch_name) for torch_name, name in TORC
 _ahead: dict[tuple[str, str], tuple[dict[str, torch.Tensor], dict[str, TypedShape]]] = {}
 """Proven tensors and headers by the digest of their record and their file, from `read_ahead` until the next load."""
 _slices_ahead: dict[tuple[str, str], bytes] = {}
-"""The same for files with slices: their content."""
+"""Proven contents of files with slices, by the same key and for the same time."""
 
 
 def load(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str, Any]:
@@ -148,9 +148,9 @@ def _forget_ahead() -> None:
 def _prove_slices(
     record: CheckpointRecord, entries: Sequence[FileEntry], share: tuple[int, int] = (0, 1)
 ) -> dict[str, bytes]:
-    """Prove those of `entries` with slices that are in the share of this rank; return their contents by name.
+    """Prove this rank's share of the files with slices among `entries`, and return their contents by path.
 
-    Contents that are in memory already are returned, too. If memory is short, no others are.
+    Contents that `read_ahead` has kept are returned too. If memory is short, only these are returned.
 
     Args:
         record: The checkpoint's record.
@@ -177,9 +177,9 @@ def load_record(
     Args:
         record: The checkpoint's record.
         base: The same as in `load`.
-        share: This rank and the number of ranks, which together prove the files with slices, each those of the ranks
-            that saved what it will use; slices are then read only when they are used. No rank may use a tensor before
-            all have proven their shares. None proves and reads all files.
+        share: This rank and the number of ranks, which share the proof of the files with slices: each rank proves the
+            files that it probably uses. Slices are then read only when they are used. No rank may use a tensor before
+            all ranks have proven their shares. None proves and reads all files.
     """
     if record.is_old:
         # Lightning requires these of any checkpoint; the trainer handles the weights, if there are any.
@@ -269,7 +269,7 @@ class StoredSlices:
     record: CheckpointRecord
     tensor: SlicedTensor
     proven: Mapping[str, bytes]
-    """Contents of files, by name; a slice of another file is read from the disk."""
+    """Contents of files by path. A slice of any other file is read from the disk."""
 
     @property
     def dtype(self) -> torch.dtype:

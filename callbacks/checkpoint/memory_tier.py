@@ -219,8 +219,8 @@ def retire_memory(directory: Path, *, has_copies: bool = False) -> None:
 
     Args:
         directory: The folder of checkpoints on disk.
-        has_copies: Whether other nodes may still have copies, in a folder of the same name: then it keeps that name, by
-            which the next start finds and removes them.
+        has_copies: Whether other nodes may still have copies. Then `directory` keeps the name of the folder in memory,
+            so that the next start finds and removes the copies.
     """
     folder = memory_folder(directory)
     if folder is None:
@@ -242,7 +242,7 @@ def retire_memory(directory: Path, *, has_copies: bool = False) -> None:
 
 
 def discard_memory(directory: Path, *, has_copies: bool = False) -> None:
-    """Remove the checkpoints in memory that belong to `directory`, if there are any; `has_copies` as above."""
+    """Remove the checkpoints in memory that belong to `directory`; see `retire_memory` for `has_copies`."""
     folder = memory_folder(directory)
     try:
         if folder is not None:

@@ -174,7 +174,7 @@ class Ring:
         If the ring does not end soon, because a rank is lost, the copies stay for the next start of the run.
 
         Returns:
-            Whether the end has arrived from the node before: on the first node, whether all others have removed theirs.
+            Whether the previous node has ended its part. On the first node, all other nodes have then removed copies.
         """
         if self._is_first:
             self._stop(is_over=True)
@@ -201,7 +201,7 @@ class Ring:
             thread.join(max(end - time.monotonic(), 0))
 
     def _stop(self, *, is_over: bool = False) -> bool:
-        """Stop the threads after the message in flight; return False if they were told so before.
+        """Stop the threads after the message in flight; return False if they were stopping already.
 
         Args:
             is_over: Whether the first node has ended the ring.

@@ -546,7 +546,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if retires and trainer.is_global_zero and self.dirpath is not None:  # an earlier attempt may have saved there
             retire_memory(self.directory, has_copies=ring is not None)
         if ring is not None and ring.close() and trainer.is_global_zero and memory_folder(self.directory) is None:
-            discard_memory(self.directory)  # which leaves only the name
+            discard_memory(self.directory)  # removes the file with the name of the folder in memory
 
     def _close_witness(self) -> None:
         witness, self._witness = self._witness, None
