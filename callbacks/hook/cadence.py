@@ -54,7 +54,7 @@ class Boundaries:
         self._step = step
 
     def crosses(self, step: int) -> bool:
-        """Whether there is a boundary after the step of the last call, and not after `step`."""
+        """Whether there is a boundary after the step of the last call, up to and including `step`."""
         is_due = self.will_cross(step)
         self._hook.next_due_step = next_multiple(step, self._cadence)
         self._step = step

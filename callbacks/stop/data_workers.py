@@ -103,7 +103,7 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     finally:
         loader.worker_init_fn = init
         theirs.close()
-    # Also at exit, and before multiprocessing waits for workers that ignore SIGTERM.
+    # Close the pipe when the iterator is gone, and at exit: multiprocessing then waits for workers that ignore SIGTERM.
     util.Finalize(iterator, ours.close, exitpriority=0)
     if hasattr(iterator, "_try_get_data"):
         iterator.__class__ = _stoppable_class(type(iterator))

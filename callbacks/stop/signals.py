@@ -56,7 +56,7 @@ class StopSignals:
         self.on_stop: Callable[[], None] = _do_nothing
         """Called once `reason` is set, in a signal handler or another thread, so it may only set a flag."""
         self.before_exit: Callable[[], None] = _do_nothing
-        """Called in the same way before a second signal ends the process: ends processes that would be orphaned."""
+        """Called in the same way before a second signal ends the process, to end child processes that would stay."""
         self.what_next = ""
         """What the program does if the first signal comes now; then printed to standard error, unless empty."""
         self.exit_code: int | None = None

@@ -54,7 +54,7 @@ def values_in(path: str, value: Any, *, others: bool = False) -> Iterator[tuple[
         others: Whether to enter dataclasses too, and to yield all remaining values as texts.
 
     Yields:
-        The path, the value, and whether it is the code of a quantized tensor; such codes cannot be measured.
+        The path, the value, and whether it is a code within a quantized tensor, whose differences mean nothing.
     """
     if isinstance(value, Mapping):
         for key, entry in value.items():

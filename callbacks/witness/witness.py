@@ -248,7 +248,7 @@ def _read(path: Path, run: str) -> Recorded | None:
 
 
 def facts_of_attempt(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what may change the exact numbers of an attempt, with the names of the ``started`` event."""
+    """Return the facts that may change the exact numbers of an attempt, named as in the ``started`` event."""
     versions = installed_packages()
     hosted = hosted_by(trainer.lightning_module)
     settings = None if hosted is None else hosted.state.built_settings

@@ -170,7 +170,7 @@ def _seconds_by_part(attempt: _Attempt, kept_until: int) -> dict[str, float]:
     """Return the seconds of each part of one attempt; a part is never negative.
 
     They sum to the time from the start of the process to its last event, unless the clock was set back meanwhile. The
-    reported seconds are of another clock, so they count in full even then.
+    reported seconds come from a monotonic clock, so they count in full even then.
     """
     spent = {"start_up": 0.0, **attempt.seconds, "upload_wait": attempt.upload_wait_s}
     rest_s = max(attempt.last_s - attempt.process_began_s - sum(spent.values()), 0.0)

@@ -72,7 +72,7 @@ class Entry(msgspec.Struct, kw_only=True):
     kind: Kind
     step: int
     to: tuple[str, ...]
-    """Names of its destinations. Their addresses come from the configuration: the queue may be from anyone."""
+    """Names of its destinations, but not their addresses, because the folder may come from an unknown source."""
     seq: int = 0
     owner: str = ""
     """Owner of the files in the file store."""
