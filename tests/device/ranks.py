@@ -7,7 +7,7 @@ from device.runs import CountWaits, Penalised, Regression, fit, standard_callbac
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import StepResult
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints
-from genlight.callbacks.replicas.replica_guard import ReplicaGuard
+from genlight.callbacks.replica_guard import ReplicaGuard
 
 DIVERGES_IN = 5
 

@@ -10,7 +10,7 @@ from torch import nn
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.feed.data_module import MockDataModule
 from genlight.adapter.module.module import ContractModule
-from genlight.callbacks.replicas.replica_guard import ReplicaGuard
+from genlight.callbacks.replica_guard import ReplicaGuard
 from support.rank import Rank
 from support.trainer_class import Trains
 

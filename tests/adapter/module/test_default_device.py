@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from genlight.adapter import ContractModule, TrainingJobSpec
-from genlight.callbacks.replicas.digest import digest_of_all
+from genlight.callbacks.checkpoint.codec.tensors import digest_of_all
 from support.resumed_fit import STEPS, Batches, Trains, fit
 from support.trainers import quiet_trainer
 
