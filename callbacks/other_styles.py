@@ -55,7 +55,7 @@ class StyleAdapter(Hook):
         """Return the argument that the methods of the callback take."""
         raise NotImplementedError
 
-    def tell(self, event: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def call_event(self, event: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Call the method `event` of the callback, if it has one; a failure does not affect other events."""
         method = getattr(self.callback, event, None)
         if method is not None:
@@ -68,10 +68,10 @@ class StyleAdapter(Hook):
 def forwarding_hook(event: str) -> Any:
     """Return a hook of a `StyleAdapter` that calls the method `event` of its callback."""
 
-    def tell(self: StyleAdapter, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.tell(event, trainer, pl_module)
+    def call(self: StyleAdapter, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.call_event(event, trainer, pl_module)
 
-    return tell
+    return call
 
 
 def require_events(name: str, callback: Any, events: Sequence[str], base: type) -> None:

@@ -356,7 +356,7 @@ class OwnHookAdapter(TrainerHookAdapter):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.tell("on_mb_end", trainer, pl_module)
+        self.call_event("on_mb_end", trainer, pl_module)
 
 
 def attach_own_hooks(trainer: pl.Trainer, plugin: Any, state: Any, ctx: StepContext) -> None:
