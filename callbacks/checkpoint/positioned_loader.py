@@ -173,8 +173,8 @@ class PositionedLoader(DataLoader[Any]):
         order = self._repeated_order(begun)
         if order is None:
             log.warning(
-                "The run continues within an epoch, but the %s does not repeat the order of that epoch: it depends on "
-                "more than random numbers and the numbers and lists among its attributes. The loader starts with a "
+                "The run continues within an epoch, but the %s does not repeat the order of that epoch, because the "
+                "order depends on more than random numbers and plain attributes. The loader starts again with its "
                 "first batch. Give the loader `state_dict` and `load_state_dict`, or save between epochs.",
                 type(self._order.sampler).__name__,
             )
@@ -486,8 +486,8 @@ class _Sender:
             own = state["own"]
             if len(own) != len(self._generators):
                 log.warning(
-                    "The dataset held %d generators of random numbers in this worker and holds %d: they begin again. "
-                    "Make generators in `__init__` or in `worker_init_fn`, so that their states can be restored.",
+                    "The dataset held %d generators of random numbers in this worker and now holds %d, so their states "
+                    "are not restored. Make generators in `__init__` or in `worker_init_fn`.",
                     len(own),
                     len(self._generators),
                 )
