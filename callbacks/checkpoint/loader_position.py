@@ -92,11 +92,7 @@ def keep_positions(
                 "cannot be stored or this rank did not exist. Give the loader `__len__`."
             )
         elif fetched:
-            parts = [batches_of_loaders(combined, batch) for batch in fetched]
-            combined.flattened = [
-                extend_loader(loader, _GivesBack, given_back=list(batches))
-                for loader, batches in zip(found, zip(*parts, strict=True), strict=True)
-            ]
+            _give_back(combined, found, fetched)
         _restore_epoch(loop)
         before_iterators(trainer)
 
@@ -107,6 +103,15 @@ def keep_positions(
     vars(loop)["_load_combined_loader_states"] = load_states
     vars(loop)["setup_data"] = functools.partial(set_up_data, loop, functools.partial(FitLoop.setup_data, loop))
     loop.epoch_loop.on_run_start = on_run_start  # type: ignore[assignment, method-assign]
+
+
+def _give_back(combined: CombinedLoader, loaders: list[Any], fetched: list[Any]) -> None:
+    """Have the next pass of `combined`, over `loaders`, begin with batches that Lightning had `fetched` before."""
+    parts = [batches_of_loaders(combined, batch) for batch in fetched]
+    combined.flattened = [
+        extend_loader(loader, _GivesBack, given_back=list(batches))
+        for loader, batches in zip(loaders, zip(*parts, strict=True), strict=True)
+    ]
 
 
 def _restore_epoch(loop: FitLoop) -> None:
