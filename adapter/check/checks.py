@@ -285,12 +285,12 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
     After each step, a gradient is set to nan if the last update used it and nothing has changed it since. That has no
     effect on a class that clears its gradients. In another class, the nan is found at a later update.
     """
-    used: dict[int, tuple[Tensor, Tensor, int]] = {}
-    spoiled: set[int] = set()
-    stale: set[int] = set()
+    used: dict[int, tuple[Tensor, Tensor, int]] = {}  # parameter, gradient and its version at the last update, by id
+    spoiled: set[int] = set()  # ids of parameters whose gradient was set to nan
+    stale: set[int] = set()  # ids of parameters that had this nan at a later update
     names: dict[int, str] = {}
-    accumulated: dict[int, tuple[Tensor, int]] = {}
-    changed_before: list[str] = []
+    accumulated: dict[int, tuple[Tensor, int]] = {}  # gradient and its version after the last backward call, by id
+    changed_before: list[str] = []  # lines of backward calls before which a gradient was changed
 
     def before_accumulation(parameter: Tensor) -> None:
         before, version = accumulated.get(id(parameter), (None, 0))
@@ -404,13 +404,13 @@ def check_resume(case: _Case) -> Iterator[Finding]:
     def train(observer: Observer, **checkpoints: Any) -> Observer:
         return subject.train(observer, as_in_job=as_in_job, **checkpoints)
 
-    whole = train(Observer(keep=True)) if as_in_job else case.full_run
+    full = train(Observer(keep=True)) if as_in_job else case.full_run
     again = train(Observer(keep=True))
-    broken = [path for path, value in whole.take_snapshot("weight")["weight"].items() if not are_finite([value])]
+    broken = [path for path, value in full.take_snapshot("weight")["weight"].items() if not are_finite([value])]
     if broken:
         yield _finding("resume", "fail", f"{broken[0]} is not finite after {2 * subject.steps} steps")
         return
-    unequal = whole.take_snapshot("weight").differences(again.take_snapshot("weight"))
+    unequal = full.take_snapshot("weight").differences(again.take_snapshot("weight"))
     if unequal:
         yield _finding("reproducible", "warn", f"two runs from the same seed end with a different {unequal[0]}")
         yield _finding("resume", "skip", "two uninterrupted runs already differ")
@@ -421,16 +421,16 @@ def check_resume(case: _Case) -> Iterator[Finding]:
     resumed = train(Observer(keep=True), save_to=folder, resume_from=saved)
 
     def differences(other: Observer, step: int) -> list[str]:
-        return whole.snapshots[step].differences(other.snapshots[step])
+        return full.snapshots[step].differences(other.snapshots[step])
 
-    middle, end = subject.steps, max(whole.snapshots)
-    unequal = whole.take_snapshot("weight").differences(resumed.take_snapshot("weight"))
+    middle, end = subject.steps, max(full.snapshots)
+    unequal = full.take_snapshot("weight").differences(resumed.take_snapshot("weight"))
     lost = differences(resumed, middle)
     unstable = {path for step in (middle, end) for path in differences(again, step)}
     at_end = [path for path in differences(resumed, end) if path not in unstable]
     # Values of modules do not count, because the first call of a lazy layer sets its sizes.
-    modules = tuple(f"{found.path}." for found in whole.discovered.modules)
-    in_both = (whole.snapshots[middle].digests.keys() & resumed.snapshots[middle].digests.keys()) - unstable
+    modules = tuple(f"{found.path}." for found in full.discovered.modules)
+    in_both = (full.snapshots[middle].digests.keys() & resumed.snapshots[middle].digests.keys()) - unstable
     rewritten = [path for path in lost if path in in_both and not path.startswith(modules)]
     level: Level = "fail"
     if unequal and lost:
@@ -480,16 +480,16 @@ def check_ranks(case: _Case) -> Iterator[Finding]:
     yield from _check_resume_on_ranks(case, results, resumed)
     (sharded, _), local = results.pop(SHARDED), rank_local_of(case.full_run.module.plugin)
 
-    def apart(kind: str, by_rank: list[Snapshot]) -> list[str]:
+    def differences(kind: str, by_rank: list[Snapshot]) -> list[str]:
         first, second = (Snapshot({kind: each[kind]}) for each in by_rank)
         return [path for path in first.differences(second) if path not in local]
 
     for name, by_rank in results.items():
-        if drifted := apart("weight", by_rank):
+        if drifted := differences("weight", by_rank):
             yield _finding("ranks", "fail", f"replicas drift apart ({name} rows): {drifted[0]}")
             return
-    of_same = _distances(results["same"][0], expected)
-    distance, path = max(((size, path) for path, size in of_same.items()), default=(0.0, ""))
+    distances = _distances(results["same"][0], expected)
+    distance, path = max(((size, path) for path, size in distances.items()), default=(0.0, ""))
     halved, halved_path = case.furthest(results["halves"][0], expected) if "halves" in results else (math.inf, "")
     # One agreement is enough: a class that sums over ranks counts the same rows twice, and is right with halved rows.
     if distance > SAME and halved > SAME:
@@ -500,7 +500,7 @@ def check_ranks(case: _Case) -> Iterator[Finding]:
     text = f"two processes agree with one process to {min(distance, halved):.1e}, and are bit-equal to each other"
     yield _finding("ranks", "pass", text)
     if "halves" in results:
-        yield from _check_rank_state(case, apart("value", results["halves"]))
+        yield from _check_rank_state(case, differences("value", results["halves"]))
     yield _check_sharded(case, sharded, results["halves" if "halves" in results else "same"][0])
     if "halves" not in results:
         yield _finding("batch size", "skip", "the raw batches cannot be cut in half")
@@ -519,11 +519,11 @@ def _check_resume_on_ranks(
     if case.levels.get("resume") != "pass":  # that check reports the reason
         return
     for name, by_rank in resumed.items():
-        whole, strategy = results[name.removesuffix(RESUMED)], "FSDP 2" if name == f"{SHARDED}{RESUMED}" else "DDP"
-        if whole[0][REFUSED]:
+        full, strategy = results[name.removesuffix(RESUMED)], "FSDP 2" if name == f"{SHARDED}{RESUMED}" else "DDP"
+        if full[0][REFUSED]:
             continue
         reasons = [snapshot[REFUSED][REFUSED] for snapshot in by_rank if snapshot[REFUSED]]
-        differing = [path for one, other in zip(whole, by_rank, strict=True) for path in one.differences(other)]
+        differing = [path for one, other in zip(full, by_rank, strict=True) for path in one.differences(other)]
         if reasons:
             yield _finding("resume on ranks", "fail", f"two processes under {strategy} cannot be resumed: {reasons[0]}")
         elif differing:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Level = Literal["pass", "warn", "fail", "skip"]
 
@@ -17,7 +17,3 @@ class Finding:
     detail: str
     remedy: str = ""
     """Advice to the user; empty if there is nothing to do."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the finding as a JSON object."""
-        return asdict(self)

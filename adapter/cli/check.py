@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             say_finding(finding)
     if args.json:
         counts = {level: sum(finding.level == level for finding in findings) for level in get_args(Level)}
-        say_json([{"findings": [finding.as_json() for finding in findings], "counts": counts}])
+        say_json([{"findings": [dataclasses.asdict(finding) for finding in findings], "counts": counts}])
     if any(finding.level == "fail" for finding in findings):
         return 1
     if any(finding.check == "steps" and finding.level == "skip" for finding in findings):
@@ -100,11 +100,11 @@ def _subject(config: RunConfig, steps: int) -> Subject:
                     trainer = make_trainer(target)
                     trainer.setup(ctx)
                     _, batches = job_batches(config, trainer, ctx, stack)
-        taken = list(itertools.islice(batches or (), 2 * steps))
+        read = list(itertools.islice(batches or (), 2 * steps))
     has_loader = batches is not None and config.mock_batches is None
     return Subject(
         import_path=config.trainer,
-        batches=tuple(itertools.islice(itertools.cycle(taken), 2 * steps)),
+        batches=tuple(itertools.islice(itertools.cycle(read), 2 * steps)),
         steps=steps,
         search_path=tuple(map(str, folders)),
         hyperparams=config.hyperparams,

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the diagnosis and return the exit code: 0 if the job can start, 2 if it cannot."""
     config, errors = read_run_config(spec_path=args.job, overrides=args.set)
     # Without a job file the table would have only defaults.
-    table = _table(config, defaults=args.all) if config.given.readable else []
+    table = _table(config, defaults=args.all) if config.sources.readable else []
     findings = list(diagnose(config, errors))
     if args.step and not any(finding.level == "fail" for finding in findings):
         from ..check.plain_loop import diagnose_first_step  # loads torch
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(config: RunConfig, errors: ConfigErrors) -> Iterator[Finding]:
-    """Yield every finding about a job, including the faults that do not prevent further checks.
+    """Yield every finding about a job. After a fault, the checks that are still possible follow.
 
     Args:
         config: The settings that could be read.
@@ -168,7 +168,7 @@ def _dataset(config: RunConfig) -> Outcomes:
             yield "fail", str(error)
     if missing or not files:
         return
-    drops = dataset.drop_last and not remote  # remote files may have more rows
+    drops = dataset.drop_last and not remote  # with the rows of remote files there may be enough for a batch
     paths = [str(file) for file in files]
     feed = ArrowFeed(paths, batch_size=dataset.batch_size, columns=dataset.columns, drop_last=drops)
     with contextlib.closing(feed):

@@ -181,9 +181,11 @@ class GenlightCLI(LightningCLI):
             raise EndedError(print_error("", "\n".join(faults)))
         if os.getcwd() not in sys.path:  # for a console script, Python does not add the working directory
             sys.path.insert(0, os.getcwd())
-        given, prog = settings.get("args"), settings.get("parser_kwargs", {}).get("prog")
-        words = list(given) if isinstance(given, list | tuple) else sys.argv[1:] if given is None else None
+        arguments = settings.get("args")
+        words = sys.argv[1:] if arguments is None else arguments if isinstance(arguments, list | tuple) else None
+        prog = settings.get("parser_kwargs", {}).get("prog")
         self._command = None if words is None else [*([prog] if prog else ["python", sys.argv[0]]), *words]
+        """The command line of this process; None if a program gave the arguments as an object."""
         self._resumed_step: int | None = None
         self._completion: Completion | None = None
         defaults = dict(trainer_defaults or {})

@@ -14,6 +14,7 @@ import contextlib
 import signal
 import tempfile
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             findings.append(finding)
             if not args.json:
                 say_finding(finding)
-    results: list[dict[str, Any]] = [finding.as_json() for finding in findings]
+    results: list[dict[str, Any]] = [asdict(finding) for finding in findings]
     write_proof(config, target, results, steps=scene.steps, ranks=scene.ranks)
     if args.json:
         say_json([{"findings": results}])

@@ -62,9 +62,9 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     spec_fields: Mapping[str, Any]
     """The fields that `spec_digest` covers, for `identity.differing_fields`."""
     warnings: tuple[str, ...]
-    asked: Settings
+    as_given: Settings
     """The settings as given, without the values that follow from other settings."""
-    given: Sources
+    sources: Sources
     """The source of each setting."""
 
     @override
@@ -94,7 +94,7 @@ class RunConfig(Settings, frozen=True, kw_only=True):
 
     def source_of(self, name: str) -> str:
         """Return a setting's source: ``--set``, an environment variable's name, ``job spec`` or ``default``."""
-        return self.given.source_of(name)
+        return self.sources.source_of(name)
 
 
 def resolve_run_config(
@@ -151,8 +151,8 @@ def read_run_config(
         spec_digest=digest_of_fields(fields),
         spec_fields=fields,
         warnings=tuple(errors.warnings),
-        asked=given,
-        given=sources,
+        as_given=given,
+        sources=sources,
     )
     return config, errors
 
@@ -275,7 +275,7 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
         environ: The environment, whose secrets are not written; None takes the process's own.
     """
     # As given: a value that was filled in, such as the seed of the data, would not follow a later change of its source.
-    job = _given({name: getattr(config.asked, name) for name in JobSpec.__struct_fields__})
+    job = _given({name: getattr(config.as_given, name) for name in JobSpec.__struct_fields__})
     if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and config.seed is not None:
         del job["dataset"]["seed"]
     job["base_dir"] = str(config.spec_dir)

@@ -147,8 +147,9 @@ class Sources:
             target[name] = dict(inner or {})
             target = target[name]
         target[path[-1]] = value
-        known = max((depth for depth in range(len(path) + 1) if key_at(path[:depth])), default=1)
-        name = ".".join(path[:known])
+        # The source is noted for the innermost declared key on the path, and replaces the sources of its parts.
+        depth = max((depth for depth in range(len(path) + 1) if key_at(path[:depth])), default=1)
+        name = ".".join(path[:depth])
         self.of = {each: of for each, of in self.of.items() if not f"{each}.".startswith(f"{name}.")} | {name: source}
         return True
 

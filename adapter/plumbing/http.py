@@ -92,7 +92,7 @@ class _OriginAuth(httpx2.Auth):
             yield request
 
 
-def _leave_token_behind(request: httpx2.Request) -> None:
+def _drop_token_after_redirect(request: httpx2.Request) -> None:
     """Drop the token if a redirect leads to another origin.
 
     The client itself drops it for another host, but keeps it from http to https and does not know our origins.
@@ -147,7 +147,7 @@ def build_client(
             verify=verify,
             # Cookies are never kept: they would be sent to every port of a host.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            event_hooks={"request": [_leave_token_behind]},
+            event_hooks={"request": [_drop_token_after_redirect]},
         )
     except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:  # its text may hold a proxy's password
         reason = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__

@@ -233,8 +233,9 @@ def render_text(value: Any) -> str:
 
 def _key(name: str, annotation: Any) -> Key:
     value = _without_none(annotation)
-    plain, said = _plain(value), [*getattr(annotation, "__metadata__", ()), *getattr(value, "__metadata__", ())]
-    rules, metas = [each for each in said if isinstance(each, Rule)], [each for each in said if isinstance(each, Meta)]
+    plain, metadata = _plain(value), [*getattr(annotation, "__metadata__", ()), *getattr(value, "__metadata__", ())]
+    rules = [each for each in metadata if isinstance(each, Rule)]
+    metas = [each for each in metadata if isinstance(each, Meta)]
     common: dict[str, Any] = {key: text for meta in metas for key, text in (meta.extra or {}).items()}
     common["examples"] = next((tuple(meta.examples) for meta in metas if meta.examples), ())
     # The last rule is the one nearest to the key.

@@ -248,6 +248,7 @@ class _Search:
         self._runs, self._summaries, self._result = runs, summaries, result
         self._starts = [start_before(run, result.after + 1) for run in runs]
         self._known: dict[tuple[int, tuple[int, ...]], _States] = {}
+        """The states so far, by index of the run and steps."""
 
     def run(self) -> None:
         """Search, and complete the result."""

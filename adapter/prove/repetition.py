@@ -186,10 +186,15 @@ class Repetition(pl.Callback):
         self.difference: StepDifference | None = None
         """The first difference from the run."""
         self._equal: Sequence[int] = ()
+        """The steps that are the same as in the run."""
         self._limits = run.traces.limits if 0 not in run.traces.witness else ""
+        """Why steps cannot be compared, if that is known."""
         self._is_compared = True
+        """Whether exact numbers can be equal on this machine and on the machine of the run."""
         self._expected: dict[Key, Entry] = {}
+        """The entries of this rank in the witness of the run."""
         self._facts: dict[int, Mapping[str, Any]] = {}
+        """Facts that affect exact numbers, by attempt of the run; 0 is this repetition."""
         self._sources: Sources | None = None
 
     def is_read(self, step: int) -> bool:

@@ -78,7 +78,7 @@ class Death(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> tuple[int, int, int]:
-        """The place in the training."""
+        """The place in the training: step, epoch and batch."""
         return self.step, self.epoch, self.batch
 
 

@@ -80,7 +80,9 @@ class RankFiles:
         self._exit_file = artifacts_dir / EXIT_FILE
         self._began_s = time.time() - process_age_s() if began_s is None else began_s
         self._present = set[Path]()
+        """Locks that `scan_locks` has seen held."""
         self._ignored = set[Path]()
+        """Unreadable records, for each of which one warning was logged."""
         self.has_exited = False
         """Whether `await_exit` has seen a process end; `lost` then tells whether that was a loss."""
         self._exits = select.poll()

@@ -184,7 +184,13 @@ class Session:
         self.watch = RankWatch(self.end_now)
         self._reporting = threading.RLock()  # the reporting thread takes it once and keeps it
         self._end_by: float | None = None
-        self._completes = self._is_idle = self._ends_again = False
+        """The deadline, by ``time.monotonic``; None until the first wait."""
+        self._completes = False
+        """Whether `complete` was called with an outcome."""
+        self._is_idle = False
+        """Whether a stop ended the attempt before it had trained a step."""
+        self._ends_again = False
+        """Whether another attempt would end in the same way."""
 
     def __enter__(self) -> Self:
         return self
