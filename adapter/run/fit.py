@@ -49,7 +49,6 @@ from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.redaction import safe_str, without_secrets
 from ..plumbing.safe_open import PRIVATE_FILE, read_own
 from .deaths import StepNote, forget_beginning, forget_deaths, note_deaths
-from .memory import explain_memory
 from .rank_files import FOLDER
 from .ranks import (
     POLL_S,
@@ -62,6 +61,7 @@ from .ranks import (
     stopped_before_meeting,
     warn_of_absent_ranks,
 )
+from .report import explain_memory
 from .session import Session
 from .start import RUNS_FILE, Start
 
