@@ -173,6 +173,7 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
 
 
 def _check_training(subject: Subject, folder: Path) -> Iterator[Finding]:
+    """Train the class once, and yield the findings of all checks on that training."""
     had_gradients: dict[int, bool] = {}
 
     def at_update(optimizer: Optimizer) -> None:
@@ -534,6 +535,7 @@ def _check_resume_on_ranks(
 
 
 def _check_sharded(case: _Case, sharded: Snapshot, of_ddp: Snapshot) -> Finding:
+    """Compare training under FSDP 2 with training under DDP on the same rows."""
     if refusal := sharded[REFUSED]:
         return _finding("sharded", "warn", f"FSDP 2 over two processes: {refusal[REFUSED]}")
     distance, path = case.furthest(sharded, of_ddp)

@@ -85,6 +85,7 @@ class PlainLoop:
         return self._rollouts() if batches is None else iter(batches)
 
     def _rollouts(self) -> Iterator[Any]:
+        """Yield the batches that the class collects, phase after phase, without end."""
         run_state, batches = self._trainer_state.run_state, RolloutBatches(self.plugin, self.trainer)
         batches.state, batches.ctx = self.contract_state, self.ctx
         while True:
@@ -188,6 +189,7 @@ def diagnose_first_step(config: RunConfig) -> Iterator[Finding]:
 
 
 def _first_step(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Finding]:
+    """Yield the findings of `diagnose_first_step`; `stack` closes the data."""
     plugin = make_trainer(find_trainer(config.trainer))
     ctx, batches = job_batches(config, plugin, plain_context(config), stack)
     loop = PlainLoop(plugin, ctx)

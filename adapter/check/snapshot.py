@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,6 +39,8 @@ EVERYTHING: Final = ("weight", "optimizer state", "setting", "value")
 
 _LONGEST = 100
 """Characters of a described text."""
+_PLACE = re.compile(r"\[state|\[trainer|\[param_groups| \[")
+"""Beginning of a parameter's place in the name of an optimizer state; the name of the optimizer is before it."""
 NOISE = 1e-5
 """Below this share of the largest first moment, a gradient is only rounding around zero."""
 
@@ -200,16 +203,12 @@ def compare_snapshots(
     """
     scales = _scales(plain["optimizer state"])
     noise = frozenset[str]() if exact else _noisy_weights(plain["optimizer state"], scales)
-    return {
-        kind: {
-            name: distance(a.get(name), b.get(name), at_least=sizes.get(name, floor))
-            for name in dict.fromkeys([*a, *b])
-            if not (kind == "weight" and name in noise)
-        }
-        for kind in kinds
-        for a, b in [(plain[kind], hosted[kind])]
-        for sizes in [scales if kind == "optimizer state" else {}]
-    }
+    distances = {}
+    for kind in kinds:
+        a, b, sizes = plain[kind], hosted[kind], scales if kind == "optimizer state" else {}
+        names = [name for name in dict.fromkeys([*a, *b]) if kind != "weight" or name not in noise]
+        distances[kind] = {name: distance(a.get(name), b.get(name), at_least=sizes.get(name, floor)) for name in names}
+    return distances
 
 
 def distance(a: Any, b: Any, *, at_least: float = 0.0) -> float:
@@ -280,7 +279,7 @@ def _scales(states: Mapping[str, Any]) -> dict[str, float]:
 def _optimizer_and_key(name: str) -> tuple[str, str]:
     """Split a name: ``state.opt[state.model.0.weight].exp_avg`` gives ``state.opt`` and ``exp_avg``."""
     inner, _, key = name.rpartition(".")
-    return inner.partition("[state")[0].partition("[trainer")[0].partition("[param_groups")[0].partition(" [")[0], key
+    return _PLACE.split(inner)[0], key
 
 
 def _noisy_weights(states: Mapping[str, Any], scales: Mapping[str, float]) -> frozenset[str]:

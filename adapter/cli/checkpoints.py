@@ -118,6 +118,7 @@ def _list_path(path: str) -> list[Listed]:
 
 
 def _cells(row: Mapping[str, Any]) -> list[object]:
+    """Return the cells of a row of the listing."""
     saved = datetime.fromtimestamp(row["saved_ms"] / 1000).astimezone() if row["saved_ms"] else None
     notes = [row["state"], *(["best"] if row["best"] else [])]
     notes += [f"{name}={value:g}" for name, value in row["scores"].items() if value is not None]
@@ -132,6 +133,7 @@ def _cells(row: Mapping[str, Any]) -> list[object]:
 
 
 def _show(record: CheckpointRecord, *, as_json: bool) -> None:
+    """Print the facts about a checkpoint, and the tensors that it holds."""
     facts = {name: getattr(record, name) for name in _FACTS}
     facts["files"] = {entry.path: (entry.size, entry.xxh3_128) for entry in record.files}
     facts |= {"tensors": _tensors(record), "state": record.state}
@@ -164,6 +166,7 @@ def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
 
 
 def _export(record: Path, args: argparse.Namespace) -> None:
+    """Write a checkpoint to the path of ``--to``, in the format that its suffix names."""
     if not args.to:
         raise UsageError("export needs --to FILE.safetensors, --to FILE.ckpt, or --to FOLDER for a Hugging Face model")
     target = Path(args.to)

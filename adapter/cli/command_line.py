@@ -122,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    """Run one command and return its exit code; an error that a user can correct is printed without a traceback."""
     _configure_messages()
     name = words[0] if words else ""
     fault = unsupported_system(f"genlight {name}") if name in COMMANDS and name not in ANYWHERE else None

@@ -111,6 +111,7 @@ def _findings(check: str, outcomes: Outcomes) -> Iterator[Finding]:
 
 
 def _token(config: RunConfig) -> Outcomes:
+    """Yield where the token is sent, and whether it travels without encryption."""
     origins, has_token = sorted(config.token_origins), config.capability_token is not None
     if origins or has_token:
         is_sent = "is sent" if has_token else "is not set, and would be sent"
@@ -122,6 +123,7 @@ def _token(config: RunConfig) -> Outcomes:
 
 
 def _artifacts(config: RunConfig) -> Outcomes:
+    """Yield whether the run's folder can be written, how much space is free, and whether a live run uses it."""
     faults = artifact_dir_faults(config, create=False)
     yield from (("fail", f"startup.invalid_artifact_paths: {fault}") for fault in faults)
     if faults:

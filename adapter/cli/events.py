@@ -109,6 +109,7 @@ def _metrics(path: Path, form: str) -> None:
 
 
 def _show(path: Path, args: argparse.Namespace) -> None:
+    """Print the events of a log, or with ``--follow`` also those to come."""
     if args.follow and not path.exists():
         print_error("events", f"waiting for {path}")
     events = follow(path) if args.follow else read_events(path)

@@ -186,6 +186,7 @@ def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool
 
 
 def _newest(trainer: pl.Trainer, directory: Path | None, *, is_fit: bool) -> Start:
+    """Return the start for ``--resume auto``."""
     if directory is None:
         raise UsageError(
             "--resume auto needs the callback genlight.callbacks.Checkpoint in the configuration, or Lightning's "

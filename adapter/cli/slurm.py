@@ -297,6 +297,7 @@ def _value(text: str) -> Any:
 
 
 def _directives(args: argparse.Namespace, name: str, folder: Path) -> list[str]:
+    """Return the first lines of a script, with options of sbatch."""
     name = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
     gpus = _GPUS.fullmatch(args.gpus_per_node or "")
     tasks = 1 if gpus is None else int(gpus["count"])

@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts(entry: Entry, root: Path) -> dict[str, Any]:
+    """Return the facts about a waiting upload, as JSON."""
     facts: dict[str, Any] = {"seq": entry.seq, "kind": entry.kind, "step": entry.step, "name": "", "size_bytes": 0}
     facts["state"] = f"refused ({entry.reason})" if entry.refused else "waiting"
     if entry.files:
@@ -76,6 +77,7 @@ def _facts(entry: Entry, root: Path) -> dict[str, Any]:
 
 
 def _retry(args: argparse.Namespace, queue: Path, entries: Sequence[Entry]) -> int:
+    """Try to deliver the waiting uploads, run by run; return the exit code."""
     from ...reporters.uploads import Uploader
 
     for run_id in dict.fromkeys(entry.run_id for entry in entries):

@@ -278,6 +278,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _names(word: str) -> Iterator[str]:
+    """Yield the host names that one word of a hostlist stands for."""
     if _WORD.fullmatch(word) is None:
         raise ValueError(f"{word!r} is not the name of a host, with numbers such as [9-10,12] in brackets.")
     parts = re.split(r"[\[\]]", word)

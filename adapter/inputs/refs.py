@@ -113,6 +113,7 @@ def _path(reference: str) -> Path | None:
 
 
 def _http_ref(text: str) -> HttpRef:
+    """Parse the URL of a file, with its digest if the URL ends in ``#sha256=…``."""
     problem = url_fault(text)
     if problem:
         raise _unknown(safe_url(text), problem)

@@ -188,6 +188,7 @@ class Sources:
         return meant
 
     def _missing(self, prefix: str, key: Key) -> None:
+        """Note that a required key is missing."""
         addition = f'"{key.name}": {json.dumps(key.examples[0])}'
         if prefix:
             way_out = f"Add {addition}, or remove `{prefix.rstrip('.')}`."
@@ -260,6 +261,7 @@ def read_sources(
 
 
 def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:
+    """Return the path of the job file; if none is named, note an error and return None."""
     text = environ.get(JOB_VARIABLE, "").strip() if given is None else os.fspath(given)
     if not text:
         errors.add(

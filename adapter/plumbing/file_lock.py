@@ -118,6 +118,7 @@ def holding_process(path: str | os.PathLike[str]) -> int | None:
 def _open_locked(
     path: str | os.PathLike[str], flags: int, mode: int, *, tries: int = 1, kind: int = fcntl.LOCK_EX
 ) -> int:
+    """Open and lock the file that is at `path`; return its descriptor."""
     while True:
         descriptor = open_own(path, flags, mode)
         try:

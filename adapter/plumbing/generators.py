@@ -93,6 +93,7 @@ def set_held_states(root: Any, states: list[Any]) -> None:
 
 
 def _held_by(value: Any) -> list[Any]:
+    """Return the objects in `value` among which the search for generators continues."""
     if isinstance(value, dict | list | tuple) and len(value) > _SEARCHED_ITEMS:
         return []
     if isinstance(value, dict):

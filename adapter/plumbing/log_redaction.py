@@ -79,6 +79,7 @@ def _redacted_hook(before: Callable[[Any], object], hide: _Hide) -> Callable[[An
 
 
 def _redact_record(record: logging.LogRecord, hide: _Hide) -> None:
+    """Hide secrets in the message, the traceback, the stack and the ``extra=`` fields of a record."""
     try:
         message = record.getMessage()
     except Exception as error:  # noqa: BLE001 - a wrong call in any library must not end a training

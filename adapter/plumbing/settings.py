@@ -232,6 +232,7 @@ def render_text(value: Any) -> str:
 
 
 def _key(name: str, annotation: Any) -> Key:
+    """Return the key that an annotation declares."""
     value = _without_none(annotation)
     plain, metadata = _plain(value), [*getattr(annotation, "__metadata__", ()), *getattr(value, "__metadata__", ())]
     rules = [each for each in metadata if isinstance(each, Rule)]

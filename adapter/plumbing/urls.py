@@ -83,6 +83,7 @@ def url_fault(url: str) -> str | None:
 
 
 def _is_sound(host: str, port: str | None) -> bool:
+    """Return whether the host is a valid address or name, and the port a valid number."""
     try:
         if host.startswith("[") or host.replace(".", "").isdigit():
             ipaddress.ip_address(host.strip("[]"))

@@ -217,6 +217,7 @@ class _States(Repetition):
         super().on_mb_end(trainer, pl_module)
 
     def _take(self, module: Any) -> None:
+        """Take the digests of the complete state, if they are wanted after this step."""
         if (step := module.completed_steps) not in self.steps:
             return
         values = dict(snapshot(module.contract_state, module.plugin, kinds=EVERYTHING, host=module).values)
@@ -295,6 +296,7 @@ class _Search:
         return self._known[side, steps]
 
     def _train(self, side: int, steps: tuple[int, ...], *, keeps: bool = False) -> _States:
+        """Train a run again, and return its digests after `steps`."""
         run, states = self._runs[side], _States(self._runs[side], steps, keeps=keeps)
         shutil.rmtree(run.config.artifacts_dir, ignore_errors=True)  # of the repetition before
         self._result.replays += 1
@@ -304,6 +306,7 @@ class _Search:
         return states
 
     def _report(self, step: int, path: str, states: Sequence[Snapshot]) -> None:
+        """Complete the result with the first difference and the value in each run."""
         result = self._result
         kind = next(kind for each in states for kind, values in each.values.items() if path in values)
         first, second = (each[kind].get(path) for each in states)

@@ -74,6 +74,7 @@ class Faults(pl.Callback):
                 self._cause(fault.kind, marker(self._folder, number).touch)
 
     def _cause(self, kind: Kind, note: Callable[[], None]) -> None:
+        """Cause a fault; `note` records immediately before it that it has happened."""
         saved = self._checkpoints
         if kind == "kill while saving":
             # Without a checkpoint to resume from, the next start would only be another beginning.

@@ -109,6 +109,7 @@ def prove(
 
 
 def _unbroken(apart: tuple[str, float] | None, runs: Sequence[Rehearsal], reference: Evidence) -> Finding:
+    """Return the finding about the two runs without a fault."""
     seconds = " and ".join(f"{run.attempts[0].seconds:.1f}" for run in runs)
     if apart is None:
         same = f"two runs have the same bits, {reference.digest} ({seconds} s)"
@@ -149,6 +150,8 @@ def _cases(every: int, ranks: int) -> Iterator[_Case]:
 
 
 def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -> Finding:
+    """Carry out one rehearsal, and compare its run with the unbroken one."""
+
     def fail(detail: str) -> Finding:
         return Finding(case.name, "fail", detail, "Resume it by hand with `--keep`, and see `genlight check`.")
 

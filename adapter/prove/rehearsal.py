@@ -133,6 +133,7 @@ class Rehearsal:
         return attempt
 
     def _wait(self, process: subprocess.Popen[bytes], until: float) -> int:
+        """Return the exit code of the process; raise if it has not ended by `until`, or if `interrupted` is set."""
         while not self.interrupted.is_set():
             try:
                 return process.wait(min(POLL_S, max(0.0, until - time.monotonic())))
@@ -147,6 +148,7 @@ class Rehearsal:
         return read_evidence(self.checkpoints, run / "metrics" / "events.jsonl")
 
     def _options(self, ranks: int | None) -> list[str]:
+        """Return the options of ``genlight run`` for an attempt."""
         scene, of_faults = self.scene, [asdict(fault) for fault in self.faults]
         breaks = {
             "class_path": f"{Faults.__module__}.{Faults.__qualname__}",

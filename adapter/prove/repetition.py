@@ -297,6 +297,7 @@ def repeat(run: PastRun, record: CheckpointRecord | None, repetition: Repetition
 
 
 def _train(config: RunConfig, plugin: Any, record: CheckpointRecord | None, repetition: Repetition) -> Exception | None:
+    """Make the Lightning objects of the job, and train until `repetition` ends the training."""
     inputs = materialize_inputs(config)
     trainer, data = prepare_training(config, plugin, parquet_paths=[str(path) for path in inputs.parquet_paths])
     if isinstance(trainer.strategy, ModelParallelStrategy):

@@ -337,6 +337,7 @@ class _Observer(Repetition):
             self.result.first_nonfinite = f"{first.kind} of {first.name}{since}"
 
     def _search(self, module: Any) -> RowSearch:
+        """Repeat the step with parts of its rows, to find those that make it fail."""
         before, count = self._before, count_rows(self._raw)
         if before is None or not count:
             reason = "the rows of this batch cannot be counted" if before else "the state of the class cannot be copied"

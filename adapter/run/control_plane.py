@@ -87,6 +87,7 @@ class Lease:
             log.error("the end of the run could not be reported to the control plane: %s", _text(error))  # noqa: TRY400
 
     def _beat(self) -> None:
+        """Renew the lease and ask whether to cancel, until the run ends or has a reason to stop."""
         while self._reason is None and not self._ended.wait(INTERVAL_S):
             try:
                 if not self._client.heartbeat(lease=self._lease):

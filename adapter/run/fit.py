@@ -230,6 +230,7 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool, versio
 
 
 def _read(path: Path) -> dict[str, str]:
+    """Return the earlier run of each logger, by name; empty if the file is absent or unreadable."""
     try:
         return msgspec.json.decode(read_own(path, limit=LARGEST_BYTES), type=dict[str, str])
     except FileNotFoundError:

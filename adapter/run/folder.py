@@ -100,6 +100,7 @@ def directory_fault(
 
 
 def _nearest_existing(path: Path) -> Path:
+    """Return `path` if it exists, otherwise the nearest folder above it that does."""
     while True:
         try:
             os.lstat(path)

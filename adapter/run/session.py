@@ -351,6 +351,7 @@ class Session:
         return first_cause(own, time.time(), self.rank_files, self.processes)
 
     def _describe(self, error: BaseException) -> Failure:
+        """Describe a failure of this attempt, and whether a checkpoint makes it resumable."""
         saved = None if self.checkpoints_dir is None else newest_complete(self.checkpoints_dir) is not None
         dies_again = isinstance(error, RepeatedDeathError)
         own = describe_failure(

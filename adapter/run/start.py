@@ -282,6 +282,7 @@ def _warn_of_changes(start: Start, config: RunConfig) -> Start:
 
 
 def _verify_named(path: Path, prove: Callable[[CheckpointRecord], None]) -> CheckpointRecord:
+    """Return the record of a checkpoint that the job names, after its files were compared with it."""
     try:
         record = read_record(find_checkpoint(path))
         prove(record)
@@ -295,6 +296,7 @@ def _verify_named(path: Path, prove: Callable[[CheckpointRecord], None]) -> Chec
 
 
 def _check_is_ours(record: CheckpointRecord, config: RunConfig, allow_changed: bool) -> None:
+    """Refuse a checkpoint of another run, or of a job that has changed since."""
     if record.run_id and record.run_id != config.run_id:
         raise StartupContractError(
             IN_USE,
@@ -368,6 +370,7 @@ def _move_aside(records: Sequence[Path], others: Sequence[Path], root: Path) -> 
 
 
 def _move_files_aside(olds: Sequence[Path], records: Collection[Path], root: Path) -> Path:
+    """Move files into a new folder below `root`; return that folder."""
     aside = root / f"before-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
     targets = [(path, aside / path.parent.name / path.name) for path in olds]
     for path, target in targets:

@@ -110,6 +110,7 @@ def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
 
 
 def _report_finished(config: RunConfig, session: Session, record: CheckpointRecord, step: int) -> Completion:
+    """Report a run that had completed before, and queue the uploads that a kill may have prevented."""
     if session.event_log is not None:
         sweep(config.checkpoints_dir)  # A kill may have come after the last commit.
         discard_memory(config.checkpoints_dir)
@@ -130,7 +131,7 @@ def _fit(
     inputs: MaterializedInputs,
     start: Start,
 ) -> Completion:
-
+    """Make the objects of the training, and run the Lightning fit."""
     from ...callbacks.checkpoint.policy import savers_of
     from ..module.module import ContractModule
     from ..module.trainer_files import trainer_directory
@@ -217,6 +218,7 @@ def _metadata(config: RunConfig, plugin: object = None) -> dict[str, Any]:
 
 
 def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Completion:
+    """Return the outcome of the run, with its final checkpoint if it saved one."""
     path = config.checkpoints_dir / f"{FINAL_NAME}.json"
     try:
         return Completion.of_record(read_record(path), step, stopped)

@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Call the function, write the result or the failure, and call the callbacks; return the exit code."""
     callbacks: list[Any] = []
     begin, error, output = _begin(options), None, None
     try:
@@ -115,6 +116,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _begin(options: argparse.Namespace) -> RunBeginContext:
+    """Return the context for the callbacks before the function is called."""
     given = {each.name: getattr(options, each.name) for each in fields(RunBeginContext) if each.name in options}
     return RunBeginContext(
         **given,
@@ -148,6 +150,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def _end(begin: RunBeginContext, error: BaseException | None, output: Path | None) -> RunEndContext:
+    """Return the context for the callbacks after the function has ended, with `error` if it failed."""
     duration = time.time() - begin.start_time
     if error is None:
         return RunEndContext(**vars(begin), status="success", exit_code=0, duration=duration, output_file=output)

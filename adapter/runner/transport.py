@@ -71,6 +71,8 @@ def _load(path: str | os.PathLike[str], data: bytes) -> Any:
 
 
 def _read_unchanged_by_others(path: str | os.PathLike[str]) -> bytes:
+    """Read a file that nobody but this user can have written."""
+
     def check(_: int, status: os.stat_result) -> None:
         fault = None
         if status.st_uid != os.geteuid():

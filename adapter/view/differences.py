@@ -66,6 +66,7 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[ChangedFact]:
 
 
 def _facts(run: Mapping[str, Any], *, has_jobs: bool) -> Iterator[tuple[tuple[About, str], Any]]:
+    """Yield the facts of a run that are compared, by kind and name."""
     metadata, packages = run["metadata"], run["packages"]
     job = run["job"] if has_jobs else metadata.get("job")
     for name, value in (job if isinstance(job, dict) else {}).items():

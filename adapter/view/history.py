@@ -227,6 +227,7 @@ class History:
         }
 
     def _take_metric(self, event: Metric) -> None:
+        """Add a point to its curve, and note a roll-back or a fault that it reports."""
         if event.name == ROLLED_BACK_METRIC and math.isfinite(event.number):
             self._add_finding("warn", event.step, f"rolled back to step {event.number:.0f}")
         if event.name.startswith(FAULT_PREFIX):
@@ -356,7 +357,7 @@ def _text(path: Path, beginning: bytes, size: int) -> dict[str, Any]:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(beginning, final=not rest)
     except UnicodeDecodeError:
-        text = "\0"
+        text = "\0"  # not printable, like the other files that are no texts
     if not all(each.isprintable() or each in "\t\r\n" for each in text):
         return {"note": f"neither a picture nor a text, {size:,} bytes"}
     more = {"note": f"{rest:,} more bytes are not shown"} if rest > 0 else {}

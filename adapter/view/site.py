@@ -124,6 +124,7 @@ class Runs:
         return [self._details(address, len(addresses)) for address in addresses]
 
     def _details(self, address: str, among: int) -> dict[str, Any]:
+        """Return one of `among` runs on a page. If it was read before, only new lines of its log are read."""
         folder = self.find(address)
         with self._lock:
             seen = self._seen.setdefault(address, _Seen())
@@ -194,6 +195,7 @@ class _Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that must not reach the pages; None if it may."""
         host = request.headers.get("host", "")
         if not self._is_ours(host):
             text = f"{host!r} is not a name of this server; add it with `genlight serve --allow-host NAME`"
@@ -379,6 +381,7 @@ def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
 
 
 def _archive(descriptors: list[tuple[str, int]]) -> Iterator[bytes]:
+    """Yield open files as a tar archive."""
     for name, descriptor in descriptors:
         entry = tarfile.TarInfo(name)
         status = os.fstat(descriptor)

@@ -164,6 +164,7 @@ class WatchRuns(App[None]):
         return names
 
     def _show(self) -> None:
+        """Draw the screen again."""
         self._metrics()
         self.query_one("#runs", Static).update(self._overview())
         curves = self.query_one("#curves", Static)
@@ -173,6 +174,7 @@ class WatchRuns(App[None]):
         self.query_one("#facts", Static).update(waiting if run is None else details(run))
 
     def _overview(self) -> Table:
+        """Return the table of all runs."""
         table = Table(box=None, pad_edge=False, expand=False)
         for name in ("", "RUN", "STATE", "STEP", "", "SPEED", "LEFT", "LOSS", "BEST", "UPLOADS"):
             table.add_column(name, no_wrap=True, overflow="ellipsis")
@@ -186,6 +188,7 @@ class WatchRuns(App[None]):
         return table
 
     def _curves(self, width: int, height: int) -> Text:
+        """Return the plot of the selected metric, with one curve for each run."""
         drawn = {
             folder: run["curves"][self._metric]
             for folder, run in self._runs.items()
@@ -215,6 +218,7 @@ def _name(folder: Path) -> str:
 
 
 def _cells(run: Mapping[str, Any]) -> list[Text]:
+    """Return the cells of a run's row after its name."""
     steps, score = run["max_steps"], run["score"]
     share = min(run["step"] / steps, 1.0) if steps else 0.0
     bar = "█" * round(share * BAR_COLUMNS)
