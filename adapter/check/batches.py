@@ -35,9 +35,9 @@ def job_batches(
 
     Args:
         config: The job.
-        plugin: The trainer; its ``train_loader`` is called when the first batch is read. None if there is only the job.
+        plugin: The trainer; its ``train_loader`` is called when the first batch is read. None uses only the job's data.
         ctx: The context of a training without the data.
-        stack: Closes the data when it is closed itself.
+        stack: Closes the data at its end.
         parquet_paths: Local copies of the data files; empty uses the paths of the job.
 
     Returns:

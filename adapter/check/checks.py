@@ -144,7 +144,7 @@ class _Case:
     def furthest(
         self, actual: Snapshot, expected: Snapshot, *, limit: float = SAME, kinds: tuple[str, ...] = TRAINED
     ) -> tuple[float, str]:
-        """Return the relative distance and the path of the value that is furthest from the expected one.
+        """Return the relative distance and the path of the value that is furthest from its expected value.
 
         If the distance exceeds the limit, values that rounding moves about as far do not count.
         """
@@ -210,7 +210,7 @@ def _check_hooks(trainer: object) -> Finding:
 
 
 def check_discovered(case: _Case) -> Iterator[Finding]:
-    """Report the modules and optimizers that were found, and parameters that nobody updates."""
+    """Report the modules and optimizers that were found, and trained parameters that no optimizer updates."""
     discovered = case.full_run.discovered
     parts = [
         f"{found.path} ({sum(p.numel() for p in found.value.parameters()):,} parameters, {how})"
@@ -438,7 +438,8 @@ def check_resume(case: _Case) -> Iterator[Finding]:
         text = f"the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)"
     elif unequal:
         text = f"the first difference is {unequal[0]}, although everything in state and trainer was restored"
-    # Environments keep values that no later rollout depends on, such as whether a wrapper has warned.
+    # A class that collects its batches passes with other values unequal: environments keep values that no later rollout
+    # depends on, such as whether a wrapper has warned.
     elif not subject.batches and resumed.rollouts:
         level, text = "pass", f"bit-equal, with {resumed.rollouts} rollouts after the resume"
     elif not subject.batches:

@@ -94,7 +94,7 @@ class ValueDifference:
 
 @dataclass
 class Comparison:
-    """The comparison of a hosted training with another loop; grows while it trains."""
+    """The comparison of a hosted training with another loop; each step of the training extends it."""
 
     recording: Recording
     """The other loop's snapshots."""
@@ -314,7 +314,7 @@ class _Updates:
     optimizer that stepped first.
 
     Args:
-        at_update: Called with each snapshot; its exceptions leave the step.
+        at_update: Called with each snapshot; an exception from it is raised by ``optimizer.step``.
     """
 
     def __init__(self, at_update: Callable[[Snapshot], None]) -> None:

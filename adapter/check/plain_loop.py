@@ -35,7 +35,7 @@ from .snapshot import KINDS, Snapshot, live_weights, snapshot
 
 
 class PlainLoop:
-    """A trainer class in a plain loop: sets it up, configures it, and calls its own hooks.
+    """A trainer class in a plain loop: sets it up, configures it, trains steps and calls the hooks that it brings.
 
     A `TrainerState` and `RolloutBatches` get this object in place of the Lightning trainer, the module and its
     `HostedTrainer`.

@@ -38,7 +38,7 @@ EVERYTHING: Final = ("weight", "optimizer state", "setting", "value")
 """Kinds that a resume has to restore; a "value" is anything else that the class keeps: averages, counters, strings."""
 
 _LONGEST = 100
-"""Characters of a described text."""
+"""Maximum length of a text in a description, in characters."""
 _PLACE = re.compile(r"\[state|\[trainer|\[param_groups| \[")
 """Beginning of a parameter's place in the name of an optimizer state; the name of the optimizer is before it."""
 NOISE = 1e-5
@@ -143,7 +143,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 def values_of_optimizer(found: Found[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield kind, path and value of settings and states; a tensor without an entry in `names` gets its place."""
+    """Yield kind, path and value of settings and states. A parameter that is not in `names` is named by its place."""
     places: dict[int, str] = {}
     for g, group in enumerate(found.value.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -171,7 +171,7 @@ def leaves(path: str, value: Any, *, gather: bool = False) -> Iterator[tuple[str
 
 
 def _copy(value: Any, *, gather: bool) -> Any:
-    """Return a dense copy; of a sharded tensor either the complete tensor, which is collective, or the shard."""
+    """Return a dense copy; of a sharded tensor this rank's part or, with `gather`, all of it (collective)."""
     if not isinstance(value, Tensor):
         return copy.copy(value)
     if isinstance(value, DTensor):
@@ -189,9 +189,9 @@ def compare_snapshots(
 ) -> dict[str, dict[str, float]]:
     """Return the relative distances between the values of two loops, by kind and name.
 
-    A weight, gradient, setting or metric is relative to its own norm. An optimizer state is relative to the largest
-    norm of this state in the optimizer, because a gradient that is zero except for rounding differs in any two
-    computations.
+    The distance of a weight, gradient, setting or metric is relative to its own norm. The distance of an optimizer
+    state, such as ``exp_avg``, is relative to the largest norm of this state in the optimizer, because a gradient that
+    is zero except for rounding differs in any two computations.
 
     Args:
         plain: The snapshot of the plain loop.

@@ -213,9 +213,9 @@ class RanksError(RuntimeError):
 def train_on_ranks(
     subject: Subject, jobs: dict[str, list[list[Any]]], folder: Path, *, timeout_s: float = 120.0
 ) -> dict[str, list[Snapshot]]:
-    """Train on two processes with gloo: under DDP, and under FSDP 2 for the job called `SHARDED`, the last one.
+    """Train on two processes with gloo, without dropout.
 
-    Dropout is off.
+    The job called `SHARDED`, which must be the last one, trains under FSDP 2, the others under DDP.
 
     Args:
         subject: What to train.

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code: 0, or 1 if a checkpoint is broken.
 
     Raises:
-        UsageError: Nothing can be exported there.
+        UsageError: ``--to`` is missing, exists already, or does not fit the other options.
         CheckpointError: A checkpoint is broken, or cannot be exported.
         FileNotFoundError: There is no checkpoint.
     """

@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code: 0, or 1 if they differ or the class failed.
+    """Run the command and return its exit code: 0, or 1 if the trainings differ or the class failed.
 
     Raises:
-        GenlightError: The two cannot be compared.
+        GenlightError: The trainings cannot be compared.
     """
     from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
 

@@ -1,7 +1,7 @@
-"""LightningCLI with genlight's defaults, for ``genlight fit`` and its like, and for programs of users.
+"""LightningCLI with genlight's defaults, for ``genlight fit``, ``validate``, ``test``, ``predict`` and users' programs.
 
-`lightning_start` chooses the checkpoint to start from. Importing this module changes jsonargparse for the process: it
-has no settings for a single parser.
+`lightning_start` chooses the checkpoint to start from. Importing this module changes jsonargparse for the process,
+because jsonargparse has no settings for a single parser.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _load_configuration(text: str) -> Any:
         if isinstance(node, yaml.MappingNode):
             names = set[str]()
             for key, _ in node.value:
-                if key.value in names and key.value != "<<":  # a merge of another mapping may come twice
+                if key.value in names and key.value != "<<":  # several mappings may be merged
                     problem = f"the key {key.value!r} appears twice"
                     raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
                 names.add(str(key.value))
@@ -247,7 +247,7 @@ class GenlightCLI(LightningCLI):
         except (ValueError, TypeError, MisconfigurationException) as error:
             cause = root_cause(error)
             if not isinstance(cause, GenlightError | UnusableValueError) and not is_input_error(cause):
-                raise cause from None  # Drop jsonargparse's long errors about it.
+                raise cause from None  # without jsonargparse's long messages
             raise UsageError(str(cause)) from error
 
     @property

@@ -50,7 +50,7 @@ _EVALUATION = ExitHints(start_over="name another by `--ckpt_path`")
 class SaveOnStop(Checkpoint):
     """Saves only when the run stops, next to the files of Lightning's `ModelCheckpoint`.
 
-    Added to a fit without a `Checkpoint` callback, which would otherwise lose its steps since the last file.
+    Added to a fit without a `Checkpoint` callback, which would otherwise lose the steps since Lightning's last file.
     """
 
     saves_anything = True
@@ -124,7 +124,7 @@ def begin_fit(session: Session, trainer: pl.Trainer, start: Start | None, settin
 def job_of_fit(settings: Mapping[str, Any]) -> str:
     """Return a digest of the arguments of a fit, except for those that say where it begins."""
     others = {name: value for name, value in settings.items() if name not in ("ckpt_path", "resume", "config")}
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(others))  # an object of a program differs in its address only
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(others))  # addresses of objects differ in each process
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 

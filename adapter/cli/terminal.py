@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..view.differences import ChangedFact
 
 _WIDEST_VALUE = 60
-"""Characters of a value in a table of differences."""
+"""Maximum width of a value in a table of differences, in characters."""
 
 STYLES = {"ok": "\x1b[32m", "warning": "\x1b[33m", "fault": "\x1b[31m", "dim": "\x1b[2m"}
 _MARKS: dict[Level, str] = {"pass": "ok", "warn": "warning", "fail": "fault", "skip": "skipped"}

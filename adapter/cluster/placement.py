@@ -25,12 +25,12 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class SlurmEnvironment(ClusterEnvironment):
-    """Ranks that srun started, with any number of them on each node.
+    """Lightning's environment for ranks that srun started, with any number of them on each node.
 
     ``genlight run`` and ``genlight fit`` use it automatically; in other programs it is a plugin:
-    ``Trainer(plugins=[SlurmEnvironment()], devices=..., num_nodes=...)``. Lightning's own environment takes the batch
-    script for rank 0, does not recognize an interactive srun, requires ``--ntasks-per-node``, and may give two jobs the
-    same port.
+    ``Trainer(plugins=[SlurmEnvironment()], devices=..., num_nodes=...)``. Lightning's own `SLURMEnvironment` treats the
+    batch script as rank 0, does not recognize an interactive srun, requires ``--ntasks-per-node``, and may give two
+    jobs the same port.
 
     Args:
         context: The place of this process; None reads Slurm's variables.

@@ -68,7 +68,7 @@ class Transport:
     """Sends the token only to permitted origins."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     ended: threading.Event = field(default_factory=threading.Event)
-    """Ends every transfer after the current chunk, and every wait immediately."""
+    """Once set, ends every transfer after the current chunk, and every wait immediately."""
 
     def wait(self, seconds: float) -> None:
         """Wait; with 0 seconds, only check that the transfers may continue.
@@ -159,7 +159,7 @@ class _Transfer:
         self.logged_s = time.monotonic()
 
     def is_done_since(self, asked_at: float) -> bool:
-        """Return whether the target is complete: by its digest, or because another process has just fetched it.
+        """Return whether the target is complete: by its digest, or because a process has fetched it since `asked_at`.
 
         Only the bytes prove a digest: anybody who can write a file into the cache can also write its note.
         """
@@ -190,7 +190,7 @@ class _Transfer:
             return Note()
 
     def _attempt(self) -> None:
-        """Send one request: for a confirmation, for the rest, or for the complete file."""
+        """Send one request: to confirm the existing file, for the rest of a partial file, or for the complete file."""
         request, note, start, headers = self.request, self._note(), 0, {"Accept-Encoding": "identity"}
         self.before = self._part_bytes()
         if self.part.exists():
@@ -226,7 +226,7 @@ class _Transfer:
         fsync_directory(self.target.parent)
 
     def _place(self, response: httpx2.Response, start: int, note: Note) -> tuple[int, int | None]:
-        """Return the offset of the answer (0, or the size of the partial file) and the size of the complete file."""
+        """Return the offset of the answer in the file, and the size of the complete file if it is known."""
         if response.status_code != 206:
             length = response.headers.get("content-length", "")
             return 0, int(length) if length.isdecimal() and len(length) < 19 else None

@@ -107,7 +107,7 @@ def named_inputs(config: RunConfig) -> list[tuple[Kind, str]]:
 def _cache_dir(config: RunConfig) -> Path:
     """Return the folder for downloads of all runs: ``$XDG_CACHE_HOME/genlight/inputs``, by default in ``~/.cache``.
 
-    If that cannot be written, a folder in the artifacts directory.
+    Return a folder in the artifacts directory if that one cannot be written.
     """
     directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "genlight", "inputs")
     with contextlib.suppress(OSError):

@@ -3,8 +3,8 @@
 huggingface_hub fetches from the Hugging Face hub, with its cache and credentials (``HF_TOKEN``, ``HF_ENDPOINT``,
 ``HF_HOME``). The hub never gets the capability token of the run.
 
-This module is separate from `materialize` because it loads the HTTP client, which local inputs do not need, and from
-`http` because each is long: that one has the transfer of a single file.
+This module is separate from `materialize`, because it loads the HTTP client, which local inputs do not need. The
+transfer of a single file is in `http`.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
 
 
 def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
-    """Try once; existing files are not fetched again."""
+    """Try once to fetch the files that are not in the cache."""
     from huggingface_hub import errors, snapshot_download
 
     try:

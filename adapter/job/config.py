@@ -3,10 +3,10 @@
 All errors of all settings are raised as one `StartupContractError`. This module creates nothing and does not use the
 network.
 
-A run's folder keeps its job: every setting from the file, the environment and ``--set``, in one file without secrets.
-`job_file` starts the same job again from any folder: its paths are absolute, and `base_dir` names the folder of the
-original job file. Settings that a job file cannot have, such as the folders of artifacts, are not in it. A secret
-appears as ``<hidden>``; a start from this file refuses it by name.
+A run's folder keeps its job: every setting from the file, the environment and ``--set``, in one file without secrets
+(`job_file`). This file starts the same job again from any folder: its paths are absolute, and `base_dir` names the
+folder of the original job file. Settings that a job file cannot have, such as the folders of artifacts, are not in it.
+A secret appears as ``<hidden>``; a start from this file refuses it by name.
 """
 
 from __future__ import annotations
@@ -183,7 +183,10 @@ def _completed(settings: Settings, sources: Sources) -> Settings:
 
 
 def _artifact_paths(settings: Settings, sources: Sources, *, is_from_file: bool) -> dict[str, Path]:
-    """Return the absolute paths of artifacts; by default next to a named job file, otherwise as containers expect."""
+    """Return the absolute paths of artifacts.
+
+    By default they are next to the job file or, if the caller named none, in `ENVIRONMENT_ARTIFACTS_DIR`.
+    """
     # Not relative to the working directory: a start from another one must find the same run.
     own = sources.folder / "runs" / folder_name(settings.run_id or UNKNOWN_RUN_ID)
 

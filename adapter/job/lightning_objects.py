@@ -158,8 +158,8 @@ def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("\n  - ".join(["", *errors]) if len(errors) > 1 else errors[0])
     made = {name: parser.instantiate(read).lightning[name] for name, (parser, read) in parsed.items()}
     if isinstance(made.get("strategy"), ModelParallelStrategy) and str(made.get("precision")) in ("16", "16-mixed"):
-        # Lightning refuses the name because it cannot unscale shards, but accepts the plugin. `ContractModule` unscales
-        # them.
+        # For sharded weights Lightning refuses this precision by name, because it cannot unscale their gradients. It
+        # accepts the plugin, and `ContractModule` unscales them.
         here = None if made.get("accelerator") == "cpu" else accelerator()
         plugin = MixedPrecision("16-mixed", "cpu" if here is None else here.type)
         made = {**made, "precision": None, "plugins": [*_entries(made.get("plugins")), plugin]}

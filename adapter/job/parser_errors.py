@@ -20,7 +20,7 @@ _GIVEN = re.compile(r"^\s*Given value: (?P<value>.*)$", re.MULTILINE)
 
 
 class UnusableValueError(ValueError):
-    """jsonargparse refused a value. Its text is part of a longer message, and no exception has only this text."""
+    """A value that jsonargparse refused, with the part of jsonargparse's message that is about this value."""
 
 
 def root_cause(error: Exception) -> Exception:

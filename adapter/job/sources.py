@@ -77,7 +77,7 @@ class ConfigErrors:
         self.found.append(ConfigError(code, text, name))
 
     def concern(self, name: str) -> bool:
-        """Whether an error of the setting `name`, or of an element or key of it, was noted."""
+        """Return whether an error of the setting `name`, or of an element or key of it, was noted."""
         return any(error.name == name or error.name.startswith((f"{name}[", f"{name}.")) for error in self.found)
 
     def warn(self, text: str) -> None:
@@ -85,7 +85,7 @@ class ConfigErrors:
         self.warnings.append(text)
 
     def exception(self, *, secrets: Sequence[str | None] = ()) -> StartupContractError | None:
-        """All errors as one exception that holds none of `secrets`; None when there is no error."""
+        """Return all errors as one exception that holds none of `secrets`; None if there is no error."""
         if not self.found:
             return None
         code = min((error.code for error in self.found), key=CODES.index)
@@ -109,7 +109,7 @@ class Sources:
     merged: dict[str, Any] = field(default_factory=dict, repr=False)
     """Settings as in the job file, overridden by the environment and ``--set``."""
     of: dict[str, str] = field(default_factory=dict)
-    """The source of each given setting, by dotted name; a block's keys have their own."""
+    """The source of each given setting, by dotted name; the keys of a block have their own sources."""
     readable: bool = False
     """Whether there is a job file that holds a JSON object."""
     secrets: tuple[str, ...] = field(default=(), repr=False)
@@ -239,7 +239,7 @@ class Sources:
 def read_sources(
     job_file: str | os.PathLike[str] | None, overrides: Sequence[str], environ: Mapping[str, str], errors: ConfigErrors
 ) -> Sources:
-    """Read all sources and note their errors; their content never raises."""
+    """Read all sources and note their errors. Invalid content raises no exception."""
     sources = Sources(errors, _path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable, raw = raw is not None, raw or {}
@@ -352,7 +352,7 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
 
 
 def _offer_within_blocks(name: str) -> str:
-    """A sentence that offers keys of blocks, such as `dataset.batch_size` for ``batchsize``; empty if none is near."""
+    """Return a sentence that offers keys of blocks (`dataset.batch_size` for ``batchsize``); empty without a match."""
     dotted = [known for known, _ in all_keys() if "." in known]
     if (inner := closest(name, [known.partition(".")[2] for known in dotted], alike=0.85)) is None:
         return ""

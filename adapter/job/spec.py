@@ -159,8 +159,9 @@ class ResumeSpec(Block, frozen=True, kw_only=True):
     """How a run resumes: what it does not take from the checkpoint, and how it proves that it repeats its steps."""
 
     keep: Annotated[tuple[NonBlank, ...], example(["lr"])] = ()
-    """Settings that stay as `configure` builds them: of optimizers (`lr`, `weight_decay`, …), `schedule` or `scaler`;
-    a new rate scales a schedule that has begun. The `--reset` of `genlight run` gives one."""
+    """Settings that a resume takes from `configure` instead of the checkpoint: those of optimizers (`lr`,
+    `weight_decay`, …), `schedule` or `scaler`. A new rate also scales a schedule that has begun. `genlight run --reset`
+    names one."""
     on_difference: Literal["warn", "stop"] = "warn"
     """The action when a step that was repeated after a restart differs from its first time: `warn` logs what differs;
     `stop` also ends the run, with exit code 1."""
@@ -300,10 +301,10 @@ class Settings(JobSpec, frozen=True, kw_only=True):
     upload_deadline_seconds: Deadline = 60.0
     """How long the end of a run waits for uploads."""
     token_origins: TokenOrigins = frozenset()
-    """Further origins that may be sent the token."""
+    """Further origins to which the token may be sent."""
     private_hosts: Annotated[tuple[Host, ...], variable("TRAINER_PRIVATE_HOSTS")] | None = None
-    """Hosts, addresses and networks that references may reach in spite of a private address, or `*`. Without it an
-    orchestrated run reaches none of them, any other run all."""
+    """Hosts, addresses and networks that references may reach in spite of a private address, or `*` for all. By default
+    an orchestrated run reaches none, any other run all."""
     canceled: Annotated[bool, variable("TRAINER_CANCELLED")] = False
     """Whether the run was canceled before it started."""
 

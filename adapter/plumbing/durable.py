@@ -113,7 +113,7 @@ def make_directory(path: str | os.PathLike[str], *, shared: bool | None = False)
 
 
 def create_file(path: Path) -> None:
-    """Make an empty file with the permissions of `write_bytes_durably`, for other code that opens it to write."""
+    """Make an empty file with the permissions of `write_bytes_durably`, for other code to write into."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path.parent)))
 
 
@@ -157,7 +157,7 @@ def write_bytes_durably(
         path: The file.
         data: Its new content.
         mode: Permissions before the umask; None admits only this user, except in a shared folder.
-        waits_for_disk: Sync. Without it the file survives a kill, but not a power cut.
+        waits_for_disk: Whether to wait until the file is on disk. Otherwise it survives a kill, but not a power cut.
 
     Raises:
         OSError: The bytes could not be written; the old file, if any, is untouched and no temporary file remains.

@@ -68,7 +68,7 @@ _MISCONFIGURATION = "MisconfigurationException"
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 _OTHER_WEIGHTS = "Error(s) in loading state_dict for"
 _LONGEST_LIST = 600
-"""Characters of the list of differing weights; a model of another architecture differs in every name."""
+"""Maximum length of the list of differing weights, in characters; another architecture differs in every name."""
 
 
 @dataclass(frozen=True)

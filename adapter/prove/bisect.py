@@ -44,7 +44,7 @@ _KINDS = ("rows", "random numbers", *KINDS, "value")
 
 @dataclass
 class Bisection:
-    """The result: the first difference of two runs, and what could be compared."""
+    """The first difference of two runs, and notes about the comparison."""
 
     facts: Sequence[ChangedFact] = ()
     """Differences that exist before a step is trained: configuration, data, code, versions, machine."""
@@ -53,11 +53,11 @@ class Bisection:
     after: int = 0
     """The last step after which the runs are known to be equal."""
     step: int | None = None
-    """The first step that differs, or, if it was not found exactly, the first that is known to differ; 0 is before the
-    first step. None if the runs are equal."""
+    """The first step that differs, or only the first that is known to differ (see `is_exact`); 0 is before the first
+    step. None if the runs are equal."""
     rank: int = 0
     kind: str = ""
-    """The kind of value, the kind of a witness, or ``checkpoint``."""
+    """The kind of difference, as in a snapshot or a witness, or ``checkpoint``."""
     name: str = ""
     """Path of the value that differs first, or the difference in words."""
     values: Sequence[str] = ()
@@ -287,7 +287,7 @@ class _Search:
     def _differing_at_start(self, pair: Sequence[_States]) -> set[str]:
         """Return the paths of values that differ at the start and are no result of a step, such as hyperparameters."""
         paths = set(differing_paths(*(each.digests[each.steps[0]] for each in pair)))
-        # At a common checkpoint nothing that it holds differs. Before the first step, weights may.
+        # After a common checkpoint, whatever differs is not part of it. Before the first step, weights may differ, too.
         return paths if self._result.after else paths & (pair[0].others | pair[1].others)
 
     def _states(self, side: int, steps: tuple[int, ...]) -> _States:
@@ -298,7 +298,7 @@ class _Search:
     def _train(self, side: int, steps: tuple[int, ...], *, keeps: bool = False) -> _States:
         """Train a run again, and return its digests after `steps`."""
         run, states = self._runs[side], _States(self._runs[side], steps, keeps=keeps)
-        shutil.rmtree(run.config.artifacts_dir, ignore_errors=True)  # of the repetition before
+        shutil.rmtree(run.config.artifacts_dir, ignore_errors=True)  # left by the previous repetition
         self._result.replays += 1
         log.info("training %s again, from step %d to step %d", NAMES[side], steps[0], steps[-1])
         if (error := repeat(run, self._starts[side], states)) is not None:

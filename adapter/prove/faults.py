@@ -40,7 +40,7 @@ class Fault:
 
 
 def marker(folder: Path, number: int) -> Path:
-    """Return the file that exists once the fault of this number has happened."""
+    """Return the path of the file that is made when the fault of this number happens."""
     return folder / f"fault-{number}"
 
 
@@ -77,7 +77,7 @@ class Faults(pl.Callback):
         """Cause a fault; `note` records immediately before it that it has happened."""
         saved = self._checkpoints
         if kind == "kill while saving":
-            # Without a checkpoint to resume from, the next start would only be another beginning.
+            # Not during the first save: without a checkpoint, the next start would begin at step 0 again.
             self._kill_once(lambda: any(map(is_temporary, os.listdir(saved))) and bool(record_paths(saved)), note)
         elif kind == "kill after saving":
             self._kill_once(lambda: len(record_paths(saved)) > 1, note)

@@ -27,7 +27,7 @@ from .rehearsal import Attempt, OutOfTime, Rehearsal, Scene
 SLACK = 10.0
 """If two unbroken runs differ, a broken run may differ from them by this many times as much."""
 SLOWER = 20.0
-"""An attempt may take this many times as long as the first one."""
+"""An attempt may take this many times as long as the first unbroken run."""
 MIN_LIMIT_S = 60.0
 MOST_ATTEMPTS = 4
 HANG_S = 10
@@ -65,7 +65,7 @@ def prove(
     Args:
         scene: The job.
         folder: An empty folder for all files of the rehearsals.
-        minutes: Time for all rehearsals; what does not fit is reported as skipped.
+        minutes: Time for all rehearsals; those that do not fit are reported as skipped.
         only: Names of rehearsals, as in `_cases`; empty means all that are possible with the job's number of ranks.
         interrupted: Ends the rehearsals once it is set, with KeyboardInterrupt.
         keep: Whether the files of each rehearsal stay in `folder`.
@@ -89,9 +89,9 @@ def prove(
             return
         found.append(outcome)
     reference, second = found
-    apart = first_difference(reference, second)
-    tolerance = SLACK * apart[1] if apart else -1.0
-    yield _unbroken(apart, runs, reference)
+    difference = first_difference(reference, second)
+    tolerance = SLACK * difference[1] if difference else -1.0  # if the unbroken runs are equal, so must others be
+    yield _unbroken(difference, runs, reference)
     limit_s = max(MIN_LIMIT_S, SLOWER * runs[0].attempts[0].seconds)
     cases = list(_cases(scene.every_n_steps, len(reference.witness)))
     for name in [name for name in only if name not in [case.name for case in cases]]:
@@ -108,19 +108,19 @@ def prove(
             shutil.rmtree(run.folder)
 
 
-def _unbroken(apart: tuple[str, float] | None, runs: Sequence[Rehearsal], reference: Evidence) -> Finding:
+def _unbroken(difference: tuple[str, float] | None, runs: Sequence[Rehearsal], reference: Evidence) -> Finding:
     """Return the finding about the two runs without a fault."""
     seconds = " and ".join(f"{run.attempts[0].seconds:.1f}" for run in runs)
-    if apart is None:
+    if difference is None:
         same = f"two runs have the same bits, {reference.digest} ({seconds} s)"
         if (step := reference.first_nonfinite) is not None:
-            lost = f"{same}, but the loss of step {step} is not finite: what differs after it may not show"
+            lost = f"{same}, but the loss of step {step} is not finite: later differences may not show"
             return Finding("unbroken", "warn", lost, "Lower the learning rate, or give fewer --steps.")
         return Finding("unbroken", "pass", same)
     return Finding(
         "unbroken",
         "warn",
-        f"two runs without a fault differ: {apart[0]}",
+        f"two runs without a fault differ: {difference[0]}",
         "A resume can only be compared within this difference. Take all random numbers from seeded generators, and see "
         "`lightning.deterministic`.",
     )
@@ -178,14 +178,14 @@ def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -
             f"completed on {case.ranks_after} of {len(reference.witness)} ranks, whose steps have other rows; {costs}"
         )
         return Finding(case.name, "pass", text)
-    apart = first_difference(reference, outcome, HINTS)
-    if apart is None:
+    difference = first_difference(reference, outcome, HINTS)
+    if difference is None:
         return Finding(case.name, "pass", f"the same bits; {costs}")
     if tolerance == math.inf:
         return Finding(
             case.name, "warn", f"it completed, but cannot be compared with a run of other random numbers; {costs}"
         )
-    text, size = apart
+    text, size = difference
     if size <= tolerance:
         return Finding(case.name, "pass", f"no further apart than two unbroken runs; {costs}")
     return fail(f"{text} ({costs})")

@@ -33,7 +33,7 @@ WITHOUT_EFFECTS = (
     "max_runtime_seconds=0",
     "lightning.logger=false",
 )
-"""Overrides with which a job sends nothing away and only ends by itself."""
+"""Overrides of a job that must send nothing anywhere, and that must not be stopped from outside."""
 _TAIL_LINES = 12
 POLL_S = 0.2
 """Seconds between two checks for an interruption of the rehearsal."""
@@ -58,13 +58,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Scene:
-    """The job as it is rehearsed."""
+    """The job, and its settings in every rehearsal."""
 
     job: Path
     overrides: tuple[str, ...]
     """The user's own ``--set`` options."""
     lightning_callbacks: tuple[Any, ...]
-    """The job's own callbacks of Lightning, which the fault is added to."""
+    """The job's own `lightning.callbacks`; a rehearsal adds its faults to them."""
     steps: int
     every_n_steps: int
     """Steps between checkpoints."""
@@ -115,7 +115,7 @@ class Rehearsal:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # its other ranks end with it
+                start_new_session=True,  # so that all its ranks can be killed at once
             )
             try:
                 code = self._wait(process, began + self.limit_s)
@@ -164,7 +164,7 @@ class Rehearsal:
             f"max_steps={scene.steps}",
             f"checkpoint_every={scene.every_n_steps}",
             "checkpoints.keep_last=0",
-            "checkpoints.weights=all",  # so that they can be compared without the class
+            "checkpoints.weights=all",  # checkpoints are compared without the class
             f"lightning.callbacks={json.dumps([*scene.lightning_callbacks, breaks])}",
             *([f"lightning.devices={ranks}"] if ranks else []),
             *([f"seed={scene.seed}"] if scene.seed is not None else []),

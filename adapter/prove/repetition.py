@@ -59,7 +59,7 @@ _ALONE = (
     "inputs.resume_checkpoint_ref=null",
     *(f"callbacks.{name}=false" for name in ("JobProgress", "SystemMonitor", "WatchHangs", "WatchNonfinite")),
 )
-"""Overrides of the job. These callbacks change no numbers, and would report, end or disturb the repetition."""
+"""Overrides of the job. The removed callbacks change no numbers, but would report, end or disturb the repetition."""
 
 
 @dataclass(frozen=True)

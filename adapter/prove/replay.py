@@ -64,8 +64,8 @@ class StepView:
 
     Args:
         discovered: The objects of the class.
-        counts_memory: Whether to count the bytes that each module keeps for its backward. With it, a class that uses
-            ``torch.func`` cannot train, because torch refuses both together.
+        counts_memory: Whether to count the bytes that each module keeps for its backward. A class that uses
+            ``torch.func`` cannot train while they are counted, because torch refuses both together.
     """
 
     def __init__(self, discovered: Discovered, *, counts_memory: bool = False) -> None:
@@ -263,9 +263,9 @@ class Replay:
     """Digest of that batch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     modules: Sequence[Mapping[str, Any]] = ()
-    """Of each module its ``name`` and the norms of its ``output`` and ``gradient``, in the order of execution.
+    """The ``name`` of each module and the norms of its ``output`` and ``gradient``, in the order of execution.
 
-    With ``counts_memory`` also ``kept_bytes``: the memory of tensors that it keeps for its backward.
+    With ``counts_memory`` also ``kept_bytes``: the memory of tensors that the module keeps for its backward.
     """
     first_nonfinite: str = ""
     """The first value of the step that is not finite."""

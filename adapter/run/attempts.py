@@ -15,7 +15,7 @@ class Attempt:
     """One attempt of a run."""
 
     resumed_from: int = 0
-    """Step of the checkpoint that it continued; 0 if there was none, or if it ended before it had chosen one."""
+    """Step of the checkpoint from which it continued; 0 if there was none, or if it ended before it chose one."""
     end: Completed | Failed | None = None
     """Its terminal event; None while it runs, and if it was killed."""
 

@@ -59,7 +59,7 @@ class Lease:
         started(self._thread)
 
     def close(self) -> None:
-        """Stop renewing it."""
+        """Stop renewing the lease."""
         self._ended.set()
         self._thread.join(INTERVAL_S)
 
@@ -70,7 +70,7 @@ class Lease:
         return self._reason
 
     def completed(self, step: int, final_checkpoint: str | None, *, within_s: float) -> None:
-        """Report that the run completed. If the control plane does not accept it `within_s`, log that."""
+        """Report that the run completed. If the control plane does not accept this in `within_s` seconds, log that."""
         self._report(
             functools.partial(self._client.mark_completed, step=step, final_checkpoint=final_checkpoint), within_s
         )

@@ -40,7 +40,7 @@ DEATH = "GENLIGHT_DEATH"
 MOST_AT_A_STEP = 2
 """After this many deaths in one step, from one checkpoint, the next attempt begins at the checkpoint before it."""
 MOST_AT_THE_START = 4
-"""The same for deaths before the first step; more, because a machine that shuts down often kills one there."""
+"""The same before the first step; more, because a machine that shuts down often kills an attempt there."""
 _AGAIN = "attempts in a row were killed"
 _TOKEN = "GENLIGHT_START"  # noqa: S105 - identifies a start for the ranks that rank zero starts
 _BEGINNING = "begun.json"
@@ -56,7 +56,7 @@ class RepeatedDeathError(RankFailedError):
 
 
 class Death(msgspec.Struct, frozen=True):
-    """The end of an attempt that was killed within a step."""
+    """An attempt that was killed, and the step in which that happened."""
 
     step: int
     """The step in progress; 0 before the first step of the attempt."""
@@ -73,6 +73,7 @@ class Death(msgspec.Struct, frozen=True):
     rank: int = -1
     """The rank that died; -1 if that is unknown."""
     how: str = ""
+    """How it died, in words; empty if that is unknown."""
     rows: str = ""
     """The batch, in words; empty until it has come a second time."""
 
@@ -83,7 +84,7 @@ class Death(msgspec.Struct, frozen=True):
 
 
 class _Facts(msgspec.Struct, frozen=True):
-    """The constant part of a rank's note."""
+    """The part of a rank's note that does not change in each step."""
 
     job: str
     host: str
@@ -195,7 +196,7 @@ def _launch() -> tuple[str, str]:
 
 
 def repeated_deaths(folder: Path, job: str) -> list[Death]:
-    """Return the last attempts of a run that were killed in the same step, the oldest first; empty after another end.
+    """Return the last attempts of a run, oldest first, if they were killed in the same step; empty after another end.
 
     Attempts that were killed before their first step count as well. Every rank gets the same result until all ranks
     have met and `note_deaths` is called.
@@ -213,7 +214,7 @@ def repeated_deaths(folder: Path, job: str) -> list[Death]:
         last = msgspec.structs.replace(begun.attempt, rank=rank, how=how)
         return [*(death for death in begun.before if (death.where, death.job) == (last.where, last.job)), last]
     for path in sorted(folder.glob("rank-*")):
-        with contextlib.suppress(OSError, ValueError, struct.error):  # torn by a loss of power, or somebody else's
+        with contextlib.suppress(OSError, ValueError, struct.error):  # torn by a power cut, or not ours
             data = read_own(path, limit=_SIZE)
             step, epoch, batch, record, went_back = _NUMBERS.unpack_from(data)
             facts = msgspec.json.decode(data[_NUMBERS.size :].strip(b"\0 "), type=_Facts)
@@ -233,7 +234,7 @@ def repeated_deaths(folder: Path, job: str) -> list[Death]:
 
 
 def note_deaths(folder: Path, deaths: Sequence[Death]) -> None:
-    """Keep the deaths of earlier attempts, for the attempts after this one. Call it on rank zero, once all have met."""
+    """Keep the deaths of earlier attempts for later ones. Call it on rank zero, once all ranks have met."""
     path = folder / FOLDER / "deaths.json"
     if deaths or path.exists():
         make_directory(path.parent)

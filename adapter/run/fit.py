@@ -107,7 +107,7 @@ def fit(session: Session, trainer: pl.Trainer, module: pl.LightningModule, **arg
 
     Raises:
         TrainingCanceled: The training was stopped.
-        BaseException: It ended the training; `Session.fail` explains it.
+        BaseException: Whatever else ended the training; `Session.fail` explains it.
     """
     if session.is_rank_zero:
         saves = "saves a checkpoint after the current step, and stops"
@@ -205,7 +205,7 @@ def continue_runs(trainer: pl.Trainer, directory: Path, *, resumes: bool, versio
         versions: Whether loggers that write files also continue, in the folder of their earlier ``version``. Under
             LightningCLI other parts of the program may write files there and refuse to replace them.
     """
-    has_files = versions and not trains_in_copies(trainer)  # copies do not correct the files; see `fit`
+    has_files = versions and not trains_in_copies(trainer)  # `fit` does not correct files that copies write
     kinds = (WandbLogger, MLFlowLogger, *((CSVLogger, TensorBoardLogger) if has_files else ()))
     tracked = [logger for logger in trainer.loggers if isinstance(logger, kinds)]
     if not tracked:

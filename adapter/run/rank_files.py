@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = ".ranks"
 EXIT_FILE = ".rank-zero-exit"
-"""Not ``.json``: a fit puts it into its checkpoint folder, and a ``.json`` file there would be taken for a record."""
+"""File with the exit code of rank zero. Not ``.json``, because a fit puts it among the records of its checkpoints."""
 LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
 """Launchers that set no other identifier give all ranks of one launch the same value of this variable."""
 LAUNCH = (LAUNCH_ID, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -45,7 +45,7 @@ LONGEST_BYTES = 1 << 20
 
 
 class EndRecord(msgspec.Struct, frozen=True):
-    """How a rank ended: only the exit code for rank zero, the failure for another rank."""
+    """How a rank ended. Rank zero leaves only its exit code, another rank its failure."""
 
     rank: Annotated[int, msgspec.Meta(ge=0)]
     exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -105,7 +105,7 @@ class RankFiles:
         return record.launch == _launch() and record.at_s >= self._began_s - (LAUNCHED_WITHIN_S if is_certain else 0.0)
 
     def stop_reason(self) -> str | None:
-        """Return the reason of a stop request to another rank before the ranks had met; None without one."""
+        """Return why another rank was stopped before the ranks had met; None if none was."""
         first = next(iter(self.failures()), None) if self.folder.exists() else None
         return first.category if first is not None and first.exit_code == EXIT_STOPPED else None
 

@@ -56,7 +56,7 @@ STARTUP_DEADLINE_S = 10.0
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of the command line beyond a job."""
+    """The options of a start: the job, and how to run it."""
 
     spec_path: str | os.PathLike[str] | None = None
     overrides: Sequence[str] = ()
@@ -187,7 +187,7 @@ def _open_uploader(config: RunConfig) -> Uploader | None:
     """Create the uploader of a run without starting it; None if there is nothing to send."""
     uploads = config.upload_config()
     lacking = uploads.file_store_fault()
-    if lacking and bool(uploads.owner) != bool(uploads.token):  # otherwise the store only serves `cozy:` references
+    if lacking and bool(uploads.owner) != bool(uploads.token):  # if both are missing, the store only serves inputs
         log.warning("%s", lacking)
     if any(uploads.wants(kind) for kind in ("metrics", "checkpoint", "sample", "terminal")):
         try:

@@ -163,7 +163,7 @@ class Session:
     explain_further: Callable[[Exception], GenlightError | None] = lambda _: None
     """As for `explained`."""
     refuse: Callable[[Exception], GenlightError | None] | None = None
-    """As for `explained`; does not count once the first step has begun."""
+    """As for `explained`; used only until the first step has begun."""
     processes: RankProcesses | None = None
     """Processes of other ranks that this rank started and that end with it; None without other ranks."""
     before_report: list[Callable[[], None]] = field(default_factory=list)
@@ -365,7 +365,7 @@ class Session:
         return replace(error.failure, resumable=own.resumable) if isinstance(error, FailedElsewhere) else own
 
     def _without_false_hope(self, failure: Failure) -> Failure:
-        """Return `failure`, not resumable if the attempt before ended in the same way: so would the next one.
+        """Return `failure`; not resumable if the attempt before ended in the same way, because the next one would, too.
 
         A stop before the first step also gets another exit code: a scheduler would restart such a run forever.
         """

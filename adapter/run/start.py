@@ -132,7 +132,7 @@ def decide_start(
 
 
 def overlapping(start: Start, directory: Path, *, knows_types: bool) -> Start:
-    """Return the start from the checkpoint before the one of `start`, to repeat the steps between and compare them.
+    """Return the start from the checkpoint before the one of `start`, to repeat and compare the steps in between.
 
     Args:
         start: A start from the newest checkpoint of `directory`.
@@ -166,7 +166,7 @@ def _go_back_from_deaths(start: Start, config: RunConfig, *, knows_types: bool) 
 def before_deaths(
     start: Start, folder: Path, directory: Path, ways: ExitHints, *, job: str, knows_types: bool
 ) -> Start:
-    """Return `start`, or the start from the checkpoint before, if attempts from this one were killed in the same step.
+    """Return `start`, or a start from the checkpoint before its own if attempts from that were killed in the same step.
 
     Args:
         start: A start from the newest checkpoint of `directory`, or at step 0.
@@ -257,7 +257,7 @@ def refuse_to_overwrite(directory: Path, ways: ExitHints) -> None:
         ways: The ways out, in words.
 
     Raises:
-        StartupContractError: ``startup.artifacts_in_use``.
+        StartupContractError: ``startup.artifacts_in_use``: it would.
     """
     if checkpoint_files(directory):
         raise StartupContractError(

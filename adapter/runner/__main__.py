@@ -1,7 +1,7 @@
 """Call one function inside a scheduler's job, write its result, and call the callbacks.
 
-The callbacks are called before the function is imported, after it has ended, and when its outcome has been written. A
-failure is also written, as JSON, next to the file of the result.
+The callbacks are called before the function is imported, and after its outcome has been written. A failure is also
+written, as JSON, next to the file of the result.
 
 Exit codes: 0 the function returned; its own code if it called `sys.exit`; 143 after SIGTERM; 1 for every other failure.
 """

@@ -58,7 +58,7 @@ class Outcome:
     error_type: str | None = None
     error_message: str | None = None
     duration: float
-    """Seconds since `start_time`; from the client, since it began to wait."""
+    """Seconds since `start_time`; if the client reports the outcome, since it began to wait."""
     output_file: Path | None = None
     """The file with the result; None after a failure, and on ranks other than 0."""
 
@@ -72,7 +72,7 @@ class RunEndContext(Outcome, RunBeginContext):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletedContext(Outcome):
-    """The runner is done and its process ends next; or, from the client, Slurm reports the end of the job."""
+    """The runner is done and its process ends next, or the client has learned from Slurm that the job has ended."""
 
     job_context: JobContext | None
     pre_submission_id: str | None = None

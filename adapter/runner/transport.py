@@ -40,7 +40,7 @@ class FunctionFailedError(RuntimeError):
 
 
 def write_pickle(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` so that `read_pickle` can read it, and only this user."""
+    """Write `value` for `read_pickle`, into a file that only this user can read."""
     write_bytes_durably(path, base64.b64encode(pickle.dumps(value)), mode=PRIVATE_FILE)
 
 
@@ -56,7 +56,7 @@ def read_pickle(path: str | os.PathLike[str]) -> Any:
     Raises:
         UnsafeFileError: It is a link or not a regular file, belongs to another user, or may be written by others.
         OSError: It cannot be read.
-        ValueError: It is neither of the two.
+        ValueError: It is neither a pickle nor the base64 of one.
     """
     return _load(path, _read_unchanged_by_others(path))
 
@@ -100,7 +100,7 @@ def prepare_output(path: Path, rank: int = 0, world_size: int = 1) -> None:
     path.unlink(missing_ok=True)
     for each in path.parent.glob(f"{glob.escape(path.name)}.error-*.json"):
         if each.name not in {failure_file(path, other).name for other in range(world_size)}:
-            each.unlink(missing_ok=True)  # of an attempt with more ranks
+            each.unlink(missing_ok=True)  # left by an attempt with more ranks
     with tempfile.TemporaryFile(dir=path.parent) as probe:
         probe.write(b"0")
 

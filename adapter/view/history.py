@@ -41,7 +41,7 @@ LARGEST_RECORD = 1 << 20
 LARGEST_MEDIA = 600_000
 """Maximum size of a picture or a recording that is put into a page, in bytes."""
 BEGINNING_BYTES = 4000
-"""Number of bytes read from the beginning of a file: they show its kind, and a page shows no more of a text."""
+"""Number of bytes read from the beginning of a file: enough to recognize its kind, and all that is shown of a text."""
 LONGEST_TEXT = 2000
 _MEDIA = {
     "image/png": re.compile(rb"\x89PNG\r\n\x1a\n"),
@@ -134,7 +134,7 @@ class Budget:
         media_bytes: Bytes of all pictures and recordings together.
         sample_steps: Number of steps with samples.
         address_of: Returns the address from which a page loads a picture or a recording, given its path in the run's
-            folder. None puts the bytes of all of them into the page.
+            folder. None puts their bytes into the page.
     """
 
     points: int = 40_000
@@ -190,7 +190,7 @@ class History:
             self._add_finding(event.level, event.step, event.text)
         if isinstance(event, Failed):
             remedy = "start it again to continue" if event.resumable is True else ""
-            level = "stop" if event.error == event.category else "fail"  # a stop has no text but its reason
+            level = "stop" if event.error == event.category else "fail"  # the error of a stop is its reason
             self._add_finding(level, event.step, event.error, remedy)
         if isinstance(event, Completed) and event.finite is False:
             text = "the final weights are not finite (nan or infinite)"
@@ -357,7 +357,7 @@ def _text(path: Path, beginning: bytes, size: int) -> dict[str, Any]:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(beginning, final=not rest)
     except UnicodeDecodeError:
-        text = "\0"  # not printable, like the other files that are no texts
+        text = "\0"  # counts as no text, like any other character that cannot be printed
     if not all(each.isprintable() or each in "\t\r\n" for each in text):
         return {"note": f"neither a picture nor a text, {size:,} bytes"}
     more = {"note": f"{rest:,} more bytes are not shown"} if rest > 0 else {}

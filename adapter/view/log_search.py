@@ -65,7 +65,7 @@ class Search:
         return min(max(self.step_time.number / passed_s, 0.0), 1.0) if passed_s > 0 else None
 
     def end_attempt(self, ended_ms: int) -> Search:
-        """Return the search with the device time of the attempt `newest`, which ended at `ended_ms`, added."""
+        """Return the search after the attempt `newest` has ended at `ended_ms`, with its device time added."""
         if self.newest is None:
             return self
         metadata = metadata_of(self.newest)
@@ -95,17 +95,17 @@ def job_of(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def search_log(descriptor: int, searches: Searches) -> Search:
-    """Search the rest of a log, from where the last search in `searches` ended, and store the result there.
+    """Search the lines that were added to a log since its search in `searches`, and store the new search there.
 
     The log is read in blocks, because a memory mapping would count as memory of this process.
     """
     status = os.fstat(descriptor)
     log = status.st_dev, status.st_ino
     search = searches.get(log, Search())
-    if search.until > status.st_size:  # another file has taken its place
+    if search.until > status.st_size:  # the log was replaced by a shorter one
         search = Search()
     end, at, rest = status.st_size, search.until, b""
-    if has_long_holes(descriptor):  # only the beginning is real; a search would read gigabytes
+    if has_long_holes(descriptor):  # a sparse file has data only at its beginning, and may seem to have gigabytes
         end = min(end, _BLOCK_BYTES)
     while at < end and (piece := os.pread(descriptor, min(_BLOCK_BYTES, end - at), at)):
         block, at = rest + piece, at + len(piece)
@@ -183,7 +183,7 @@ def read_tail(descriptor: int) -> tuple[list[Event], str]:
 
 
 def last_step_of(events: list[Event]) -> int:
-    """Return the completed steps, from the newest event with a step."""
+    """Return the number of completed steps, by the newest event that has a step."""
     return next((event.step for event in reversed(events) if not isinstance(event, Started)), 0)
 
 

@@ -151,7 +151,7 @@ def application(folder: Path, *, token: str | None = None, hosts: Collection[str
         folder: Folder with runs below it.
         token: The token that every request must have, in a cookie or as a bearer token; None means no token.
         hosts: Host names that requests may use. Addresses and ``localhost`` are always allowed.
-        prefix: Path below which a proxy shows the application, such as ``/runs``; the proxy may pass it on or not.
+        prefix: Path below which a proxy shows the application, such as ``/runs``; the proxy may keep or remove it.
     """
     pages = _Pages(Runs(folder))
     routes = [
@@ -225,7 +225,7 @@ class _Guard:
         return hmac.compare_digest(text.encode(), (self._token or "").encode())
 
     def _is_from_our_page(self, request: Request, host: str) -> bool:
-        """Return whether a page of this server sent the request; other sites can set neither the header nor the origin.
+        """Return whether a page of this server sent the request; others can set neither ``X-Genlight`` nor the origin.
 
         The origin may have any scheme and any allowed host, because a proxy with TLS changes both.
         """

@@ -56,7 +56,7 @@ class RunSummary:
         last_step: Expected last step, less than `max_steps` if the data end earlier; None if unknown.
         ranks: Number of processes; None if unknown.
         attempts: Number of attempts; 0 before the first.
-        started_at_ms: When the newest attempt started, in milliseconds since 1970; None before that.
+        started_at_ms: When the newest attempt started, in milliseconds since 1970; None before the first attempt.
         alive_at_ms: Time of its last activity.
         steps_per_s: Speed over the last steps of the newest attempt; None if too few are logged.
         loss: The last loss; may be nan.
@@ -69,9 +69,9 @@ class RunSummary:
         cost: Device hours times the job's `price_per_device_hour`; None without a price.
         attempt_goodput: Share of the newest attempt's time that was spent on training steps; None if not reported yet.
         host: Host of the newest attempt.
-        proof: The steps that the newest attempt repeated after a restart, compared with their first time: ``level``
-            (``ok`` or ``warn``), ``step`` and ``text``; None if it compared none.
-        metadata: The origin of the newest attempt, from its ``started``.
+        proof: Comparison of the steps that the newest attempt repeated after a restart with their first time: ``level``
+            (``ok`` or ``warn``), ``step`` and ``text``; None if it repeated none.
+        metadata: Metadata of the newest attempt that trains: machine, code and job.
     """
 
     path: Path

@@ -283,7 +283,7 @@ def _ranks(run: Mapping[str, Any]) -> list[str]:
 
 
 def _machine(run: Mapping[str, Any]) -> list[str]:
-    """Return the newest measurements of its machine."""
+    """Return the newest measurements of the run's machine."""
     newest = {name: curve["values"][-1] for name, curve in run["curves"].items() if name.startswith("system/")}
     shown = [_figure(name.removeprefix("system/"), value) for name, value in newest.items() if value is not None]
     return [", ".join(filter(None, [run["host"], *shown]))] if run["host"] or shown else []

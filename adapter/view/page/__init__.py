@@ -21,9 +21,9 @@ from ..history import Budget, History
 __all__ = ["LARGEST_PAGE", "facts_of", "page_of", "report", "stamp"]
 
 LARGEST_PAGE = 5_000_000
-"""Bytes of a page that is written to a file."""
+"""Maximum size of a page that is written to a file, in bytes."""
 _SCRIPTS = ("text.js", "charts.js", "samples.js", "run.js", "list.js", "page.js")
-"""Parts of the script of a page, in the order in which they need each other."""
+"""Parts of the script of a page; each uses only those before it."""
 _SHARES = (1.0, 0.5, 0.2, 0.05, 0.01)
 
 
