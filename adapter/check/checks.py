@@ -76,13 +76,15 @@ _REMEDIES = {
     "reproducible": "Seed all random numbers in `setup` or `configure`, and keep what changes in the state or on the "
     "trainer object, not on its class or in a global variable. Until then a resume cannot be checked.",
     "resume": "Return it from state_dict, or from rollout_state if it is an environment's, and restore it in "
-    "load_state_dict or load_rollout_state. If it is elsewhere: a generator, an iterator or a global variable?",
+    "load_state_dict or load_rollout_state. If it is in none of them, look for a generator, an iterator or a global "
+    "variable.",
     "resume on ranks": "Keep all that a step needs in the state or on the trainer, and return each rank's own values "
     "from state_dict.",
     "ranks": "Make the same calls on every rank; look for random numbers, and uses of ctx.rank or the rows.",
     "rank state": "Average it over all ranks, broadcast rank 0's value, or name it in `rank_local` if it is intended.",
     "sharded": "Use ddp, or follow the message; look for code that uses weights outside of forward and updates.",
-    "batch size": "Expected with batch statistics or random numbers per row; otherwise use a mean over rows, no sum.",
+    "batch size": "This is normal with batch statistics or random numbers per row. Otherwise use a mean over the rows "
+    "instead of a sum.",
     "bf16-mixed": "Compute losses, norms and logarithms in fp32: `with torch.autocast(device, enabled=False)`.",
 }
 """The remedy for a finding, by check."""
@@ -165,7 +167,7 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
     yield _check_hooks(trainer)
     yield from (Finding("hooks", "warn", misspelled) for misspelled in misspelled_hooks(trainer))
     if not subject.batches and optional_hook(trainer, "rollout") is None:
-        remedy = "Give --data FILES or --job JOB.json."
+        remedy = "Give --data FILE, or a JOB.json with data in place of the class."
         yield Finding("steps", "skip", "training was not checked: there is no data", remedy)
         return
     with tempfile.TemporaryDirectory(prefix="genlight-check-") as folder:
@@ -362,10 +364,10 @@ def check_evaluate(case: _Case) -> Iterator[Finding]:
     changed = before.differences(trained.take_snapshot(*TRAINED))
     left = [path for path, part in parts.items() if part.training != modes[path]]
     if changed:
-        yield _finding("evaluate", "fail", f"{changed[0]} differs after it ({len(changed)} values)")
+        yield _finding("evaluate", "fail", f"{changed[0]} differs after `evaluate` ({len(changed)} values)")
     elif left:
         mode = "train" if parts[left[0]].training else "eval"
-        yield _finding("evaluate", "fail", f"{left[0]} is in {mode} mode after it and was not before")
+        yield _finding("evaluate", "fail", f"{left[0]} is in {mode} mode after `evaluate` and was not before")
     else:
         yield _finding("evaluate", "pass", "does not change weights and modes")
 

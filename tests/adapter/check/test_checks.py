@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,7 @@ from genlight.adapter.check.checks import CHECKS, run_checks
 from genlight.adapter.check.snapshot import snapshot
 from genlight.adapter.check.subject import Subject
 from genlight.adapter.cli import main
+from genlight.adapter.cli.command_line import command_parser
 from support import SUPPORT
 
 pytestmark = pytest.mark.promise(name="equal")
@@ -137,8 +139,8 @@ FAULTS = (
     ("WritesBetweenCalls", "changed gradients", "warn", "between two backward calls of one update"),
     ("HoldsACopy", "updates", "fail", 'no weight changed in 4 steps: state["optimizer"] never had a gradient'),
     ("NeverUpdates", "updates", "warn", "no weight changed in 4 steps"),
-    ("StaysInEvalMode", "evaluate", "fail", 'state["model"] is in eval mode after it'),
-    ("EvaluatesAnAverage", "evaluate", "fail", 'state["model"].0.weight differs after it'),
+    ("StaysInEvalMode", "evaluate", "fail", 'state["model"] is in eval mode after `evaluate`'),
+    ("EvaluatesAnAverage", "evaluate", "fail", 'state["model"].0.weight differs after `evaluate`'),
     ("Late", "steps", "fail", 'state["late"] appeared after `configure`'),
     ("ReturnsNothing", "steps", "fail", "train_step returned a NoneType without `metrics`"),
     ("NanLoss", "metrics", "fail", "train/loss is nan after each of 4 steps"),
@@ -300,6 +302,9 @@ def test_check_without_data_does_not_succeed(monkeypatch, capsys):
     assert main(["check", "check_zoo:Misspells"]) == 2
     output = capsys.readouterr()
     assert "skipped  steps              training was not checked: there is no data\n" in output.out
+    named = set(re.findall(r"--[a-z]+", output.out))
+    assert "--data" in named
+    assert named <= set(command_parser("check").format_help().split())
     assert (
         "warning  hooks              `save_checkpoints` is not a hook and is never called; did you mean `save_"
         in output.out
