@@ -52,11 +52,11 @@ _RUN_PREFIX = "trainer/"
 """Prefix of metrics that genlight adds."""
 CAUSES = {
     "start": "`configure` builds something else: a seed, a clock, ctx.device or a global variable?",
-    "rows": "The data, its order, the batch size or the seed of the loader is another one.",
+    "rows": "The data, its order, the batch size or the seed of the loader is different.",
     "random numbers": "The same rows came, but something draws other random numbers: another seed, dropout in "
     "evaluation, or an augmentation?",
-    "weight before": "Seed both in the same way before the model is built, and build the same model. After an update, "
-    "something else changes it.",
+    "weight before": "Seed both in the same way before the model is built, and build the same model. If the weights "
+    "agreed after the update before, something other than the optimizer changes them.",
     "setting": "The optimizer or its schedule has a different setting, for example because of ctx.dtype; see its name.",
     "gradient": "The weights agree and the gradient does not: different rows, order of rows, random numbers or loss, a "
     "sum instead of a mean, clipping, or accumulation?",

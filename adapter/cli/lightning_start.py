@@ -195,7 +195,7 @@ def _newest(trainer: pl.Trainer, directory: Path | None, *, is_fit: bool) -> Sta
     records = [each.record for each in list_checkpoints(directory) if each.record is not None]
     if any(record.is_old and record.final for record in records):  # it has no step to continue from
         raise UsageError(
-            f"{str(directory)!r} has the end of a run of an older runtime: there is nothing to train. Name a "
+            f"{str(directory)!r} has the final checkpoint of an older runtime: there is nothing to train. Name a "
             "checkpoint by --ckpt_path, or choose another `dirpath`."
         )
     start = newest_start(directory, _FIT if is_fit else _EVALUATION, knows_types=True, prove=read_ahead)

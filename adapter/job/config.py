@@ -208,7 +208,7 @@ def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
     }
     given = [name for name, value in sources.items() if value is not None]
     if len(given) > 1:
-        errors.add(f"{' and '.join(given)} are given together. Each is all the data of a run; leave one of them.")
+        errors.add(f"{' and '.join(given)} are given together. Each names all the data of a run; keep one of them.")
     if settings.dataset and not given and not errors.concern("dataset") and not errors.concern("inputs"):
         errors.add("`dataset` names no files. Add `dataset.parquet_paths`, `inputs.dataset_parquet_refs` or `data`.")
     if settings.resume_checkpoint_path and inputs.resume_checkpoint_ref:

@@ -155,5 +155,5 @@ def build_client(
             "startup.invalid_job_spec",
             f"The proxy or certificate variables of the environment cannot be used ({reason}). Correct HTTP_PROXY, "
             "HTTPS_PROXY, ALL_PROXY (socks needs the package socksio), NO_PROXY, SSL_CERT_FILE or SSL_CERT_DIR, or "
-            "leave them out.",
+            "unset them.",
         ) from error

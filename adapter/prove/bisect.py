@@ -103,7 +103,7 @@ def bisect(folders: Sequence[Path], scratch: Path) -> Bisection:
         return result
     try:
         if any((summary.ranks or 1) > 1 for summary in summaries):
-            raise UsageError("the runs have several ranks; `genlight replay RUN --step N` shows a step of one of them")
+            raise UsageError("the runs have several ranks; `genlight replay RUN --step N` shows a step of one run")
         runs = [open_run(each, scratch / name) for each, name in zip(traces, NAMES, strict=True)]
         _Search(runs, summaries, result).run()
     except GenlightError as error:

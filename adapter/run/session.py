@@ -68,8 +68,8 @@ LAST_TRY_S = 5.0
 REPORTED_WITHIN_S = 60.0
 """Seconds beyond the upload deadline for which another rank waits for rank zero's exit code."""
 STOPPED_AGAIN = (
-    "The attempt before was stopped before its first step too, and another one would be: allow the run more time, or "
-    "remove the cause of the stop."
+    "The previous attempt was also stopped before its first step, and the next one would be, too. Allow the run more "
+    "time, or remove the cause of the stop."
 )
 FAILS_AGAIN = " The same start would fail there again: correct its cause first."
 ACKNOWLEDGED_WITHIN_S = 15.0
@@ -341,7 +341,7 @@ class Session:
             return error
         if stop_reason(better) and not stop_reason(error):
             text = safe_text(error, secrets=self.secrets, environ=self.environ)
-            log.error("the report is the stop, which this failure followed: %s", text)
+            log.error("the stop is reported instead of this failure, which followed it: %s", text)
         return better
 
     def _first_cause(self, own: Failure) -> Failure:

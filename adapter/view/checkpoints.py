@@ -50,7 +50,7 @@ def checkpoint_facts(listed: Listed, *, proves: bool = False) -> dict[str, Any]:
         words += ["final"] if record.final else []
         words += ["of an older runtime, without digests"] if record.is_old else []
         words += ["weights not finite"] if record.finite_weights is False else []
-        words += [f"{len(record.left_out):,} tensors left out"] if record.left_out else []
+        words += [f"{len(record.left_out):,} tensors omitted"] if record.left_out else []
     return {**facts, "problem": problem, "state": f"broken: {problem}" if problem else ", ".join(words) or "saved"}
 
 

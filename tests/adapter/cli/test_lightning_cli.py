@@ -324,7 +324,7 @@ def test_the_end_of_an_older_runtimes_run_is_not_trained_further(genlight, tmp_p
 
     code, words = genlight("fit", "--resume", "auto", **counts)
     assert code == 2
-    assert "has the end of a run of an older runtime: there is nothing to train" in words
+    assert "has the final checkpoint of an older runtime: there is nothing to train" in words
     assert sorted(path.name for path in (tmp_path / "c").glob("*.json")) == ["final.json", "step-00000001.json"]
 
     code, words = genlight("fit", "--ckpt_path", "c/step-00000001.json", callback={"dirpath": "new"}, **counts)

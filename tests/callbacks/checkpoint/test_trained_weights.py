@@ -126,7 +126,7 @@ def test_a_load_without_a_base_names_the_missing_tensors_and_the_remedy(train, t
     assert main(["checkpoints", "export", str(path), "--to", str(target), "--base", str(base)]) == 0
     assert_equal(safetensors.torch.load_file(target), module.seen[2])
     assert main(["checkpoints", "verify", str(path)]) == 0
-    assert "8 tensors left out" in capsys.readouterr().out
+    assert "8 tensors omitted" in capsys.readouterr().out
 
 
 ADAPTER = '''
