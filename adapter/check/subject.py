@@ -38,6 +38,8 @@ from .isolation import quiet, seeded, turn_off_dropout
 from .snapshot import EVERYTHING, Snapshot, is_real, snapshot
 
 WORLD_SIZE = 2
+RANKS_WITHIN_S = 120.0
+"""Seconds that two processes may take for all their jobs."""
 RESUMED = " resumed"
 """Suffix of the name of a job that was resumed half-way."""
 SHARDED = "sharded"
@@ -210,9 +212,7 @@ class RanksError(RuntimeError):
     """A rank failed, or the ranks did not finish in time."""
 
 
-def train_on_ranks(
-    subject: Subject, jobs: dict[str, list[list[Any]]], folder: Path, *, timeout_s: float = 120.0
-) -> dict[str, list[Snapshot]]:
+def train_on_ranks(subject: Subject, jobs: dict[str, list[list[Any]]], folder: Path) -> dict[str, list[Snapshot]]:
     """Train on two processes with gloo, without dropout.
 
     The job called `SHARDED`, which must be the last one, trains under FSDP 2, the others under DDP.
@@ -221,7 +221,6 @@ def train_on_ranks(
         subject: What to train.
         jobs: The batches of each rank, by name of the job.
         folder: A folder for messages between the processes; nothing else may use it.
-        timeout_s: Time limit for all jobs together, in seconds.
 
     Returns:
         The weights and optimizer states of each rank, by name of the job; if FSDP 2 cannot train the class, only the
@@ -229,12 +228,12 @@ def train_on_ranks(
         results ends with `RESUMED`.
 
     Raises:
-        RanksError: A rank failed, or the time is over; the message holds the trainer's own error if there is one.
+        RanksError: A rank failed, or took too long; the message holds the trainer's own error if there is one.
     """
     (folder / "request.pkl").write_bytes(pickle.dumps((replace(subject, make_data=None), jobs)))
     ranks = [start_rank(folder, rank) for rank in range(WORLD_SIZE)]
     try:
-        _wait(ranks, time.monotonic() + timeout_s)
+        _wait(ranks, time.monotonic() + RANKS_WITHIN_S)
     finally:
         for process in ranks:
             process.kill()

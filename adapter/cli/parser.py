@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import override
 
@@ -55,17 +55,8 @@ class CommandParser(argparse.ArgumentParser):
     see_also: str = ""
     """Last line of the help. It is not wrapped, so that a path in it can be copied."""
 
-    def __init__(
-        self,
-        prog: str | None = None,
-        *,
-        description: str | None = None,
-        add_help: bool = True,
-        formatter_class: type[argparse.HelpFormatter] = _HelpFormatter,
-    ) -> None:
-        super().__init__(
-            prog, description=description, add_help=add_help, formatter_class=formatter_class, allow_abbrev=False
-        )
+    def __init__(self, prog: str | None = None, **settings: Any) -> None:
+        super().__init__(prog, formatter_class=_HelpFormatter, allow_abbrev=False, **settings)
 
     @override
     def format_help(self) -> str:
