@@ -77,7 +77,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._listed: dict[str, tuple[RunSummary, float]] = {}
-        """Summary of each run by address, and when `COUNTED` was last filled; 0 if the run has changed since."""
+        """Summary of each run by address, and when `COUNTED` was last filled; 0 if it must be filled first."""
         self._searches: Searches = {}
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._lock = threading.Lock()
