@@ -32,7 +32,7 @@ from ..contract.exceptions import UsageError
 from ..plumbing.text import size_text
 from ..view.checkpoints import checkpoint_facts
 from .parser import add_json
-from .terminal import aligned, brief, print_error, say, say_json
+from .terminal import align_columns, brief, print_error, say, say_json
 
 _SHOWN_ENTRIES = 40
 _FACTS = (
@@ -106,7 +106,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         say_json(rows)
     else:
-        say(*aligned([("NAME", "STEP", "SIZE", "SAVED", "RUN", "STATE"), *map(_cells, rows)]))
+        say(*align_columns([("NAME", "STEP", "SIZE", "SAVED", "RUN", "STATE"), *map(_cells, rows)]))
     return 1 if proves and any(row["problem"] for row in rows) else 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .parser import add_json, add_overrides, at_least
-from .terminal import aligned, print_error, say
+from .terminal import align_columns, print_error, say
 
 if TYPE_CHECKING:
     from ..check.compare import Comparison
@@ -76,7 +76,7 @@ def _print_table(comparison: Comparison) -> None:
         cells = [_cell(largest.get(kind)) for kind in comparison.kinds]
         differs = any(size > comparison.rtol for _, size in largest.values())
         rows.append([str(step), *cells, "differs" if differs else ""])
-    say(*comparison.notes, *aligned(rows))
+    say(*comparison.notes, *align_columns(rows))
     first = comparison.first
     if first is None:
         say(f"equal: no relative difference beyond {comparison.rtol:g}")

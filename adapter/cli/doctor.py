@@ -23,7 +23,7 @@ from ...reporters.uploads.destinations import target_fault
 from ..check.finding import Finding, Level
 from ..contract.exceptions import InputError, StartupContractError
 from ..inputs.materialize import named_inputs
-from ..inputs.refs import Kind, checked_ref, parquet_files
+from ..inputs.refs import Kind, check_ref, parquet_files
 from ..job.config import RunConfig, read_run_config
 from ..job.sources import ConfigErrors
 from ..job.spec import all_keys
@@ -33,9 +33,9 @@ from ..plumbing.text import size_text
 from ..plumbing.urls import has_scheme, safe_url
 from ..run.folder import artifact_dir_faults, lock_holder
 from ..run.start import decide_start
-from ..run.training import imported_trainer, prepare_training
+from ..run.training import import_trainer, prepare_training
 from .parser import add_overrides
-from .terminal import aligned, brief, say, say_finding
+from .terminal import align_columns, brief, say, say_finding
 
 LITTLE_SPACE_BYTES = 1 << 30
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     say("", f"{count} fault{'s' * (count != 1)}: the run would not start" if count else "the run can start")
     if table:
         say("", f"settings of {config.spec_path}{'' if args.all else '; --all shows the defaults too'}")
-        say(*(redact(line, config.secrets) for line in aligned(table)))
+        say(*(redact(line, config.secrets) for line in align_columns(table)))
     return 2 if count else 0
 
 
@@ -181,7 +181,7 @@ def _dataset(config: RunConfig) -> Outcomes:
 def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
     """Import the trainer class without constructing it, and yield its faults and those of the Lightning trainer."""
     with on_sys_path([config.spec_dir, Path.cwd()]):
-        target = imported_trainer(config)
+        target = import_trainer(config)
         yield (
             "pass",
             f"{config.trainer} is {getattr(target, '__qualname__', type(target).__qualname__)}, with all hooks",
@@ -203,7 +203,7 @@ def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
 
 def _input(kind: Kind, text: str) -> Outcomes:
     """Check that an input exists on this machine; of an input elsewhere, check only the form of its reference."""
-    ref = checked_ref(kind, text)
+    ref = check_ref(kind, text)
     yield "pass", f"{ref} is here" if isinstance(ref, Path) else f"{ref.label} is fetched when the run starts"
 
 
@@ -214,11 +214,11 @@ def _table(config: RunConfig, *, defaults: bool) -> list[tuple[str, str, str]]:
         value = operator.attrgetter(name)(config) if getattr(config, name.partition(".")[0]) is not None else None
         source = config.source_of(name)
         if key.block is None and (defaults or source != "default"):
-            rows.append((name, source, _shown(name, value)))
+            rows.append((name, source, _render(name, value)))
     return rows
 
 
-def _shown(name: str, value: Any) -> str:
+def _render(name: str, value: Any) -> str:
     """Return a value for the table, shortened and without secrets; paths are not shortened."""
     if value is None or value in ("", (), frozenset()):
         return "-"

@@ -33,9 +33,9 @@ from ...callbacks.stop.signals import StopSignals
 from ...callbacks.stop.sources import StopSources
 from ...callbacks.stop.stop_requests import StopRequests
 from ..cluster.job_context import is_rank_zero, rank_errors
-from ..cluster.placement import placed_by_launcher, placement_fault
+from ..cluster.placement import launcher_arguments, placement_fault
 from ..contract.exceptions import GenlightError, UsageError
-from ..job.parser_errors import UnusableValueError, root_cause, shortened
+from ..job.parser_errors import UnusableValueError, root_cause, shorten_error
 from ..module.module import ContractModule
 from ..plumbing.durable import write_bytes_durably
 from ..plumbing.failures import is_input_error, stop_reason, text_of_error
@@ -109,7 +109,7 @@ class GenlightParser(LightningArgumentParser):
         """Print the error and end the process with 2, as argparse does."""
         if not self.exit_on_error:
             super().error(message, ex)
-        parser, message = getattr(ex, "subcommand_parser", None) or self, shortened(message)
+        parser, message = getattr(ex, "subcommand_parser", None) or self, shorten_error(message)
         suggestion = suggest_name(parser, message)
         if message.startswith("unrecognized arguments: ") and message.endswith((".json", ".yaml", ".yml")):
             suggestion = ". Name a configuration by --config"
@@ -266,7 +266,7 @@ class GenlightCLI(LightningCLI):
         if self.subcommand == "fit" and settings.get("enable_progress_bar") is None and not shows_progress:
             kwargs["enable_progress_bar"] = False  # Lightning's bar counts epochs; a trainer class has none
             self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], JobProgress()]
-        trainer = super().instantiate_trainer(**{**kwargs, **placed_by_launcher({**settings, **kwargs})})
+        trainer = super().instantiate_trainer(**{**kwargs, **launcher_arguments({**settings, **kwargs})})
         fault = placement_fault(trainer)
         if fault is not None:
             raise UsageError(fault)

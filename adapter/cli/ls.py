@@ -18,7 +18,7 @@ from pathlib import Path
 from ..plumbing.text import size_text
 from ..view.summary import RunSummary, figures_of, find_runs, summary_of
 from .parser import add_json, folder_of_runs
-from .terminal import aligned, print_error, say, say_json
+from .terminal import align_columns, print_error, say, say_json
 
 _HEADER = ("STATE", "RUN", "STEP", "AGE", "SPEED", "LOSS", "BEST", "SIZE", "HOURS", "COST", "UPLOADS", "RESTART")
 _STYLES = {"completed": "ok", "stopped": "warning", "failed": "fault", "lost": "fault"}
@@ -61,4 +61,4 @@ def _lines(runs: list[RunSummary], folder: Path) -> list[tuple[str, str]]:
         start = (each.state, name, figures["steps"], age, figures["speed"], figures["loss"], score)
         spent = (size_text(each.size_bytes), figures["hours"], figures["cost"])
         rows.append((*start, *spent, figures["uploads"], figures["restart"], each.ending))
-    return list(zip(aligned(rows), ["dim", *(_STYLES.get(each.state, "") for each in runs)], strict=True))
+    return list(zip(align_columns(rows), ["dim", *(_STYLES.get(each.state, "") for each in runs)], strict=True))

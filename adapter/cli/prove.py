@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=at_least(9), default=12, help="steps of each rehearsal; it saves a checkpoint after each third"
     )
     parser.add_argument(
-        "--minutes", type=at_least(0, float), default=15.0, help="time for all rehearsals; the others are skipped"
+        "--minutes", type=at_least(0, float), default=15.0, help="minutes for all rehearsals; the rest is skipped"
     )
     parser.add_argument("--ranks", type=at_least(1), help="number of processes; the job's own by default")
     parser.add_argument(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..cluster.job_context import is_rank_zero
 from ..plumbing.text import size_text
 from .parser import add_json, add_overrides, at_least, run_folder
-from .terminal import aligned, say, say_json
+from .terminal import align_columns, say, say_json
 
 if TYPE_CHECKING:
     from ..prove.replay import Replay
@@ -66,17 +66,17 @@ def _print(result: Replay) -> None:
     metrics = ", ".join(f"{name} {value:.6g}" for name, value in result.metrics.items())
     lines = [("error", result.error), ("rows", result.rows), ("digest", result.digest), ("metrics", metrics)]
     lines += [("not finite", result.first_nonfinite), ("cause", _cause(result))]
-    say(*aligned([line for line in lines if line[1]]))
+    say(*align_columns([line for line in lines if line[1]]))
     norms = [
         [each["name"], *(f"{each[kind]:.6g}" if kind in each else "-" for kind in ("output", "gradient"))]
         for each in result.modules
         if each.keys() & {"output", "gradient"}
     ]
-    say(*aligned([["module", "norm of output", "norm of gradient"], *norms]))
+    say(*align_columns([["module", "norm of output", "norm of gradient"], *norms]))
     kept = sorted(((each["kept_bytes"], each["name"]) for each in result.modules if "kept_bytes" in each), reverse=True)
     if kept:
         rows = [[name or "outside of modules", size_text(size)] for size, name in kept]
-        say(*aligned([["module", "kept for backward"], *rows, ["all", size_text(sum(size for size, _ in kept))]]))
+        say(*align_columns([["module", "kept for backward"], *rows, ["all", size_text(sum(size for size, _ in kept))]]))
 
 
 def _cause(result: Replay) -> str:

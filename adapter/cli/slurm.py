@@ -263,11 +263,11 @@ def _function(args: argparse.Namespace, module: str, function: str) -> int:
     callbacks = callbacks_for_runner(read_pickle(paths["callbacks"])) if waits else []
     job_id, code = _submit(script, folder)
     if waits and job_id:
-        emit(callbacks, "on_completed_ctx", _completed(job_id, code, result, time.time() - began))
+        emit(callbacks, "on_completed_ctx", _outcome(job_id, code, result, time.time() - began))
     return int(code != 0)
 
 
-def _completed(job_id: str, code: int, result: Path, duration: float) -> CompletedContext:
+def _outcome(job_id: str, code: int, result: Path, duration: float) -> CompletedContext:
     """Return how a function's job ended, and show the failure that the runner wrote next to the result, if any."""
     failure = None
     try:

@@ -42,7 +42,7 @@ def visible(text: object) -> str:
     return "\n".join(printable(line) for line in str(text).split("\n"))
 
 
-def styled(text: object, style: str) -> str:
+def apply_style(text: object, style: str) -> str:
     """Return `visible` text; on a terminal, its first word (with ``dim``, all of it) gets a style of `STYLES`."""
     shown = visible(text)
     if style not in STYLES or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
@@ -52,8 +52,8 @@ def styled(text: object, style: str) -> str:
 
 
 def say(*lines: object, style: str = "") -> None:
-    """Write lines to standard output, each as `styled`, and flush."""
-    sys.stdout.write("".join(f"{styled(line, style)}\n" for line in lines))
+    """Write lines to standard output, each as `apply_style`, and flush."""
+    sys.stdout.write("".join(f"{apply_style(line, style)}\n" for line in lines))
     sys.stdout.flush()
 
 
@@ -69,7 +69,7 @@ def brief(value: object, most: int = 100) -> str:
     return shortened(text, most)
 
 
-def aligned(rows: Iterable[Sequence[object]]) -> list[str]:
+def align_columns(rows: Iterable[Sequence[object]]) -> list[str]:
     """Return rows as lines with aligned columns."""
     cells = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -83,7 +83,7 @@ def table_of(changes: Sequence[ChangedFact], names: Sequence[str]) -> list[str]:
     rows = [
         [f"  {each.name}", *("-" if v is None else brief(v, _WIDEST_VALUE) for v in each.values)] for each in changes
     ]
-    header, *texts = aligned([["", *names], *rows])
+    header, *texts = align_columns([["", *names], *rows])
     lines = [header]
     for about, group in groupby(zip(changes, texts, strict=True), lambda each: each[0].about):
         lines += [about, *(text for _, text in group)]

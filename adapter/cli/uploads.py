@@ -21,7 +21,7 @@ from ..job.sources import JOB_VARIABLE
 from ..plumbing.redaction import redact
 from ..plumbing.text import size_text
 from .parser import add_json, add_overrides
-from .terminal import aligned, print_error, say, say_json
+from .terminal import align_columns, print_error, say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
         say_json(rows)
     else:
         names = ("kind", "step", "size_bytes", "state", "name")
-        say(*aligned([[size_text(row[name]) if name == "size_bytes" else row[name] for name in names] for row in rows]))
+        say(
+            *align_columns(
+                [[size_text(row[name]) if name == "size_bytes" else row[name] for name in names] for row in rows]
+            )
+        )
         say(f"{len(rows)} waiting" if rows else "nothing is waiting")
     return 0
 

@@ -98,7 +98,7 @@ class SlurmEnvironment(ClusterEnvironment):
         )
 
 
-def placed_by_launcher(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def launcher_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a Lightning trainer that a launcher changes: ``plugins``, ``devices``, ``num_nodes``.
 
     Under torchrun (whose number of nodes may differ from one start to the next) and under srun, the processes are the

@@ -124,7 +124,7 @@ def download(request: Download, transport: Transport) -> Path:
     """
     make_directory(request.target.parent)
     asked_at = time.time()
-    lock = _locked(request.target, transport)
+    lock = _lock_target(request.target, transport)
     try:
         transfer = _Transfer(request, transport)
         if not transfer.is_done_since(asked_at):
@@ -140,7 +140,7 @@ def log_arrival(name: str, size: int) -> None:
     log.info("%s is here (%s)", name, size_text(size))
 
 
-def _locked(target: Path, transport: Transport) -> FileLock:
+def _lock_target(target: Path, transport: Transport) -> FileLock:
     while True:
         with contextlib.suppress(LockHeldError):
             return FileLock(target.with_name(f".{target.name}.lock"))

@@ -13,7 +13,7 @@ from ..job.config import RunConfig
 from ..plumbing.durable import make_directory
 from ..plumbing.urls import has_scheme, is_http_url
 from .private_addresses import AddressGuard
-from .refs import Kind, Ref, RemoteRef, checked_ref, local_checkpoint, parquet_files
+from .refs import Kind, Ref, RemoteRef, check_ref, local_checkpoint, parquet_files
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def materialize_inputs(config: RunConfig, *, raise_if_stopped: Callable[[], None
         AuthError: A server refused the credentials.
         InputError: Inputs are missing, malformed or unreachable. The message names all local ones.
     """
-    files, references = _checked(config)
+    files, references = _check_inputs(config)
     remote = [(kind, ref) for kind, ref in references if not isinstance(ref, Path)]
     fetched: dict[tuple[Kind, RemoteRef], tuple[Path, str]] = {}
     if remote:
@@ -68,7 +68,7 @@ def materialize_inputs(config: RunConfig, *, raise_if_stopped: Callable[[], None
     )
 
 
-def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]]]:
+def _check_inputs(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]]]:
     """Return the data files that the job names directly, and its references. A URL of a data file is left to the feed.
 
     Raises:
@@ -81,7 +81,7 @@ def _checked(config: RunConfig) -> tuple[list[Path | str], list[tuple[Kind, Ref]
     for kind, text in (*data, *named_inputs(config)):
         try:
             if kind is not None:
-                references.append((kind, checked_ref(kind, text)))
+                references.append((kind, check_ref(kind, text)))
             elif has_scheme(text):
                 if config.private_hosts is not None and is_http_url(text):
                     AddressGuard(config.private_hosts).check_url(text)

@@ -142,7 +142,7 @@ def _cozy_ref(text: str) -> CozyRef:
     return CozyRef(f"cozy:{bare}", match["owner"], match["name"], match["tag"], digest.lower() if digest else None)
 
 
-def checked_ref(kind: Kind, text: str) -> Ref:
+def check_ref(kind: Kind, text: str) -> Ref:
     """Parse a reference; resolve a local one to a model folder, a checkpoint record, or Parquet files.
 
     Raises:

@@ -135,7 +135,7 @@ def read_run_config(
     errors = ConfigErrors()
     sources = read_sources(spec_path, overrides, os.environ if environ is None else environ, errors)
     given = Settings(**sources.block(Settings, sources.merged, complete=complete and sources.readable))
-    settings = _completed(given, sources)
+    settings = _fill_in(given, sources)
     _contradictions(settings, errors)
     _lightning_arguments(settings.lightning, errors)
     _without_effect(given, sources, errors)
@@ -157,7 +157,7 @@ def read_run_config(
     return config, errors
 
 
-def _completed(settings: Settings, sources: Sources) -> Settings:
+def _fill_in(settings: Settings, sources: Sources) -> Settings:
     """Return `settings` with the values that follow from other settings filled in."""
     replace = msgspec.structs.replace
     has_data = settings.inputs.dataset_parquet_refs or settings.data is not None
@@ -278,7 +278,7 @@ def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dic
         environ: The environment, whose secrets are not written; None takes the process's own.
     """
     # As given: a value that was filled in, such as the seed of the data, would not follow a later change of its source.
-    job = _given({name: getattr(config.as_given, name) for name in JobSpec.__struct_fields__})
+    job = _nonempty({name: getattr(config.as_given, name) for name in JobSpec.__struct_fields__})
     if "dataset" in job and config.source_of("dataset.seed") == DEFAULT and config.seed is not None:
         del job["dataset"]["seed"]
     job["base_dir"] = str(config.spec_dir)
@@ -321,9 +321,9 @@ def read_job(folder: Path) -> dict[str, Any] | None:
     return {name: value for name, value in job.items() if name != COMMENT} if is_ours else None
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _nonempty(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `values` that are not empty, as JSON; arguments of classes keep their empty entries."""
     plain: dict[str, Any] = msgspec.to_builtins(values, enc_hook=os.fspath)
     given = {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
     blocks = {name for name, value in values.items() if dataclasses.is_dataclass(value) or isinstance(value, Block)}
-    return {name: _given(value) if name in blocks else value for name, value in given.items()}
+    return {name: _nonempty(value) if name in blocks else value for name, value in given.items()}

@@ -17,13 +17,13 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from ... import callbacks as genlight_callbacks
 from ...reporters.events.event_logger import EventLogger
-from ..cluster.placement import placed_by_launcher
+from ..cluster.placement import launcher_arguments
 from ..contract.exceptions import StartupContractError
 from ..plumbing.devices import accelerator
 from ..plumbing.redaction import safe_str
 from ..plumbing.text import as_list, nearest
 from .config import RunConfig
-from .parser_errors import root_cause, shortened
+from .parser_errors import root_cause, shorten_error
 from .spec import DatasetSpec
 from .standard_callbacks import callbacks_of_job
 
@@ -107,7 +107,7 @@ def instantiate(
         with _errors_of(f"`callbacks.{name}`"):
             callbacks.append(getattr(genlight_callbacks, name)(**given))
     with _errors_of("The `lightning` block"):
-        theirs = _instantiated(config.lightning)
+        theirs = _instantiate_arguments(config.lightning)
         logger = EventLogger(config.events_path, run_id=config.run_id)
         ours = {**_our_arguments(config), "callbacks": callbacks, "logger": [logger]}
         lists = {name: [*ours.get(name, []), *_entries(theirs.get(name))] for name in _LISTS}
@@ -126,7 +126,7 @@ def instantiate_alone(config: RunConfig, callbacks: Sequence[pl.Callback]) -> pl
     given = {name: value for name, value in config.lightning.items() if name not in _IGNORED_ALONE}
     with _errors_of("The `lightning` block"):
         alone = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "callbacks": list(callbacks)}
-        return pl.Trainer(**{**_our_arguments(config), **_instantiated(given), **alone})
+        return pl.Trainer(**{**_our_arguments(config), **_instantiate_arguments(given), **alone})
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def _errors_of(what: str) -> Iterator[None]:
         raise StartupContractError("startup.invalid_job_spec", text) from error
 
 
-def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
+def _instantiate_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the trainer arguments of a job with objects for its class paths, and with the launcher's placement."""
     known = inspect.signature(pl.Trainer).parameters.keys()
     parsed, errors = {}, []
@@ -153,7 +153,7 @@ def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
         try:
             parsed[name] = parser, parser.parse_object({"lightning": {name: value}})
         except ArgumentError as error:
-            errors.append(shortened(str(error)))
+            errors.append(shorten_error(str(error)))
     if errors:
         raise ValueError("\n  - ".join(["", *errors]) if len(errors) > 1 else errors[0])
     made = {name: parser.instantiate(read).lightning[name] for name, (parser, read) in parsed.items()}
@@ -163,4 +163,4 @@ def _instantiated(given: Mapping[str, Any]) -> dict[str, Any]:
         here = None if made.get("accelerator") == "cpu" else accelerator()
         plugin = MixedPrecision("16-mixed", "cpu" if here is None else here.type)
         made = {**made, "precision": None, "plugins": [*_entries(made.get("plugins")), plugin]}
-    return {**made, **placed_by_launcher(made)}
+    return {**made, **launcher_arguments(made)}

@@ -35,12 +35,12 @@ def root_cause(error: Exception) -> Exception:
     if "".join(modules_of(chain[-1])[-1:]).startswith("jsonargparse."):
         for each in chain:
             text = str(each)
-            if (short := shortened(text)) != text:
+            if (short := shorten_error(text)) != text:
                 return UnusableValueError(short)
     return chain[-1]
 
 
-def shortened(message: str) -> str:
+def shorten_error(message: str) -> str:
     """Return `message` without the possible types that the user did not mean.
 
     For a class path and its arguments, only their errors remain; for a plain value, the expected types.
@@ -53,7 +53,7 @@ def shortened(message: str) -> str:
     key, given = _KEY.search(message), _GIVEN.search(message)
     prefix = f"`{key['key']}`: " if key is not None else ""
     reasons = [
-        f"{match['reason']} {shortened(textwrap.dedent(match['detail']).strip())}"
+        f"{match['reason']} {shorten_error(textwrap.dedent(match['detail']).strip())}"
         for match in _REASON.finditer(message)
     ]
     if reasons:

@@ -243,7 +243,7 @@ def read_sources(
     sources = Sources(errors, _path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable, raw = raw is not None, raw or {}
-    for name, value in _respelled(_of_job(raw, errors), keys_of(Settings), errors).items():
+    for name, value in _resolve_aliases(_of_job(raw, errors), keys_of(Settings), errors).items():
         sources.put((name,), value, JOB_FILE)
     _read_environment(sources, environ, errors)
     for text in overrides:
@@ -290,14 +290,14 @@ def _canonical(name: str, keys: Mapping[str, Key]) -> str:
     return next((key.name for key in keys.values() if key.alias == name), name)
 
 
-def _respelled(raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors, prefix: str = "") -> Any:
+def _resolve_aliases(raw: Mapping[str, Any], keys: Mapping[str, Key], errors: ConfigErrors, prefix: str = "") -> Any:
     """Return an object with its aliases replaced by their keys, in its blocks too; a key beats its alias."""
     found: dict[str, Any] = {}
     for spelled in sorted(raw, key=lambda spelled: _canonical(spelled, keys) != spelled):
         name, value = _canonical(spelled, keys), raw[spelled]
         block = keys[name].block if name in keys else None
         if block is not None and isinstance(value, dict):
-            value = _respelled(value, keys_of(block), errors, f"{prefix}{name}.")
+            value = _resolve_aliases(value, keys_of(block), errors, f"{prefix}{name}.")
         if _is_absent(found.get(name)):
             found[name] = value
         elif value != found[name] and not _is_absent(value):
@@ -346,7 +346,7 @@ def _override(text: str, sources: Sources, errors: ConfigErrors) -> None:
             errors.add(f"Unknown key `{'.'.join(path[: depth + 1])}` in `--set`.{offer}")
             return
     given = {path[-1]: value_of(key_at(path), value)}
-    (decoded,) = _respelled(given, keys_at(path[:-1]), errors, "".join(f"{part}." for part in path[:-1])).values()
+    (decoded,) = _resolve_aliases(given, keys_at(path[:-1]), errors, "".join(f"{part}." for part in path[:-1])).values()
     if not sources.put(path, decoded, COMMAND_LINE):
         errors.add(f"`--set {'.'.join(path)}` cannot be applied: `{path[0]}` is not an object.")
 

@@ -2,8 +2,8 @@
 
 All reports of an attempt come from here: the event log, the terminal payload, the command line, the notes of ranks.
 
-1. `explained` chooses the error to report: the stop that caused a failure, or an error with a clearer message than that
-   of torch or Lightning.
+1. `error_to_report` chooses the error: the stop that caused a failure, or an error with a clearer message than that of
+   torch or Lightning.
 2. `describe_failure` classifies that error.
 """
 
@@ -95,14 +95,14 @@ def describe_failure(
     """Describe a failure by its exception and stage. Never raises, whatever the exception's own methods do.
 
     Args:
-        error: The exception that ended the run. The report is about the one that `explained` returns for it.
+        error: The exception that ended the run. The report is about the one that `error_to_report` returns for it.
         has_checkpoint: Whether a restart finds a checkpoint.
         lost_steps: Whether trained steps may be lost; then not even a stop is resumable without a checkpoint.
         stage: The activity that failed; it is the category of exceptions whose type does not decide.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
     """
-    error = explained(error)
+    error = error_to_report(error)
     reason = stop_reason(error)
     if reason is not None:
         return Failure(reason, reason, resumable=has_checkpoint or not lost_steps, exit_code=EXIT_STOPPED)
@@ -114,7 +114,7 @@ def describe_failure(
     return Failure(category, text, resumable=has_checkpoint, exit_code=exit_code)
 
 
-def explained(
+def error_to_report(
     error: BaseException,
     *,
     signalled: StopReason | None = None,

@@ -41,16 +41,16 @@ def redacted_logs(secrets: Iterable[str | None], environ: Mapping[str, str] | No
         show(_safe(message, hide), *args, **kwargs)
 
     with (
-        _replaced(logging.Logger, "handle", handle_redacted),
-        _replaced(warnings, "showwarning", show_redacted),
-        _replaced(threading, "excepthook", _redacted_hook(threading.excepthook, hide)),
-        _replaced(sys, "unraisablehook", _redacted_hook(sys.unraisablehook, hide)),  # for example, in destructors
+        _replace(logging.Logger, "handle", handle_redacted),
+        _replace(warnings, "showwarning", show_redacted),
+        _replace(threading, "excepthook", _wrap_hook(threading.excepthook, hide)),
+        _replace(sys, "unraisablehook", _wrap_hook(sys.unraisablehook, hide)),  # for example, in destructors
     ):
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable[..., None]) -> Iterator[None]:
+def _replace(owner: Any, name: str, replacement: Callable[..., None]) -> Iterator[None]:
     """Replace a function during the block; if others replaced it meanwhile, their function stays."""
     before = getattr(owner, name)
     setattr(owner, name, replacement)
@@ -61,7 +61,7 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., None]) -> Iterat
             setattr(owner, name, before)
 
 
-def _redacted_hook(before: Callable[[Any], object], hide: _Hide) -> Callable[[Any], None]:
+def _wrap_hook(before: Callable[[Any], object], hide: _Hide) -> Callable[[Any], None]:
     """Wrap a hook for uncaught exceptions: if a traceback has a secret, write it without the secret instead."""
 
     def show(given: Any) -> None:

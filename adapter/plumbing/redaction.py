@@ -90,7 +90,7 @@ def redact(text: str, secrets: Iterable[str | None]) -> str:
 
     Very short values are not secrets, because they would blot out every message.
     """
-    return _replaced(text, _hidden_by(secrets))
+    return _replace_all(text, _hidden_by(secrets))
 
 
 def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
@@ -101,7 +101,7 @@ def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapp
 
     Paths and short values of the environment stay, because a traceback is useless without them.
     """
-    return _hidden(text, rf"[^\s/]{{{SHORTEST_OF_ANY_NAME},}}", secrets, environ)
+    return _hide(text, rf"[^\s/]{{{SHORTEST_OF_ANY_NAME},}}", secrets, environ)
 
 
 def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
@@ -110,12 +110,12 @@ def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: 
     Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. A run's settings (``TRAINER_…``)
     stay too, without the credentials of their URLs.
     """
-    return _hidden(text, r"(?s:.*)", secrets, environ)
+    return _hide(text, r"(?s:.*)", secrets, environ)
 
 
-def _hidden(text: str, of_any_name: str, secrets: Iterable[str | None], environ: Mapping[str, str] | None) -> str:
+def _hide(text: str, of_any_name: str, secrets: Iterable[str | None], environ: Mapping[str, str] | None) -> str:
     """Return `text` without `secrets`, likely secrets, and the values of the environment from `_values_of`."""
-    return _without_known_forms(hide_urls(_replaced(text, _values_of(environ, of_any_name) | _hidden_by(secrets))))
+    return _without_known_forms(hide_urls(_replace_all(text, _values_of(environ, of_any_name) | _hidden_by(secrets))))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -256,7 +256,7 @@ def _without_known_forms(text: str) -> str:
     return "".join([*shown, text[end:]])
 
 
-def _replaced(text: str, hidden: Mapping[str, str]) -> str:
+def _replace_all(text: str, hidden: Mapping[str, str]) -> str:
     """Replace each key of `hidden` in `text` by its value, longer keys first, because they may contain others."""
     for value in sorted(hidden, key=len, reverse=True):
         for spelling in _spellings(value):

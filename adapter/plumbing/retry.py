@@ -91,7 +91,7 @@ def transient_answer(status: int, headers: Mapping[str, str], reason: str) -> Tr
     """
     if status not in TRANSIENT_STATUS and not 500 <= status <= 599:
         return None
-    now = _parsed_date(headers.get("Date", "")) or datetime.now(UTC)
+    now = _parse_date(headers.get("Date", "")) or datetime.now(UTC)
     wait_s = retry_after_s(headers.get("Retry-After"), now)
     return TransientError(f"{reason} (Retry-After: {wait_s:.0f} s)" if wait_s else reason, wait_s)
 
@@ -101,11 +101,11 @@ def retry_after_s(value: str | None, now: datetime) -> float | None:
     text = (value or "").strip()
     if text.isdecimal():
         return min(float(text), LONGEST_RETRY_AFTER_S)
-    at = _parsed_date(text)
+    at = _parse_date(text)
     return None if at is None else min(max(0.0, (at - now).total_seconds()), LONGEST_RETRY_AFTER_S)
 
 
-def _parsed_date(text: str) -> datetime | None:
+def _parse_date(text: str) -> datetime | None:
     """Return the date in a header; None if it is unreadable."""
     try:
         at = email.utils.parsedate_to_datetime(text)

@@ -41,7 +41,7 @@ from ..plumbing.failures import (
     EXIT_STOPPED,
     Failure,
     describe_failure,
-    explained,
+    error_to_report,
     safe_text,
     stop_reason,
 )
@@ -161,9 +161,9 @@ class Session:
     has_other_checkpoint: Callable[[], bool] = lambda: False
     """Returns whether a restart finds a checkpoint outside of `checkpoints_dir`."""
     explain_further: Callable[[Exception], GenlightError | None] = lambda _: None
-    """As for `explained`."""
+    """As for `error_to_report`."""
     refuse: Callable[[Exception], GenlightError | None] | None = None
-    """As for `explained`; used only until the first step has begun."""
+    """As for `error_to_report`; used only until the first step has begun."""
     processes: RankProcesses | None = None
     """Processes of other ranks that this rank started and that end with it; None without other ranks."""
     before_report: list[Callable[[], None]] = field(default_factory=list)
@@ -326,10 +326,10 @@ class Session:
             os._exit(code)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to report in place of `error`; see `explained`. Raises nothing."""
+        """Return the error to report in place of `error`; see `error_to_report`. Raises nothing."""
         folder = self.checkpoints_dir
         try:
-            better = explained(
+            better = error_to_report(
                 error,
                 signalled=self.stop.signals.reason,
                 is_saved=folder is not None and (folder / f"{step_name(self.step)}.json").exists(),

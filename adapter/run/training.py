@@ -106,7 +106,7 @@ def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
         importlib.import_module("lightning.pytorch")  # it imports rich, which draws a random number
         seed_everything(config.seed)
     with on_sys_path(here):
-        return imported_trainer(config)
+        return import_trainer(config)
 
 
 def _report_finished(config: RunConfig, session: Session, record: CheckpointRecord, step: int) -> Completion:
@@ -228,7 +228,7 @@ def _completion(config: RunConfig, step: int, stopped: str | None = None) -> Com
         return Completion(step, path, stopped)
 
 
-def imported_trainer(config: RunConfig) -> Any:
+def import_trainer(config: RunConfig) -> Any:
     """Import the job's trainer without constructing it.
 
     Raises:

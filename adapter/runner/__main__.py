@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     """Call the function, write the result or the failure, and call the callbacks; return the exit code."""
     callbacks: list[Any] = []
-    begin, error, output = _begin(options), None, None
+    begin, error, output = _begin_context(options), None, None
     try:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
     except BaseException as caught:  # noqa: BLE001 - whatever ended it, the callbacks are called
         error = caught
     signal.signal(signal.SIGTERM, _stay)
-    end = _end(begin, error, output)
+    end = _end_context(begin, error, output)
     if end.traceback is not None:
         log.error("%s:%s failed\n%s", options.module, options.function, end.traceback.rstrip())
         try:
@@ -111,11 +111,11 @@ def _run(options: argparse.Namespace) -> int:
         except OSError:
             log.exception("the reason cannot be written next to %s", options.output_file)
     emit(callbacks, "on_end_run_job_ctx", end)
-    emit(callbacks, "on_completed_ctx", _completed(end))
+    emit(callbacks, "on_completed_ctx", _completed_context(end))
     return end.exit_code
 
 
-def _begin(options: argparse.Namespace) -> RunBeginContext:
+def _begin_context(options: argparse.Namespace) -> RunBeginContext:
     """Return the context for the callbacks before the function is called."""
     given = {each.name: getattr(options, each.name) for each in fields(RunBeginContext) if each.name in options}
     return RunBeginContext(
@@ -149,7 +149,7 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return None
 
 
-def _end(begin: RunBeginContext, error: BaseException | None, output: Path | None) -> RunEndContext:
+def _end_context(begin: RunBeginContext, error: BaseException | None, output: Path | None) -> RunEndContext:
     """Return the context for the callbacks after the function has ended, with `error` if it failed."""
     duration = time.time() - begin.start_time
     if error is None:
@@ -171,7 +171,7 @@ def _exit_code(error: BaseException) -> int:
     return 128 + signal.SIGTERM if isinstance(error, Terminated) else 1
 
 
-def _completed(end: RunEndContext) -> CompletedContext:
+def _completed_context(end: RunEndContext) -> CompletedContext:
     names = {each.name for each in fields(CompletedContext)}
     return CompletedContext(**{name: value for name, value in vars(end).items() if name in names})
 

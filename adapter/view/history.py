@@ -82,7 +82,7 @@ class Curve:
         self.times_ms.append(time_ms)
         self.values.append(value)
         if len(self.values) >= MOST_KEPT:
-            self._keep(thinned(np.array(self.steps), np.array(self.values), MOST_KEPT // 4))
+            self._keep(thin_curve(np.array(self.steps), np.array(self.values), MOST_KEPT // 4))
 
     def remove_after(self, step: int) -> None:
         """Remove the points of later steps than `step`, because these steps are trained again."""
@@ -92,7 +92,7 @@ class Curve:
 
     def points(self, most: int) -> dict[str, list[Any]]:
         """Return at most `most` points: ``steps``, ``times`` (ms since 1970), ``values`` (null if not finite)."""
-        at = thinned(np.array(self.steps), np.array(self.values), most)
+        at = thin_curve(np.array(self.steps), np.array(self.values), most)
         values = [self.values[index] for index in at]
         return {
             "steps": [self.steps[index] for index in at],
@@ -106,7 +106,7 @@ class Curve:
             setattr(self, name, array(column.typecode, np.array(column)[at].tobytes()))
 
 
-def thinned(steps: NDArray[np.int64], values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
+def thin_curve(steps: NDArray[np.int64], values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
     """Return at most `most` indices of a curve, in order: first, last, and both extremes of each interval of steps.
 
     Each interval has the same number of steps. The numbers of points differ: a long curve is thinned repeatedly, so its
@@ -196,7 +196,7 @@ class History:
             text = "the final weights are not finite (nan or infinite)"
             self._add_finding("fail", event.step, text, "lower the rate")
         self.left_out_events += len(self.events) == MOST_EVENTS
-        self.events.append(_shown(event))
+        self.events.append(_as_json(event))
 
     def as_json(self, budget: Budget) -> dict[str, Any]:
         """Return the run for a page, within the limits of `budget`."""
@@ -271,7 +271,7 @@ def _finding(level: str, step: int | None, text: str, remedy: str = "") -> dict[
     return {"level": level, "step": step, "text": text[:LONGEST_TEXT], "remedy": remedy}
 
 
-def _shown(event: Event) -> dict[str, Any]:
+def _as_json(event: Event) -> dict[str, Any]:
     fields = msgspec.to_builtins(event)
     for name in ("schema_version", "run_id", "seq", "metadata"):
         fields.pop(name, None)

@@ -204,12 +204,12 @@ class WatchRuns(App[None]):
         for folder, curve in drawn.items():
             x = [(ms - start_ms) / 60_000 for ms in curve["times"]] if self._by_time else curve["steps"]
             points = [(at, value) for at, value in zip(x, curve["values"], strict=True) if value is not None]
-            values = smoothed([value for _, value in points], weight)
+            values = smooth([value for _, value in points], weight)
             color = COLORS[self._folders.index(folder) % len(COLORS)]
             label = _name(folder) if len(drawn) > 1 else None
             plotext.plot([at for at, _ in points], values, marker="braille", color=color, label=label)
-        smooth = f", smoothed {weight:g}" if weight else ""
-        plotext.title(f"{printable(self._metric)}{smooth}, over {'minutes' if self._by_time else 'steps'}")
+        note = f", smoothed {weight:g}" if weight else ""
+        plotext.title(f"{printable(self._metric)}{note}, over {'minutes' if self._by_time else 'steps'}")
         return Text.from_ansi(plotext.build(), no_wrap=True)
 
 
@@ -295,7 +295,7 @@ def _figure(name: str, value: float) -> str:
     return f"{subject.replace('_', ' ')} {text}"
 
 
-def smoothed(values: Sequence[float], weight: float) -> list[float]:
+def smooth(values: Sequence[float], weight: float) -> list[float]:
     """Return the exponential moving average of `values`, without the bias to zero at its start."""
     if not weight:
         return list(values)

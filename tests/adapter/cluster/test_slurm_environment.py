@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from genlight.adapter import SlurmEnvironment
 from genlight.adapter.cluster.job_context import this_rank
-from genlight.adapter.cluster.placement import placed_by_launcher, placement_fault
+from genlight.adapter.cluster.placement import launcher_arguments, placement_fault
 from support.messages import refusal
 
 BATCH = {
@@ -48,7 +48,7 @@ def trainer(**arguments):
 
 def test_a_task_of_srun_is_the_rank_that_srun_says_and_has_as_many_devices_as_tasks(within):
     within(TASK)
-    placed = placed_by_launcher({"devices": "auto", "num_nodes": 1, "plugins": None})
+    placed = launcher_arguments({"devices": "auto", "num_nodes": 1, "plugins": None})
     (environment,) = placed["plugins"]
 
     assert (placed["devices"], placed["num_nodes"]) == (1, 2)
@@ -74,7 +74,7 @@ def test_plain_trainers_take_it_as_a_plugin(within):
 )
 def test_a_batch_script_and_a_step_of_one_task_start_their_ranks_themselves(within, variables):
     within(variables)
-    placed = placed_by_launcher({})
+    placed = launcher_arguments({})
 
     assert list(placed) == ["plugins"]
     assert isinstance(placed["plugins"][0], LightningEnvironment)
@@ -90,16 +90,16 @@ def test_a_rank_that_a_batch_script_started_is_not_the_rank_of_the_script(within
 
 def test_a_login_node_with_the_variables_of_its_commands_is_no_job(within):
     within({"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTER_NAME": "main", "SBATCH_PARTITION": "gpu"})
-    assert placed_by_launcher({"devices": 2}) == {}
+    assert launcher_arguments({"devices": 2}) == {}
     assert placement_fault(trainer(devices=2, strategy="ddp")) is None
     assert not SlurmEnvironment.detect()
     assert this_rank() == 0
 
 
 def test_outside_of_a_job_and_under_torchrun_nothing_changes(within):
-    assert placed_by_launcher({"devices": 2}) == {}
+    assert launcher_arguments({"devices": 2}) == {}
     within(TASK | {"TORCHELASTIC_RUN_ID": "x", "RANK": "5"})
-    assert placed_by_launcher({"devices": 2}) == {}
+    assert launcher_arguments({"devices": 2}) == {}
     assert this_rank() == 5
 
 
@@ -112,14 +112,14 @@ def test_the_ranks_of_a_pod_are_counted_over_the_pods_before_it(within, local, r
 def test_an_environment_of_the_callers_own_stays(within):
     within(TASK)
     own = LightningEnvironment()
-    assert placed_by_launcher({"plugins": own}) == {}
-    assert placed_by_launcher({"strategy": DDPStrategy(cluster_environment=own)}) == {}
+    assert launcher_arguments({"plugins": own}) == {}
+    assert launcher_arguments({"strategy": DDPStrategy(cluster_environment=own)}) == {}
 
 
 @pytest.mark.parametrize(("devices", "num_nodes"), [(2, 2), (1, 1), (1, 3)])
 def test_devices_and_nodes_that_do_not_match_the_tasks_are_refused(within, devices, num_nodes):
     within(TASK)
-    placed = placed_by_launcher({"devices": devices, "num_nodes": num_nodes})
+    placed = launcher_arguments({"devices": devices, "num_nodes": num_nodes})
     fault = placement_fault(trainer(**{"devices": devices, "num_nodes": num_nodes, **placed}))
     if (devices, num_nodes) == (1, 1):  # Lightning's own default, for which the number of nodes is taken from Slurm
         assert fault is None
@@ -130,7 +130,7 @@ def test_devices_and_nodes_that_do_not_match_the_tasks_are_refused(within, devic
 
 def test_several_nodes_without_srun_are_refused(within):
     within(BATCH)
-    made = trainer(devices=1, num_nodes=2, **placed_by_launcher({}))
+    made = trainer(devices=1, num_nodes=2, **launcher_arguments({}))
     assert "is not a task of srun" in placement_fault(made)
 
 

@@ -8,7 +8,7 @@ from genlight.adapter.contract.exceptions import (
     TrainingCanceled,
     UsageError,
 )
-from genlight.adapter.plumbing.failures import describe_failure, explained, safe_text, stop_reason
+from genlight.adapter.plumbing.failures import describe_failure, error_to_report, safe_text, stop_reason
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ STOPS = {
 
 @pytest.mark.parametrize(("error", "facts", "reason"), STOPS.values(), ids=STOPS)
 def test_a_failure_that_a_stop_caused_or_followed_is_reported_as_the_stop(error, facts, reason):
-    assert stop_reason(explained(error, **facts)) == reason
+    assert stop_reason(error_to_report(error, **facts)) == reason
 
 
 def raised_by(module, error):
@@ -101,5 +101,5 @@ def raised_by(module, error):
 )
 def test_only_a_wrong_input_that_genlight_or_lightning_refuses_is_a_usage_error(module, error, is_refused):
     error = raised_by(module, error)
-    assert isinstance(explained(error, refuse=lambda each: UsageError(str(each))), UsageError) is is_refused
-    assert explained(error) is error
+    assert isinstance(error_to_report(error, refuse=lambda each: UsageError(str(each))), UsageError) is is_refused
+    assert error_to_report(error) is error

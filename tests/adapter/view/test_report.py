@@ -14,7 +14,7 @@ import pytest
 
 from genlight.adapter.cli import main
 from genlight.adapter.view.differences import differences
-from genlight.adapter.view.history import MOST_KEPT, Budget, Curve, history_of, thinned
+from genlight.adapter.view.history import MOST_KEPT, Budget, Curve, history_of, thin_curve
 from genlight.adapter.view.page import LARGEST_PAGE, report
 from genlight.reporters.events.event_log import EventLog
 
@@ -104,7 +104,7 @@ def test_texts_tables_and_recordings_are_shown_by_their_content(runs, tmp_path):
 def test_thinning_keeps_every_peak_and_both_ends():
     values = np.sin(np.arange(100_000) / 50)
     values[12_345], values[77_777], values[50] = 100.0, -100.0, math.nan
-    kept = thinned(np.arange(len(values)), values, 400)
+    kept = thin_curve(np.arange(len(values)), values, 400)
 
     assert len(kept) <= 400
     assert {0, 12_345, 77_777, 99_999} <= set(kept.tolist())
