@@ -422,6 +422,13 @@ def check_resume(case: _Case) -> Iterator[Finding]:
     train(Observer(stop_after=subject.steps), save_to=folder)
     (saved,) = (entry.path for entry in list_checkpoints(folder))
     resumed = train(Observer(keep=True), save_to=folder, resume_from=saved)
+    level, text = _judge_resume(subject, full, again, resumed)
+    middle, end = subject.steps, max(full.snapshots)
+    yield _finding("resume", level, f"{end} steps against {middle} + resume + {middle}: {text}")
+
+
+def _judge_resume(subject: Subject, full: Observer, again: Observer, resumed: Observer) -> tuple[Level, str]:
+    """Compare a resumed run with an uninterrupted one; `again` is a second uninterrupted run."""
 
     def differences(other: Observer, step: int) -> list[str]:
         return full.snapshots[step].differences(other.snapshots[step])
@@ -429,34 +436,28 @@ def check_resume(case: _Case) -> Iterator[Finding]:
     middle, end = subject.steps, max(full.snapshots)
     unequal = full.take_snapshot("weight").differences(resumed.take_snapshot("weight"))
     lost = differences(resumed, middle)
+    if unequal and lost:
+        return "fail", f"the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)"
+    if unequal:
+        return "fail", f"the first difference is {unequal[0]}, although everything in state and trainer was restored"
+    # Other values of a class that collects its batches may differ: environments keep values that no later rollout
+    # depends on, such as whether a wrapper has warned.
+    if not subject.batches and resumed.rollouts:
+        return "pass", f"bit-equal, with {resumed.rollouts} rollouts after the resume"
+    if not subject.batches:
+        return "warn", "bit-equal, but all steps train on one rollout: give more --steps than a phase has"
     unstable = {path for step in (middle, end) for path in differences(again, step)}
-    at_end = [path for path in differences(resumed, end) if path not in unstable]
+    if at_end := [path for path in differences(resumed, end) if path not in unstable]:
+        return "fail", f"the weights are bit-equal, but {at_end[0]} differs at the end ({len(at_end)} values)"
     # Values of modules do not count, because the first call of a lazy layer sets its sizes.
     modules = tuple(f"{found.path}." for found in full.discovered.modules)
     in_both = (full.snapshots[middle].digests.keys() & resumed.snapshots[middle].digests.keys()) - unstable
-    rewritten = [path for path in lost if path in in_both and not path.startswith(modules)]
-    level: Level = "fail"
-    if unequal and lost:
-        text = f"the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)"
-    elif unequal:
-        text = f"the first difference is {unequal[0]}, although everything in state and trainer was restored"
-    # A class that collects its batches passes with other values unequal: environments keep values that no later rollout
-    # depends on, such as whether a wrapper has warned.
-    elif not subject.batches and resumed.rollouts:
-        level, text = "pass", f"bit-equal, with {resumed.rollouts} rollouts after the resume"
-    elif not subject.batches:
-        level, text = "warn", "bit-equal, but all steps train on one rollout: give more --steps than a phase has"
-    elif at_end:
-        text = f"the weights are bit-equal, but {at_end[0]} differs at the end ({len(at_end)} values)"
-    elif rewritten:
-        level = "warn"
-        text = (
+    if rewritten := [path for path in lost if path in in_both and not path.startswith(modules)]:
+        return "warn", (
             f"bit-equal, but {rewritten[0]} was not restored ({len(rewritten)} values) and is equal at the end "
             "because a later step wrote it: save it if it is more than the last step's value, such as the best loss"
         )
-    else:
-        level, text = "pass", "bit-equal"
-    yield _finding("resume", level, f"{end} steps against {middle} + resume + {middle}: {text}")
+    return "pass", "bit-equal"
 
 
 def check_ranks(case: _Case) -> Iterator[Finding]:

@@ -95,16 +95,8 @@ class Runs:
     def listing(self) -> list[dict[str, Any]]:
         """Return the summaries of all runs, newest start first."""
         with self._lock:
-            listed = {}
-            for path in find_runs(self.folder):
-                address = path.relative_to(self.folder).as_posix()
-                before = self._listed.get(address)
-                if before is None or before[0].state == "running" or _has_changed(before[0]):
-                    summary = summary_of(path, counts=False, searches=self._searches)
-                    if before is not None:  # older counts are better than none
-                        summary = replace(summary, **{name: getattr(before[0], name) for name in COUNTED})
-                    before = summary, 0 if before is None or summary.state != "running" else before[1]
-                listed[address] = before
+            paths = {path.relative_to(self.folder).as_posix(): path for path in find_runs(self.folder)}
+            listed = {address: self._summarize(path, self._listed.get(address)) for address, path in paths.items()}
             # Count changed and running runs again as time allows, those that were counted longest ago first.
             waiting = [each for each in listed if not listed[each][1] or listed[each][0].state == "running"]
             until = time.monotonic() + COUNTS_FOR_S
@@ -114,6 +106,16 @@ class Runs:
             self._listed = listed
         newest_first = sorted(listed.items(), key=lambda each: (-(each[1][0].started_at_ms or 0), each[0]))
         return [{**summary.as_json(), "address": address} for address, (summary, _) in newest_first]
+
+    def _summarize(self, path: Path, before: tuple[RunSummary, float] | None) -> tuple[RunSummary, float]:
+        """Return the new entry of a run in `_listed`, given the entry before."""
+        if before is not None and before[0].state != "running" and not _has_changed(before[0]):
+            return before
+        summary = summary_of(path, counts=False, searches=self._searches)
+        if before is None:
+            return summary, 0
+        summary = replace(summary, **{name: getattr(before[0], name) for name in COUNTED})  # better old than none
+        return summary, before[1] if summary.state == "running" else 0
 
     def details(self, addresses: Sequence[str]) -> list[dict[str, Any]]:
         """Return runs as in `History.as_json`, with addresses of pictures and recordings instead of their bytes.
