@@ -230,6 +230,7 @@ def derived_port(job: int, start: int) -> int:
 
 
 def _number(text: str) -> int:
+    """Return the number of a job or step; for a name, a number that all ranks derive from it."""
     return int(text) if text.isdecimal() else zlib.crc32(text.encode())
 
 

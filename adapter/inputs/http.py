@@ -191,19 +191,9 @@ class _Transfer:
 
     def _attempt(self) -> None:
         """Send one request: to confirm the existing file, for the rest of a partial file, or for the complete file."""
-        request, note, start, headers = self.request, self._note(), 0, {"Accept-Encoding": "identity"}
+        request, note = self.request, self._note()
         self.before = self._part_bytes()
-        if self.part.exists():
-            # Without a strong ETag, only a digest reveals that two answers had two versions, or that bytes were lost.
-            if request.digest is not None or (note.joins_parts and note.boot_id == _boot_id()):
-                # No server sends an empty range, so for a part that may be complete its last byte is requested again.
-                may_be_complete = self.before in (note.size or request.size_bytes or self.before, request.size_bytes)
-                start = max(self.before - may_be_complete, 0)
-            if start:
-                headers["Range"] = f"bytes={start}-"
-                headers |= {"If-Range": note.etag} if note.etag is not None and note.joins_parts else {}
-        elif note.etag is not None and self._is_complete() and note.size in (None, self.target.stat().st_size):
-            headers["If-None-Match"] = note.etag
+        start, headers = self._plan(note)
         try:
             with self.transport.client.stream("GET", request.url, headers=headers) as response:
                 if response.status_code == 304 and "If-None-Match" in headers:
@@ -224,6 +214,22 @@ class _Transfer:
             raise InputError(f"{request.label} {fault}. It was changed or damaged on the way.")
         os.replace(self.part, self.target)
         fsync_directory(self.target.parent)
+
+    def _plan(self, note: Note) -> tuple[int, dict[str, str]]:
+        """Return the offset of the bytes to request, and the headers of the request."""
+        request, start, headers = self.request, 0, {"Accept-Encoding": "identity"}
+        if self.part.exists():
+            # Without a strong ETag, only a digest reveals that two answers had two versions, or that bytes were lost.
+            if request.digest is not None or (note.joins_parts and note.boot_id == _boot_id()):
+                # No server sends an empty range, so for a part that may be complete its last byte is requested again.
+                may_be_complete = self.before in (note.size or request.size_bytes or self.before, request.size_bytes)
+                start = max(self.before - may_be_complete, 0)
+            if start:
+                headers["Range"] = f"bytes={start}-"
+                headers |= {"If-Range": note.etag} if note.etag is not None and note.joins_parts else {}
+        elif note.etag is not None and self._is_complete() and note.size in (None, self.target.stat().st_size):
+            headers["If-None-Match"] = note.etag
+        return start, headers
 
     def _place(self, response: httpx2.Response, start: int, note: Note) -> tuple[int, int | None]:
         """Return the offset of the answer in the file, and the size of the complete file if it is known."""
