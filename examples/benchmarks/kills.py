@@ -16,15 +16,23 @@ run several ranks kill themselves with SIGKILL, each once:
 *Lost* is how many completed steps are trained again, *recover* how many seconds pass from a kill to the next step: both
 median, 95th percentile and maximum. A run is *equal* if its last weights have the bits of a run without a kill, and
 *hung* if it trained no step for a minute.
+
+``--nodes 3`` trains on three ranks that stand for three nodes: each has its own folder of ``/dev/shm`` as its memory,
+which is emptied when its process is killed, and sends its checkpoints in memory to the next one (``peer_copies``). The
+others end by themselves; then this program, in place of a scheduler, starts all of them again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,7 +55,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from genlight.adapter import StepResult
 
-RANK = int(os.environ.get("LOCAL_RANK", 0))
+RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
 KILLS = [tuple(kill) for kill in json.loads(Path("kills.json").read_text())]
 current = 0
 
@@ -172,7 +180,54 @@ def plan(chance: random.Random, ranks: int, kills: int) -> list[tuple[int, int, 
     return [(chance.randrange(ranks), step, chance.choice(POINTS), chance.uniform(0, 0.012)) for step in steps]
 
 
-def train(folder: Path, ranks: int, kills: list[Any], *, is_ours: bool) -> dict[str, Any]:
+def run_on_nodes(count: int) -> int:
+    """Run the job of this folder as one process on each of `count` nodes until it has completed; return its exit code.
+
+    Whenever a process is killed, its node loses its memory, and all start again once the others have ended.
+    """
+    import lightning.pytorch  # noqa: F401
+
+    import genlight.adapter.run.fit  # noqa: F401
+
+    fork, memories = multiprocessing.get_context("fork"), tempfile.mkdtemp(prefix="kills-", dir="/dev/shm")
+    try:
+        for attempt in itertools.count():
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            roots = [Path(memories, str(node)) for node in range(count)]
+            for root in roots:
+                root.mkdir(exist_ok=True)
+            nodes = [fork.Process(target=run_node, args=(root, count, attempt, port)) for root in roots]
+            for node in nodes:
+                node.start()
+            for node, root in zip(nodes, roots, strict=True):
+                node.join()
+                if node.exitcode == -signal.SIGKILL:
+                    shutil.rmtree(root)
+            codes = [node.exitcode or 0 for node in nodes]
+            if -signal.SIGKILL not in codes:
+                left = [path for root in roots for path in root.iterdir()]
+                return max(codes, key=abs) or len(left)
+    finally:
+        shutil.rmtree(memories)
+    return 0
+
+
+def run_node(memory: Path, count: int, attempt: int, port: int) -> None:
+    """Be the process of the node with this `memory`; `attempt` counts the earlier ones."""
+    import genlight.adapter.cli
+    from genlight.callbacks.checkpoint import memory_tier
+
+    memory_tier.ROOT = memory
+    environ = {"RANK": memory.name, "GROUP_RANK": memory.name, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    environ |= {"WORLD_SIZE": count, "GROUP_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environ |= {"TORCHELASTIC_RUN_ID": attempt}
+    os.environ.update({name: str(value) for name, value in environ.items()})
+    sys.argv[1:] = ["run", "job.json", *(["--set", "resume_from_latest=true"] if attempt else [])]
+    sys.exit(genlight.adapter.cli.main())
+
+
+def train(folder: Path, ranks: int, kills: list[Any], *, is_ours: bool, nodes: int = 1) -> dict[str, Any]:
     """Train in `folder` until the end, and return steps lost, seconds to recover, and a digest of the weights.
 
     The digest is None if the run hung.
@@ -181,14 +236,16 @@ def train(folder: Path, ranks: int, kills: list[Any], *, is_ours: bool) -> dict[
     text = TRAINING.replace("STEPS", str(STEPS)).replace("CADENCE", str(CADENCE))
     (folder / "training.py").write_text(text)
     (folder / "kills.json").write_text(json.dumps(kills))
-    lightning: dict[str, Any] = {"accelerator": "cpu", "devices": ranks}
+    lightning: dict[str, Any] = {"accelerator": "cpu", "devices": ranks // nodes, "num_nodes": nodes}
     if ranks > 1:
         lightning["strategy"] = "ddp"
     job = {"run_id": f"kills-{os.getpid()}", "trainer": "training:Job", "max_steps": STEPS, "metric_every": 1}
     job |= {"mock_batches": list(range(STEPS * ranks)), "lightning": lightning, "checkpoint_every": CADENCE}
-    job["checkpoints"] = {"memory_every_n_steps": 1, "copy_while_training": True}
+    job["checkpoints"] = {"memory_every_n_steps": 1, "copy_while_training": True, "peer_copies": nodes > 1}
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json", "--restarts", "1000"]
+    if nodes > 1:
+        command = [sys.executable, os.path.abspath(__file__), "--run-on-nodes", str(nodes)]
     if not is_ours:
         options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000", "--monitor-interval=0.1"]
         command = [sys.executable, "-m", "torch.distributed.run", *options, "training.py"]
@@ -232,17 +289,25 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60, help="kills of genlight with each number of ranks")
     parser.add_argument("--others", type=int, default=20, help="kills of Lightning under torchrun")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0, help="chooses other moments")
+    parser.add_argument("--nodes", type=int, default=1, help="of one rank each, in place of --ranks and --others")
+    parser.add_argument("--run-on-nodes", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.run_on_nodes:
+        sys.exit(run_on_nodes(arguments.run_on_nodes))
+    nodes = arguments.nodes
+    if nodes > 1:
+        arguments.ranks, arguments.others = [nodes], 0
     root = Path(tempfile.mkdtemp())
     try:
         for ranks in arguments.ranks:
             for is_ours, most in ((True, arguments.kills), (False, arguments.others)):
-                expected = train(root / "whole", ranks, [], is_ours=is_ours)["final"] if most else ""
+                expected = train(root / "whole", ranks, [], is_ours=is_ours, nodes=nodes)["final"] if most else ""
                 shutil.rmtree(root / "whole", ignore_errors=True)
                 lost, seconds, points, equal, runs, hung = [], [], dict.fromkeys(POINTS, 0), 0, 0, 0
                 while len(lost) < most and hung < 4:
-                    kills = plan(random.Random(1000 * ranks + runs), ranks, KILLS_OF_A_RUN)
-                    run = train(root / "run", ranks, kills, is_ours=is_ours)
+                    kills = plan(random.Random(1_000_000 * arguments.seed + 1000 * ranks + runs), ranks, KILLS_OF_A_RUN)
+                    run = train(root / "run", ranks, kills, is_ours=is_ours, nodes=nodes)
                     shutil.rmtree(root / "run")
                     lost, seconds, runs = lost + run["lost"], seconds + run["seconds"], runs + 1
                     equal, hung = equal + (run["final"] == expected), hung + (run["final"] is None)
