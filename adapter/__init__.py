@@ -18,7 +18,7 @@ __contract__ = (
     *("ModelRuntimeConfig", "ModelRuntimeLoader", "ParquetArrowBatchFeeder", "ResolveClient", "ResolvedRef"),
     *("MockDataModule", "SlurmEnvironment", "bind_job_context", "build_job_context", "expand_hostlist"),
 )
-"""Names for orchestrators, schedulers and existing classes: imported like the others, and not listed among them."""
+"""Names for orchestrators, schedulers and existing trainer classes; they can be imported, but `__all__` lacks them."""
 
 if TYPE_CHECKING:
     from ..reporters.events.reader import read_events as read_events

@@ -33,23 +33,23 @@ STRATEGY = {"class_path": "ray.train.lightning.RayDDPStrategy"}
 REPLACED_STRATEGIES = (None, "auto", "ddp")
 """Strategies of a job that Ray's own strategy replaces."""
 PREEMPTION_POLL_S = 2.0
-"""Seconds between two questions to Ray. The clouds give 30 s of notice or more."""
+"""Seconds between two queries to Ray. Clouds announce a preemption 30 s before it, or earlier."""
 NOTICE_PATIENCE_S = 2.0
-"""How long a rank that was stopped waits for its own notice: the ranks get it within one answer of Ray."""
+"""Seconds that a stopped rank waits for its own notice; Ray sends it to all ranks at the same time."""
 
 
 def train_loop(job: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Callable[[], None]:
     """Return the training function of a job, for ``TorchTrainer(train_loop(…), scaling_config=…, run_config=…)``.
 
     Every worker is a rank. If a worker is lost or fails, Ray starts all of them again, as often as its
-    ``FailureConfig`` allows, and they continue from the newest complete checkpoint. A run that was canceled, or whose
-    time is over, has ended for Ray, too.
+    ``FailureConfig`` allows, and they continue from the newest complete checkpoint. Ray does not restart a run that
+    was canceled or that reached its time limit.
 
     If Ray announces that it takes back a node of the run (``ray.train.get_preemption_info``), all ranks save a
-    checkpoint after the current step, and wait until Ray moves the run. For Ray that is no failure.
+    checkpoint after the current step, and wait until Ray moves the run. Ray does not count that as a failure.
 
     Args:
-        job: The job spec; all nodes see it, its data and the run's folder at the same path.
+        job: The job spec. The spec, its data and the run's folder have the same paths on all nodes.
         overrides: Settings in the form of ``--set`` of ``genlight run``: ``key=value``.
 
     Raises:
@@ -58,13 +58,13 @@ def train_loop(job: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Ca
     path = Path(job).absolute()
     config = resolve_run_config(spec_path=path, overrides=overrides)
     trainer = config.lightning
-    rays: dict[str, Any] = {"lightning.plugins": [*as_list(trainer.get("plugins")), ENVIRONMENT]}
+    for_ray: dict[str, Any] = {"lightning.plugins": [*as_list(trainer.get("plugins")), ENVIRONMENT]}
     if trainer.get("strategy") in REPLACED_STRATEGIES:
-        rays["lightning.strategy"] = STRATEGY
+        for_ray["lightning.strategy"] = STRATEGY
     # The absolute folder: Ray gives each worker another working directory.
     settings = {"artifacts_dir": str(config.artifacts_dir), "resume_from_latest": True}
     texts = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
-    texts += [f"{name}={json.dumps(value)}" for name, value in rays.items()]
+    texts += [f"{name}={json.dumps(value)}" for name, value in for_ray.items()]
     return functools.partial(_train, str(path), (*overrides, *texts))
 
 
@@ -79,17 +79,17 @@ def _train(path: str, overrides: Sequence[str]) -> None:
     ranks_here = ray.train.get_context().get_local_world_size()
     nodes, os.environ[LAUNCH_ID] = _agree(ray.train.get_context().get_node_rank())
     size = (f"lightning.devices={ranks_here}", f"lightning.num_nodes={nodes}")
-    takes_back = _preemption_notice()
+    notice = _preemption_notice()
     options = RunOptions(
         spec_path=path,
         overrides=(*overrides, *size),
-        stop_check=lambda: "preempted" if takes_back.is_set() else None,
+        stop_check=lambda: "preempted" if notice.is_set() else None,
     )
     _, error = attempt_job(options)
     is_preempted = isinstance(error, TrainingCanceled) and error.reason == "preempted"
-    if is_preempted and takes_back.wait(NOTICE_PATIENCE_S):
-        # Ray counts an exception as a failure of the run, also now, and takes a return for its end. It ends this
-        # worker when the node's time is over.
+    if is_preempted and notice.wait(NOTICE_PATIENCE_S):
+        # Ray would count an exception as a failure of the run, and a return as its end. So this worker waits until Ray
+        # ends it together with the node.
         log.warning("the checkpoint is saved; waiting for Ray to move the run")
         threading.Event().wait()
     if error is not None and not _is_final(error):
@@ -99,30 +99,30 @@ def _train(path: str, overrides: Sequence[str]) -> None:
 def _preemption_notice() -> threading.Event:
     """Return an event that is set once Ray has announced that it takes back a node of this run.
 
-    Asking Ray is a barrier of all workers. Therefore a thread of each worker asks, and not the training.
+    The query is a barrier of all workers. Therefore a separate thread of each worker makes it, not the training thread.
     """
     import ray.train
 
-    takes_back = threading.Event()
-    # Ray 2.60 has it, and its older API for Train does not.
+    notice = threading.Event()
+    # Ray 2.60 has this function; the older API of Ray Train lacks it.
     read: Callable[[], object] | None = getattr(ray.train, "get_preemption_info", None)
 
     def ask(read: Callable[[], object]) -> None:
         try:
             while read() is None:
-                takes_back.wait(PREEMPTION_POLL_S)
-        except Exception as error:  # noqa: BLE001  # of the actor that connects the workers, for example
+                notice.wait(PREEMPTION_POLL_S)
+        except Exception as error:  # noqa: BLE001  # the actor that connects the workers may fail, for example
             log.warning("Ray's notices of preemption are not read any more: %s", safe_str(error))
         else:
-            takes_back.set()
+            notice.set()
 
     if read is not None:
         started(threading.Thread(target=ask, args=(read,), name="genlight-ray-preemption", daemon=True))
-    return takes_back
+    return notice
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether its user or its limits ended the run, so that Ray must not start it again."""
+    """Whether the user or a limit ended the run, so that Ray must not start it again."""
     return isinstance(error, TrainingCanceled) and error.reason != "preempted"
 
 

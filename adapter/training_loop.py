@@ -46,13 +46,13 @@ def run_training_loop(
 ) -> int:
     """Train on one device: the device of `ctx` if this machine has it, or else the CPU.
 
-    Every call of `reporter`, `artifact_writer` and `uploader` is made within its step; the final artifact is written
-    while the modules are still on their device.
+    All calls of `reporter`, `artifact_writer` and `uploader` for a step are made before the next step begins. The final
+    artifact is written while the modules are still on their device.
 
     Args:
         job: Identity, step limit and cadences.
-        ctx: Context for the trainer; ``device``, ``rank``, ``world_size`` and ``run_state`` are filled in, and
-            If its ``dataset`` is None, it becomes `batches`.
+        ctx: Context for the trainer. Its ``device``, ``rank``, ``world_size`` and ``run_state`` are filled in. If its
+            ``dataset`` is None, it becomes `batches`.
         trainer: The trainer.
         batches: One pass of raw batches, from an iterable or its ``iter_batches()``.
         reporter: Receives events; its ``is_canceled()`` is called before the first step and after every step.
@@ -61,7 +61,7 @@ def run_training_loop(
             artifact and reports completion.
         start_step: Steps that count as completed; no batch is skipped for them.
         resume_state_payload: Argument for the trainer's ``load_state_dict``.
-        resume_checkpoint_path: Directory, or record next to it, for the trainer's ``load_checkpoint``.
+        resume_checkpoint_path: Checkpoint for the trainer's ``load_checkpoint``: its directory, or its record.
 
     Returns:
         The number of completed steps, including those before `start_step`.
@@ -143,11 +143,11 @@ class _OneDevice(CPUAccelerator):
 
 
 def _trainer_directory(path: Path) -> Path:
-    """Return the folder of the trainer's ``save_checkpoint``, from its directory or from a checkpoint's record."""
+    """Return the folder that the trainer's ``save_checkpoint`` wrote, given this folder or a checkpoint's record."""
     if path.is_dir():
         return path
-    ours, older = path.with_suffix("") / "trainer", path.with_suffix("")
-    return next((folder for folder in (ours, older) if folder.is_dir()), path.parent)
+    in_genlight, in_older_runtime = path.with_suffix("") / "trainer", path.with_suffix("")
+    return next((folder for folder in (in_genlight, in_older_runtime) if folder.is_dir()), path.parent)
 
 
 class _Caller(Hook):

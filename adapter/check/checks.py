@@ -33,7 +33,7 @@ from ..contract.types import REQUIRED_HOOKS
 from ..discovery.children import below
 from ..discovery.discover import Found, walk_both
 from ..discovery.rank_local import rank_local_of
-from ..gradients.rank_check import users_line
+from ..gradients.rank_check import find_user_line
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.counted_dict import CountedDict
@@ -301,7 +301,7 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
         was_zeroed = before is not None and before._version == version + 1 and not before.any()
         was_replaced = now is not None and now is not before and bool(now.any())
         if before is not None and (was_replaced or (before._version != version and not was_zeroed)):
-            changed_before.append(users_line())
+            changed_before.append(find_user_line())
 
     def after_accumulation(parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -23,7 +23,7 @@ from ...callbacks.hook.events import callbacks_of
 from ..contract.exceptions import ContractError, InputError
 from ..contract.types import StepContext
 from ..discovery.discover import Discovered, Found
-from ..feed.arrow_feed import imported
+from ..feed.arrow_feed import import_function
 from ..inputs.materialize import materialize_inputs
 from ..job.config import RunConfig
 from ..job.lightning_objects import instantiate_alone, make_data
@@ -238,7 +238,7 @@ def compare_job(
 def _import_function(import_path: str) -> Callable[..., Any]:
     """Import the function named by ``module:function``."""
     try:
-        return imported(import_path.strip(), "--against", "'module:function'")
+        return import_function(import_path.strip(), "--against", "'module:function'")
     except (TypeError, ValueError) as error:
         raise ContractError(str(error)) from None
 

@@ -97,9 +97,8 @@ class PlainLoop:
     def step(self, raw_batch: Any) -> dict[str, float]:
         """Train one step; return its metrics."""
         state, ctx = self.contract_state, self.ctx
-        self.step_result = validate_result(
-            self.plugin.train_step(self.plugin.prepare_batch(raw_batch, state, ctx), state, ctx)
-        )
+        self.step_result = self.plugin.train_step(self.plugin.prepare_batch(raw_batch, state, ctx), state, ctx)
+        validate_result(self.step_result)
         self.global_step += 1
         self.call_hooks("on_mb_end")
         return self.metrics()

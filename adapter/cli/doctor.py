@@ -193,12 +193,12 @@ def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
         trainer, _ = prepare_training(config, target, brings_data=brings_data)
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from ..gradients.refused import needs
+    from ..gradients.refused import describe_fsdp_limits
 
     names = (type(each).__name__ for each in (trainer.accelerator, trainer.strategy))
     yield "pass", f"Lightning takes the job: {', '.join(names)}, {trainer.world_size} ranks, {trainer.precision}"
     if isinstance(trainer.strategy, ModelParallelStrategy):
-        yield "pass", needs()
+        yield "pass", describe_fsdp_limits()
 
 
 def _input(kind: Kind, text: str) -> Outcomes:

@@ -1,12 +1,12 @@
 """The import paths that existing classes use: `gen_worker.trainer`, and the modules of `worldflux`.
 
-Importing anything of genlight imports this and calls `install`. May import contract and plumbing; other parts of
-genlight only when one of their names is used.
+Importing anything of genlight imports this package, which calls `install`. It may import contract and plumbing, and
+other parts of genlight only when one of their names is used.
 
-`install` adds a finder to the end of ``sys.meta_path``, so that a real package always wins: Python asks the finder only
-for modules that it finds nowhere else. Every name of ``gen_worker.trainer`` comes from `genlight.adapter`, or from
-`old_names` if only the old package had it. The old package spread its names over its modules differently from release
-to release, so each module here has all of them.
+`install` adds a finder to the end of ``sys.meta_path``. Python asks this finder only for modules that it finds nowhere
+else, so a real package always wins. Every name of ``gen_worker.trainer`` comes from `genlight.adapter`, or from
+`old_names` if only the old package had it. Releases of the old package had the names in different modules, so each
+module here has all names.
 
 ``gen_worker/trainer.py`` (`gen_worker_trainer.py` here) does the same in a process that has not imported genlight.
 """
@@ -56,19 +56,20 @@ _WORLDFLUX: Final = {
         ),
     ),
 }
-"""Modules of ``worldflux``: the module of ours that each stands for, and its names."""
+"""Modules of ``worldflux``: the module of genlight that each stands for, and its names."""
 _GEN_WORKER: Final = {"gen_worker", _TRAINER, *(f"{_TRAINER}.{module}" for module in MODULES)}
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds and makes stand-ins for modules of packages that are not installed."""
+    """Finds and makes modules that stand in for modules of packages that are not installed."""
 
     @override
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         parent, _, last = name.rpartition(".")
-        # A real worldflux is not completed by ours; a real gen_worker without `trainer` is.
+        # If a real `worldflux` is installed, none of its modules is replaced or added. A real `gen_worker` may get a
+        # `trainer`.
         is_ours = name in _WORLDFLUX and (not parent or getattr(sys.modules[parent], "__loader__", None) is self)
         return ModuleSpec(name, self, is_package=True) if is_ours or (last and name in _GEN_WORKER) else None
 
@@ -93,7 +94,7 @@ _FINDER: Final = _Finder()
 
 
 def install() -> None:
-    """Make ``gen_worker.trainer`` and the modules of ``worldflux`` importable, unless the real packages are there.
+    """Make ``gen_worker.trainer`` and the modules of ``worldflux`` importable, unless the real packages are installed.
 
     Importing anything of genlight does this; a second call does nothing.
     """
@@ -121,8 +122,8 @@ def _names_of(module: str) -> tuple[Sequence[str], Callable[[str], Any]]:
 
 
 def _resolve(name: str) -> Any:
-    """Look up a name of ``gen_worker.trainer``; import genlight by name, because it imports this module itself."""
-    if name == "run_training_runtime_from_env":  # genlight's function of this name ends differently
+    """Look up a name of ``gen_worker.trainer``. This imports genlight late, because genlight imports this module."""
+    if name == "run_training_runtime_from_env":  # genlight's function of this name returns an exit code
         return run_training_runtime_from_env
     old_names = importlib.import_module(_OLD_NAMES)
     return getattr(old_names if name in old_names.__all__ else importlib.import_module(_ADAPTER), name)
@@ -136,7 +137,7 @@ def run_training_runtime_from_env() -> int:
     Raises:
         StartupContractError: The run could not start.
         TrainingCanceled: It was stopped.
-        BaseException: Whatever else ended it: the root cause, after everything was reported.
+        BaseException: Another exception ended the run; it has been reported.
     """
     run = importlib.import_module(f"{_ADAPTER}.run.run")
     code, error = run.attempt_job(run.RunOptions())

@@ -1,7 +1,7 @@
 """``gen_worker.trainer`` for a process that has not imported genlight; installed as ``gen_worker/trainer.py``.
 
-That folder has no ``__init__``: a real package ``gen_worker`` wins wherever it lies on the path, and so does a real
-``gen_worker/trainer/`` in this folder. Python never sees this file then.
+That folder has no ``__init__``. So Python does not use this file if there is a real package ``gen_worker`` anywhere on
+the path, or a real ``gen_worker/trainer/`` in the same folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Names of the older runtime that only its own import path gives; genlight itself has no use for them.
-
-`alias` exports them in addition to the names of `genlight.adapter`.
-"""
+"""Names that only the older runtime had. ``gen_worker.trainer`` exports them; genlight itself does not use them."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ class CheckpointingTrainerPlugin(Protocol):
         """Load the files in `checkpoint_dir`."""
 
 
-# Not contravariant in its parameters: classes use the same variables for their own generics.
+# The type variables are not contravariant, because classes use the same variables for their own generics.
 class TrainerEndpointContract(CheckpointingTrainerPlugin, Protocol[StateT, RawBatchT, PreparedBatchT]):  # type: ignore[misc]
     """All hooks of a trainer class, generic in its state and its batches, as a base to inherit from.
 
@@ -110,7 +107,7 @@ class ReporterEvent:
 
 @dataclass(frozen=True)
 class TrainerSubprocessContractV1:
-    """The job of a process that starts a trainer in another one, handed over as a JSON file.
+    """A job that one process hands to another as a JSON file, so that the other trains it.
 
     Raises:
         ValueError: The version is not ``v1``, or `trainer_plugin` or `job_spec_path` is empty.
@@ -144,7 +141,7 @@ class TrainerSubprocessContractV1:
 
 
 def write_subprocess_contract(path: str | os.PathLike[str], contract: TrainerSubprocessContractV1) -> None:
-    """Write `contract` to `path`, whose folder is made."""
+    """Write `contract` to `path`; makes the folder."""
     from ..plumbing.durable import make_directory, write_bytes_durably
 
     make_directory(Path(path).parent, shared=None)
@@ -161,7 +158,7 @@ def read_subprocess_contract(path: str | os.PathLike[str]) -> TrainerSubprocessC
 
     payload = json.loads(read_regular(path, limit=1 << 20))
     if not isinstance(payload, dict):
-        raise ValueError(  # noqa: TRY004  # of the file's content, as it was
+        raise ValueError(  # noqa: TRY004  # the older runtime raised this type
             f"{os.fspath(path)} does not hold a JSON object"
         )
     return TrainerSubprocessContractV1.from_json(payload)

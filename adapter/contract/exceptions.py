@@ -3,7 +3,7 @@
     GenlightError
     ├── StartupContractError      a setting, spec or environment fault; exit code 2
     ├── UsageError                a command cannot do what the user requested; exit code 2
-    ├── ContractError (TypeError) a trainer class or its hook broke the contract
+    ├── ContractError (TypeError) a trainer class, or a result of its hooks, breaks the contract
     │   └── TrainerPathError (ValueError)  an import path that does not lead to one trainer
     ├── InputError                a column, file or reference that cannot be read
     │   └── AuthError             a server refused our credentials (401, 403)
@@ -12,7 +12,7 @@
     │   │   └── UnloadableCheckpointError  it is intact, but names a type that is not imported
     │   ├── UnstorableStateError (TypeError)  a value that the format cannot hold
     │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
-    ├── HookOrderError (ValueError)  hooks wait for each other, or for a field that no hook writes
+    ├── HookOrderError (ValueError)  no order of the hooks writes each field before it is read
     ├── MonitorError (ValueError)  a monitored metric is missing, or not finite
     ├── EvaluationError           an evaluation gave no scores
     ├── EventLogError             the event log is locked, or breaks its own rules
@@ -27,8 +27,8 @@
     ├── TrainingHungError         no step was finished for far longer than steps take
     └── TrainingCanceled          the run stopped on request; exit code 75
 
-Each carries its facts as attributes, so that a caller never parses a message. The module imports nothing of
-genlight; every package may import it.
+Each has its facts as attributes, so that a caller never parses a message. The module imports nothing of genlight;
+every package may import it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class AuthError(InputError):
 
 
 class NonfiniteError(GenlightError):
-    """A loss, gradients or weights became nan or infinite, and the run is set to end then."""
+    """A loss, gradients or weights became nan or infinite, and the job says that the run ends then."""
 
 
 class RecoveryError(GenlightError):
@@ -146,7 +146,7 @@ class UnstorableStateError(CheckpointError, TypeError):
 
 
 class UnwrittenCheckpointError(CheckpointError, OSError):
-    """The system refused to write a checkpoint. The previous one is unchanged.
+    """The system refused to write a checkpoint. The previous checkpoint is unchanged.
 
     Args:
         checkpoint: Name of the checkpoint, such as ``step-00000200``.
@@ -181,7 +181,7 @@ class UnwrittenCheckpointError(CheckpointError, OSError):
 
 
 class HookOrderError(GenlightError, ValueError):
-    """The reads and writes of the hooks admit no order."""
+    """There is no order of the hooks in which each field is written before it is read."""
 
 
 class MonitorError(GenlightError, ValueError):
@@ -210,7 +210,7 @@ class UploadError(GenlightError):
 
 
 class ReplayWriterError(GenlightError, RuntimeError):
-    """A replay buffer has one writer, and another thread or process tried to write; nothing was changed."""
+    """A thread or process other than the writer of a replay buffer tried to write; nothing was changed."""
 
 
 class ThreadLimitError(GenlightError, RuntimeError):
@@ -222,7 +222,7 @@ class ReplicaDriftError(GenlightError):
 
 
 class ResumeDifferenceError(GenlightError):
-    """A step that was repeated after a restart differs from its first time, and the run is set to end then."""
+    """A step that was repeated after a restart differs from its first execution, and the job says that the run ends."""
 
 
 class RankFailedError(GenlightError):

@@ -1,7 +1,7 @@
 """The vocabulary of the trainer contract, between a trainer class, an orchestrator and genlight.
 
-Types and protocols only. The module imports nothing of genlight, and neither torch nor Lightning, so that every module
-may import it. A trainer class can be written and tested without them.
+The module has only types and protocols. It imports nothing of genlight, and neither torch nor Lightning, so that every
+module may import it. A trainer class can be written and tested without these types.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class TrainingJobSpec:
 class RunState:
     """Facts that hooks read and write; one object per run, saved in every checkpoint.
 
-    A hook names the fields it ``reads`` and ``writes``, and the order of hooks follows from that. Other facts go to
-    `extra`, under a name that the hook declares the same way.
+    A hook names the fields that it ``reads`` and ``writes``, and the order of hooks follows from that. A hook puts its
+    own facts into `extra`, under names that it declares the same way.
     """
 
     run_id: str = ""
@@ -184,10 +184,8 @@ class StepResult:
 class TrainerPlugin(Protocol):
     """A trainer class; the README documents each hook.
 
-    The optional hooks (``save_checkpoint``, ``load_checkpoint``, ``rollout``, ``rollout_state``,
-    ``load_rollout_state``, ``evaluate``, ``trainer_hooks``) and the optional attribute
-    ``rank_local`` (names of parts of the state that differ by rank) are looked up by name and are not part of the
-    protocol, because a class that lacks them conforms.
+    The optional hooks (`OPTIONAL_HOOKS`) and the optional attribute ``rank_local`` (names of parts of the state that
+    differ by rank) are not part of the protocol, because a class without them conforms.
     """
 
     def setup(self, ctx: StepContext) -> None:

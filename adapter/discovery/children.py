@@ -31,7 +31,7 @@ ATOMS = (str, bytes, bytearray, int, float, complex, type(None), type, types.Mod
 
 _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
-_TORCH_WITHOUT_USERS_OBJECTS = ("torch._", "torch.utils.data")
+_TORCH_WITHOUT_USER_OBJECTS = ("torch._", "torch.utils.data")
 _HOSTS = ("lightning.pytorch.", "pytorch_lightning.", "genlight.adapter.module.")
 """Packages whose objects (including users' callbacks and data modules) hold references back to the run."""
 _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, dict, list)
@@ -40,15 +40,15 @@ _HASHES_OF_ADDRESSES: tuple[Any, ...] = (object.__hash__, Tensor.__hash__)
 
 
 class Reference(NamedTuple):
-    """How one object leads to another."""
+    """An object, and the place in its parent that leads to it."""
 
     path: str
-    """The path as the trainer's author would write it."""
+    """The path as the author of the trainer class would write it."""
     value: Any
     put: Callable[[Any], None] | None = None
     """Replaces the object; None if that is impossible, as in a tuple."""
     is_key: bool = False
-    """Whether `value` is a key of a mapping, as a tensor in a dict of values per tensor."""
+    """Whether `value` is a key of a mapping, such as a parameter in a dict from parameters to their averages."""
 
 
 def below(path: str, value: Any) -> Iterable[Reference]:
@@ -63,19 +63,20 @@ def below(path: str, value: Any) -> Iterable[Reference]:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that a compiled one was made from, or the module itself."""
+    """Return the module that `module` was compiled from, or `module` itself if it is not compiled."""
     original = getattr(module, "_orig_mod", None)
     return original if isinstance(original, nn.Module) else module
 
 
 def _children(path: str, value: Any) -> Iterable[Reference]:
+    """Return the children of an object that is neither a tensor, an optimizer, a module nor a scheduler."""
     if isinstance(value, CountedDict):  # a job's hyperparameters would count as read
         return ()
     if isinstance(value, Mapping):
         return _items(path, value) if len(value) <= SEARCHED_ITEMS else ()
     if isinstance(value, _CONTAINERS):
         kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
-        if kind.__len__(value) > SEARCHED_ITEMS:  # a subclass may override `__len__`, or refuse it
+        if kind.__len__(value) > SEARCHED_ITEMS:  # the `__len__` of a subclass may return another number, or raise
             return ()
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return (Reference(f"{path}.{name}", getattr(value, name)) for name in value._fields)
@@ -87,7 +88,7 @@ def _children(path: str, value: Any) -> Iterable[Reference]:
     if isinstance(value, functools.partial):
         return [Reference(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
     if isinstance(value, types.FunctionType):
-        return _closed_over(path, value)
+        return _closure_variables(path, value)
     if isinstance(value, types.MethodType):
         return (Reference(f"{path}.__self__", value.__self__),)
     if is_opaque(type(value)):
@@ -99,6 +100,7 @@ def _children(path: str, value: Any) -> Iterable[Reference]:
 
 
 def _items(path: str, mapping: Mapping[Any, Any]) -> Iterator[Reference]:
+    """Yield the values of a mapping, and the keys that are tensors."""
     changeable = mapping if isinstance(mapping, MutableMapping) else None
     for key, value in mapping.items():
         put = None if changeable is None else functools.partial(changeable.__setitem__, key)
@@ -116,7 +118,7 @@ def _rekey(mapping: MutableMapping[Any, Any], old: Any, new: Any) -> None:
 
 
 def keeps_state(value: Any) -> bool:
-    """Whether `value` is an object with its own ``state_dict()`` and ``load_state_dict(state)``, and no loader."""
+    """Whether `value` has its own ``state_dict()`` and ``load_state_dict(state)``, and is not a loader."""
     kind = type(value)
     if not hasattr(kind, "state_dict") or isinstance(value, _KEPT_ON_CLASSES) or hasattr(kind, "__iter__"):
         return False
@@ -129,7 +131,7 @@ def keeps_state(value: Any) -> bool:
 
 
 def is_opaque(cls: type) -> bool:
-    """Whether to skip a class: one of the standard library, of numpy, of torch's data loading, or of the host."""
+    """Whether to skip objects of `cls`: a class of the standard library, numpy, torch's data loading, or the host."""
     if any(base.__module__.startswith(_HOSTS) for base in cls.__mro__):
         return True
     if cls is types.SimpleNamespace or dataclasses.is_dataclass(cls):
@@ -138,10 +140,10 @@ def is_opaque(cls: type) -> bool:
     top = module.partition(".")[0]
     if top == "__main__":
         return False
-    return top in sys.stdlib_module_names | _DATA_LIBRARIES or module.startswith(_TORCH_WITHOUT_USERS_OBJECTS)
+    return top in sys.stdlib_module_names | _DATA_LIBRARIES or module.startswith(_TORCH_WITHOUT_USER_OBJECTS)
 
 
-def _closed_over(path: str, function: types.FunctionType) -> Iterator[Reference]:
+def _closure_variables(path: str, function: types.FunctionType) -> Iterator[Reference]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a variable that has no value yet
             put = functools.partial(setattr, cell, "cell_contents")
@@ -153,7 +155,7 @@ def _attributes(path: str, value: Any) -> Iterator[Reference]:
         # Bypass the `__setattr__` of a frozen dataclass.
         return Reference(f"{path}.{name}", attribute, functools.partial(object.__setattr__, value, name))
 
-    # No property is called: it may compute, print or fail.
+    # Properties are skipped, because calling one may compute, print or fail.
     own = dict(getattr(value, "__dict__", {}))
     yield from itertools.starmap(reference, own.items())
     for cls in type(value).__mro__:
@@ -167,7 +169,7 @@ def _attributes(path: str, value: Any) -> Iterator[Reference]:
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that a module has besides those of every module, without its submodules, by name."""
+    """Yield the attributes of a module by name, without its submodules and without those that every module has."""
     is_torchs = type(module).__module__.startswith("torch.")
     for name, value in vars(module).items():
         if name not in _TORCH_INTERNALS and not (is_torchs and name.startswith("_")):
@@ -175,7 +177,7 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
-    """Yield attributes of the module and its submodules other than parameters, buffers and submodules."""
+    """Yield the attributes of a module and of its submodules, except for tensors and submodules."""
     for name, submodule in module.named_modules():
         where = f"{path}.{name}" if name else path
         for attribute, value in attributes_of(submodule):
@@ -184,9 +186,9 @@ def _attributes_of_module(path: str, module: nn.Module) -> Iterator[Reference]:
 
 
 def _in_fixed_order(path: str, items: set[Any] | frozenset[Any]) -> list[Any]:
-    """Return the items of a set in an order that does not depend on addresses, because these differ between ranks."""
-    leads = [item for item in items if not isinstance(item, ATOMS) or getattr(item, "__closure__", None) is not None]
-    by_address = [item for item in leads if type(item).__hash__ in _HASHES_OF_ADDRESSES]
+    """Return the items of a set in an order that does not depend on their addresses, which differ between ranks."""
+    objects = [item for item in items if not isinstance(item, ATOMS) or getattr(item, "__closure__", None) is not None]
+    by_address = [item for item in objects if type(item).__hash__ in _HASHES_OF_ADDRESSES]
     if len(by_address) > 1:
         raise ContractError(
             f"{path} is a set with {len(by_address)} objects, such as a {type(by_address[0]).__name__}, which each "

@@ -38,7 +38,7 @@ class Found(Generic[T]):
     """One object and its place."""
 
     path: str
-    """The path as the trainer's author would write it: ``state["nets"].generator`` or ``trainer.net``."""
+    """The path as the author of the trainer class would write it: ``state["nets"].generator`` or ``trainer.net``."""
     name: str
     """A valid attribute name, unique among the objects of its kind and equal on all ranks."""
     value: T
@@ -61,14 +61,14 @@ class Discovered:
     aliases: tuple[Reference, ...] = ()
     """References to tensors outside of modules, for example in a list, including parameters of found modules."""
     generators: tuple[Found[Any], ...] = ()
-    """Random number generators of torch, NumPy and Python, also those in the module that defines the trainer class."""
+    """Random number generators of torch, NumPy and Python, also global ones of the module with the trainer class."""
     stateful: tuple[Found[Any], ...] = ()
     """Other objects with a ``state_dict``."""
     roots: tuple[tuple[str, Any], ...] = ()
     """The roots of the search, the state and the trainer, by the names that paths begin with."""
     layout: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
-    """Shapes of the modules' parameters after discovery, by path (None for a lazy parameter, which gets its shape
-    later), and for each optimizer the numbers of parameters in its groups."""
+    """Shapes of the modules' parameters at discovery, by path (None for a lazy parameter, which gets its shape later);
+    and for each optimizer, the number of parameters in each of its groups."""
 
     @functools.cached_property
     def trained(self) -> tuple[Found[nn.Module], ...]:
@@ -83,7 +83,7 @@ class Discovered:
         return tuple(m for m in self.modules if m.name not in trained)
 
     def updated(self) -> Iterator[Tensor]:
-        """Return the tensors that training changes: the optimizers', or without these all that require gradients."""
+        """Return the tensors that training changes: those in optimizers, or without any, all that require gradients."""
         if self.optimizers:
             return self.optimized()
         parameters = (p for found in self.modules for p in found.value.parameters())
@@ -103,7 +103,7 @@ class Discovered:
         return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())
 
     def current(self, found: Iterable[Found[Tensor]]) -> list[Found[Tensor]]:
-        """Return each of `found` with the tensor that is now at its path; unchanged if there is none.
+        """Return each of `found` with the tensor that is at its path now; without one there, the entry is unchanged.
 
         A trainer may replace a tensor in a manual update, ``state["w"] = (state["w"] - rate *
         gradient).detach().requires_grad_()``, or in a ``load_state_dict`` that uses the tensors of its payload.
@@ -143,8 +143,9 @@ def discover(
 
     The search covers dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that
     functions close over, also in cycles. It skips classes of the standard library, Lightning's trainers and callbacks,
-    and containers of more than `SEARCHED_ITEMS` items. It also skips a module that is completely on the meta device: it
-    is a skeleton for ``torch.func.functional_call``. If Lightning saw it, it would give new weights to all modules.
+    and containers of more than `SEARCHED_ITEMS` items. It also skips a module that is completely on the meta device,
+    which is a skeleton for ``torch.func.functional_call``: if Lightning found one, it would give new weights to all
+    modules.
 
     Args:
         state: The result of ``configure``.
@@ -174,12 +175,12 @@ def discover(
     bare_ids = {id(p) for _, p in bare}
     reserved = frozenset(reserved)
     return Discovered(
-        modules=_named(modules, reserved),
-        optimizers=_named(optimizers, reserved),
-        schedulers=_named(_of_kind(found, LRScheduler), reserved),
-        scalers=_named(_of_kind(found, GradScaler), reserved),
-        parameters=_named(list({id(p): (path, p) for path, p in bare}.values()), reserved),
-        tensors=_named([(path, t) for path, t in tensors if id(t) not in bare_ids | known], reserved),
+        modules=_with_names(modules, reserved),
+        optimizers=_with_names(optimizers, reserved),
+        schedulers=_with_names(_of_kind(found, LRScheduler), reserved),
+        scalers=_with_names(_of_kind(found, GradScaler), reserved),
+        parameters=_with_names(list({id(p): (path, p) for path, p in bare}.values()), reserved),
+        tensors=_with_names([(path, t) for path, t in tensors if id(t) not in bare_ids | known], reserved),
         aliases=tuple(aliases),
         generators=tuple(
             Found(path, path, value)
@@ -212,12 +213,12 @@ def _layout(
 
 
 def check_devices(discovered: Discovered, device: torch.device | str, *, world_size: int = 1) -> None:
-    """Refuse objects that this rank cannot train; the message names each by its path.
+    """Refuse objects that this rank cannot train.
 
     Raises:
-        ContractError: A module or tensor is on another kind of device than the run or on another rank's device; it is
-            on the meta device and has no values; or its memory is shared with another process. Or a tensor outside of
-            a module is a view of the module's parameters, which genlight is going to move.
+        ContractError: A module or tensor is on another kind of device than the run, on the device of another rank, on
+            the meta device (without values), or in memory that is shared with another process. Or a tensor outside of
+            modules is a view of a module's parameter, and genlight is going to move that module. Names each path.
     """
     device = torch.device(device)
     if device.type != "cpu":
@@ -237,7 +238,7 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
 def check_unchanged(
     before: Discovered, state: Any, trainer: object = None, *, host: nn.Module | None = None
 ) -> Discovered:
-    """Refuse objects that a step built, added, removed or resized; the next start would have those of `configure`.
+    """Refuse objects that a step built, added, removed or resized, because a resume builds those of `configure` again.
 
     Returns:
         The trainer's objects now.
@@ -279,7 +280,8 @@ def walk_both(
 ) -> Iterator[tuple[str, Any]]:
     """Yield everything that can be reached from a trainer's state and from the trainer; arguments as in `discover`.
 
-    A bound method or a back reference in the state leads to the trainer; paths of objects on it begin with the trainer.
+    The state may refer to the trainer, for example by a bound method. Such references are not followed, so that paths
+    of the trainer's objects begin with ``trainer``.
     """
     seen: dict[int, Any] = {id(host): host}
     yield from walk(state, "state", seen=seen, without=trainer, tensors=tensors)
@@ -294,17 +296,17 @@ def walk(
     without: object = None,
     tensors: list[Reference] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield everything that can be reached from `root` with its path, in the order it was built, also plain values.
+    """Yield everything that can be reached from `root`, including plain values, with paths, in the order of building.
 
     Args:
         root: The object at which the walk begins.
         path: Its name.
         seen: Objects that are not visited again; pass one dict to several walks.
         without: An object that the walk skips.
-        tensors: Gets every reference to a tensor, also to one that was visited before.
+        tensors: A list to which every reference to a tensor is added, also to tensors that were visited before.
     """
-    seen = {} if seen is None else seen  # holds the objects, because the id of a freed one could be used again
-    # An explicit stack: a linked list of a thousand nodes must not end in a RecursionError.
+    seen = {} if seen is None else seen  # has the objects as values, because the id of a freed one could be used again
+    # A stack instead of recursion, so that a linked list of a thousand nodes does not end in a RecursionError.
     stack = [(path, root)]
     while stack:
         path, value = stack.pop()
@@ -331,7 +333,8 @@ def _outermost(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
     return [(path, module) for path, module in unique if id(module) not in inner]
 
 
-def _named(found: list[tuple[str, T]], reserved: frozenset[str]) -> tuple[Found[T], ...]:
+def _with_names(found: list[tuple[str, T]], reserved: frozenset[str]) -> tuple[Found[T], ...]:
+    """Give each object a valid attribute name that is unique and not reserved."""
     names: dict[str, None] = {}
     for path, _ in found:
         name = _name(path)
@@ -345,7 +348,7 @@ def _named(found: list[tuple[str, T]], reserved: frozenset[str]) -> tuple[Found[
 
 
 def _name(path: str) -> str:
-    """Return ``nets_generator`` for ``state["nets"].generator``; an object that is itself a root keeps its name."""
+    """Return ``nets_generator`` for ``state["nets"].generator``, and the name of the root itself for a root."""
     root = re.split(r"[.\[]", path, maxsplit=1)[0]
     words = [w for w in re.split(r"[^0-9A-Za-z]+", path[len(root) :]) if w]
     name = "_".join(words) or root
@@ -361,6 +364,7 @@ def _tensors_of(found: Found[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: int) -> str:
+    """Return why this rank cannot train `found`, or an empty text; `moved` tells whether genlight moves it."""
     for path, tensor in _tensors_of(found):
         if tensor.is_meta and moved:
             return f"{path} has no values, because it is on the meta device; call to_empty and load its weights"
@@ -372,7 +376,7 @@ def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: 
 
 
 def _check_no_view_is_left_behind(discovered: Discovered, device: torch.device) -> None:
-    """Refuse tensors that share memory with parameters that genlight is about to move without them."""
+    """Refuse tensors outside of modules that share memory with a parameter that genlight is about to move."""
     outside = {
         memory: (path, tensor)
         for found in (*discovered.parameters, *discovered.tensors)
@@ -417,5 +421,5 @@ def _usable(tensor: Tensor, device: torch.device, *, moved: bool) -> bool:
         return True
     if tensor.device.type != device.type:
         return False
-    # A tensor that genlight does not move must be on this rank's own device already.
+    # genlight does not move this tensor, so it must be on this rank's own device already.
     return moved or str(device) in (device.type, str(tensor.device))

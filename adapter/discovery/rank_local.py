@@ -1,4 +1,4 @@
-"""State that a trainer class declares to differ by rank: a replay buffer, its own latents, sharded optimizer states."""
+"""State that may differ by rank because the trainer class says so, such as a replay buffer or its own latents."""
 
 from __future__ import annotations
 
@@ -15,46 +15,45 @@ from ..contract.exceptions import ContractError
 from .discover import Discovered, Found
 
 _SHARDS_ITS_STATE = "ZeroRedundancyOptimizer"
-"""Name of torch's class; importing the class takes as long as importing torch itself."""
+"""A class of torch, by name, because importing it takes as long as importing torch itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankLocal:
     """The names in a trainer's ``rank_local``.
 
-    A name covers the part of the state that it leads to and everything below it: ``"replay"`` covers
-    ``state["replay"]`` and ``state.replay.data``, ``"nets.memory"`` covers ``state["nets"].memory``. The same holds for
-    attributes of the trainer.
+    A name covers a part of the state, or an attribute of the trainer, and everything below it: ``"replay"`` covers
+    ``state["replay"]`` and ``state.replay.data``, ``"nets.memory"`` covers ``state["nets"].memory``.
     """
 
     names: tuple[str, ...] = ()
 
     def __contains__(self, path: str) -> bool:
-        """Whether the object at `path`, in the notation of discovery, may differ."""
+        """Whether the object at `path`, as in `Found.path`, may differ by rank."""
         if not self.names:
             return False
         dotted = ".".join(re.findall(r"[^\[\]\"'.]+", path)[1:])
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
 
     def covers_state_of(self, found: Found[Optimizer]) -> bool:
-        """Whether the state of an optimizer differs by rank: it is named, or its class declares that it shards it."""
+        """Whether the state of an optimizer may differ by rank: a name covers it, or the optimizer shards its state."""
         shards = any(cls.__name__ == _SHARDS_ITS_STATE for cls in type(found.value).__mro__)
         return shards or bool(getattr(found.value, "rank_local", False)) or found.path in self
 
     def parameters(self, found: Found[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of a module that are equal on all ranks, with their paths, as they are now."""
+        """Yield the present parameters of a module that are equal on all ranks, with their paths."""
         for name, parameter in found.value.named_parameters():
             if (path := f"{found.path}.{name}") not in self:
                 yield path, parameter
 
     def buffers(self, found: Found[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of a module that are equal on all ranks, with their paths, as they are now."""
+        """Yield the present buffers of a module that are equal on all ranks, with their paths."""
         for name, buffer in found.value.named_buffers():
             if (path := f"{found.path}.{name}") not in self:
                 yield path, buffer
 
     def bare(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """Yield trained tensors outside of modules that are equal on all ranks, without optimizer as they are now."""
+        """Yield the trained tensors outside of modules that are equal on all ranks, with their paths."""
         found = (*discovered.parameters, *discovered.currently_trained())
         yield from ((f.path, f.value) for f in found if f.path not in self)
 
@@ -72,7 +71,7 @@ class RankLocal:
         yield from self.optimizer_states(discovered)
 
     def replicated_values(self, discovered: Discovered) -> list[Tensor]:
-        """Return the tensors of `replicated`, each once and without paths, in a quarter of the time."""
+        """Return the tensors of `replicated`, each once and without paths; takes a quarter of the time."""
         if self.names or any(map(self.covers_state_of, discovered.optimizers)):
             return [tensor for _, tensor in self.replicated(discovered)]
         modules = [module for found in discovered.modules for module in found.value.modules()]
@@ -87,7 +86,7 @@ class RankLocal:
         return [value for value in {id(value): value for value in values}.values() if isinstance(value, Tensor)]
 
     def optimizer_states(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that optimizers keep for their parameters, and parameters that replaced others."""
+        """Yield the tensors that optimizers keep for shared parameters, and parameters that only an optimizer has."""
         paths = {id(p): path for found in discovered.modules for path, p in self.parameters(found)}
         paths |= {id(p): path for path, p in self.bare(discovered)}
         local = self.ids(discovered)
@@ -103,7 +102,7 @@ class RankLocal:
                         yield f"{key} of {paths[id(parameter)]} in {found.path}", value
 
     def settings(self, discovered: Discovered) -> Iterator[tuple[str, Any]]:
-        """Yield values that must be equal on all ranks: settings and counters of optimizers, states of schedulers."""
+        """Yield other values that must be equal on all ranks: settings and counters of optimizers, scheduler states."""
         shared = [found for found in self.shared(discovered) if not self.covers_state_of(found)]
         for found in shared:
             yield from settings_and_counters(found.path, found.value)

@@ -1,8 +1,9 @@
-"""State of an optimizer that wraps another one, if its ``state_dict`` skips it or names it by addresses.
+"""The states of optimizers that wrap others and of the wrapped ones, saved in a form that a resume can load.
 
 Lookahead, SAM and similar optimizers often have a ``state_dict`` that skips the moments of the wrapped optimizer, or
 that uses ``id`` as the key of slow weights, which another process cannot match. So both states are saved again, by the
-index of each parameter. Wrappers also share groups and states with the wrapped optimizer; loading either breaks that.
+index of each parameter. A wrapper may also share groups and states with the wrapped optimizer. Loading a state dict
+ends this sharing, so it is restored here.
 """
 
 from __future__ import annotations
@@ -33,23 +34,21 @@ _SETTINGS = (bool, int, float, complex, str, type(None), list, tuple, torch.Tens
 
 @dataclass(frozen=True)
 class KeptByWrapper:
-    """The state that one optimizer keeps for each of its parameters, and the settings of its groups."""
+    """The state that `optimizer` keeps for each of its parameters, and the settings of its groups."""
 
     path: str
     optimizer: Optimizer
     wrapper: Optimizer
+    """The optimizer that wraps `optimizer`; `optimizer` itself if none does."""
     shares_list: bool = False
-    """Whether it was built with the same list of groups as its wrapper; a schedule of the wrapper relies on that."""
+    """Whether both were built with the same list of groups; a schedule of the wrapper relies on that."""
     shared_groups: tuple[int, ...] = ()
-    """Indices of the groups that it shared with its wrapper."""
+    """Indices of the groups that both shared after ``configure``."""
     shares_state: bool = False
-    """Whether it shared its state with its wrapper."""
+    """Whether both shared one state after ``configure``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries by the indices of their parameters; the values are not copied.
-
-        Sharded tensors are complete in it, as everywhere in a checkpoint.
-        """
+        """Return the entries by the indices of their parameters; values are not copied, but `whole` gathers shards."""
         state = self.optimizer.state
         entries = {place: state[p] for place, p in enumerate(parameters_of(self.optimizer)) if p in state}
         groups = [
@@ -61,7 +60,7 @@ class KeptByWrapper:
         return {**stored, "devices": devices} if devices else stored
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load the entries, on the devices that they had and sharded like their parameters."""
+        """Load the entries onto the devices that they had, sharded like their parameters."""
         state: dict[Any, Any] = self.optimizer.state
         named = {key: value for key, value in state.items() if isinstance(key, str)}  # these belong to no parameter
         state.clear()
@@ -84,11 +83,12 @@ class KeptByWrapper:
 
 
 def kept_by_wrappers(optimizers: tuple[Found[Optimizer], ...]) -> list[KeptByWrapper]:
-    """Return the state to save in addition to the state dicts of `optimizers`; empty for torch's own."""
+    """Return the states to save in addition to the state dicts of `optimizers`; none for torch's own classes."""
     return [kept for found in optimizers for kept in _kept_by(found.path, found.value, set())]
 
 
 def _kept_by(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptByWrapper]:
+    """Yield the state of `optimizer` if it wraps others, and the states of the optimizers that it wraps."""
     seen.add(id(optimizer))
     if type(optimizer).__module__.startswith("torch."):
         return
@@ -108,7 +108,7 @@ def _kept_by(path: str, optimizer: Optimizer, seen: set[int]) -> Iterator[KeptBy
 
 
 def _placed_like(parameter: torch.Tensor, name: str, value: Any) -> Any:
-    """Return a saved value on the device of the parameter and sharded like it; a step counter keeps its device."""
+    """Return a saved value sharded like `parameter`, and on its device; a step counter keeps its own device."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
@@ -117,7 +117,7 @@ def _placed_like(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
 
 def with_inner_optimizers(discovered: Discovered) -> list[Found[Optimizer]]:
-    """Return the optimizers, and those that they wrap, as a Lookahead does."""
+    """Return the optimizers, and those that they wrap, as Lookahead wraps another optimizer."""
     optimizers = {id(each.value): each for each in discovered.optimizers}
     to_search = list(discovered.optimizers)
     while to_search:
@@ -130,7 +130,7 @@ def with_inner_optimizers(discovered: Discovered) -> list[Found[Optimizer]]:
 
 
 def walk_optimizer(found: Found[Optimizer], *, tensors: list[Reference] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield everything that an optimizer keeps besides its groups and its state, with paths; see `walk`."""
+    """Yield everything that an optimizer holds, except for its groups and its state, with paths; see `walk`."""
     own = vars(found.value)
     skipped = {id(own[name]): own[name] for name in ("param_groups", "state", "defaults") if name in own}
     return walk(own, f"{found.path}.__dict__", seen=skipped, tensors=tensors)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ..contract.exceptions import InputError
 from ..contract.types import ArrowFeedConfig
 from ..plumbing.settings import faults_of
-from .batching import ReadAhead, Spec, decoded, rebatched
+from .batching import ReadAhead, Spec, decode, rebatch
 from .options import FeedOptions
 from .position import Layout, Order, Position
 from .row_plan import Share
@@ -41,11 +41,11 @@ class ArrowFeed(FeedOptions):
     ``for batch in feed`` yields one epoch, as loops expect of a loader: the first one, or the rest of the epoch whose
     position was loaded, and the next epoch each time. ``feed.iter_batches()`` yields all epochs.
 
-    The position (`state_dict`) follows the last batch handed out, whatever was decoded ahead. It is the same on all
-    ranks and can be loaded on another number of ranks or with another batch size.
+    The position (`state_dict`) is the place after the last batch handed out, no matter what was decoded ahead. It is
+    the same on all ranks and can be loaded on another number of ranks or with another batch size.
 
-    The fields of `FeedOptions`, which say how rows become batches, are arguments as well. `collate` may also be a
-    function. It is called with each record batch in the training thread.
+    The fields of `FeedOptions` are arguments as well. `collate` may also be a function. Without `workers` it is called
+    in the training thread, with each record batch.
 
     Args:
         source: Paths, folders, patterns or URLs of Parquet files; tables or record batches; a data frame (pandas,
@@ -74,10 +74,11 @@ class ArrowFeed(FeedOptions):
         self.columns = None if self.columns is None else tuple(self.columns)
         self._collate = _collate_function(self.collate)
         self._position: Position | None = None
-        """Start of the latest pass, or of the next one."""
+        """Start of the running pass, or of the next one between passes; None before the first."""
         self._step = 0
-        """Step in that pass after the last batch handed out."""
+        """Steps of the pass, up to the last batch handed out."""
         self._loaded = False
+        """Whether the position comes from `load_state_dict`."""
         self._length: int | None = None
         self._opened = ExitStack()
         """Threads and processes of the pass."""
@@ -127,15 +128,15 @@ class ArrowFeed(FeedOptions):
 
     @cached_property
     def _layout(self) -> Layout:
-        """How the steps of an epoch share the rows of the source.
+        """The order of the rows and their division among steps and ranks.
 
         Raises:
-            InputError: There are too few for a step.
+            InputError: There are too few rows for a step.
         """
         order = Order(self._source.group_rows, self.seed, self.shuffle, self.shuffle_window)
         share = Share(order.rows, self.batch_size, self.world_size, self.shard, self.drop_last)
         if not share.steps:
-            needed = f"the {share.step_rows} of a full step (`drop_last` is on)" if self.drop_last else "one a rank"
+            needed = f"the {share.step_rows} of a full step (`drop_last` is on)" if self.drop_last else "one per rank"
             raise InputError(f"The data has {order.rows} rows for {self.world_size} ranks, fewer than {needed}.")
         rest = share.total - share.full_steps * share.step_rows
         if rest and self.rank == 0 and not self.drop_last:
@@ -155,11 +156,11 @@ class ArrowFeed(FeedOptions):
 
     def iter_batches(self) -> Iterator[Any]:
         """Yield the batches of all epochs, from the first row or from the loaded position."""
-        position = self._at() if self._is_fresh else Position.start_of(0, self._layout.order)
+        position = self._current_position() if self._is_fresh else Position.start_of(0, self._layout.order)
         while self.epochs is None or position.epoch < self.epochs:
             yield from self._pass(position)
             left = sum(end - first for _, first, end in position.left_over(self._layout))
-            position = self._at().normalized(self._layout)
+            position = self._current_position().normalized(self._layout)
             if left and position.epoch == self.epochs and self.rank == 0:
                 warnings.warn(
                     f"The last {left} rows of the last epoch are not used: {self.world_size} ranks cannot share them.",
@@ -168,20 +169,20 @@ class ArrowFeed(FeedOptions):
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
-        """Object in which Lightning finds `set_epoch`, as ``loader.batch_sampler.sampler``."""
+        """An object through which Lightning finds `set_epoch`, as ``loader.batch_sampler.sampler``."""
         return SimpleNamespace(sampler=self)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next iteration with `epoch`, unless a position was loaded.
 
-        Lightning's loops call this before each epoch. It restores the order after a checkpoint from the end of an
-        epoch, because stock Lightning restores no loader from such a checkpoint.
+        Lightning's loops call this before each epoch. After a resume between two epochs, the right order depends on
+        this call, because stock Lightning restores loaders only within an epoch.
         """
         if not (self._loaded and self._is_fresh) and self._upcoming().epoch != epoch:
             self._position, self._step, self._loaded = Position.start_of(epoch, self._layout.order), 0, False
 
     def begin_epoch(self, epoch: int) -> None:
-        """Like `set_epoch`, for a loop that has certainly left earlier epochs and skips what remains of them."""
+        """Like `set_epoch`, but if the loaded position is in an earlier epoch, skip the rest of that epoch."""
         if self._upcoming().epoch < epoch:
             self._loaded = False
             self.set_epoch(epoch)
@@ -191,8 +192,8 @@ class ArrowFeed(FeedOptions):
         if self._position is None:
             return Position.start_of(0, self._layout.order)
         if self._is_fresh:
-            return self._at()
-        position = self._at().normalized(self._layout)
+            return self._current_position()
+        position = self._current_position().normalized(self._layout)
         return position if position.step == 0 else Position.start_of(position.epoch + 1, self._layout.order)
 
     def _pass(self, position: Position | None = None) -> Iterator[Any]:
@@ -202,7 +203,7 @@ class ArrowFeed(FeedOptions):
         position = position or self._upcoming()
         self.close()
         opened = self._opened
-        batches = self._pinned(self._batches(position))
+        batches = self._pin(self._batches(position))
         self._position, self._step = position, position.step
         try:
             for batch in batches:
@@ -217,28 +218,30 @@ class ArrowFeed(FeedOptions):
                 self.close()
 
     def _batches(self, position: Position) -> Iterator[Any]:
+        """Return the batches of this rank from `position` to the end of the pass."""
         share = self._layout.share(position.rows)
         steps = range(position.step, share.steps)
         if not steps:
             return iter(())
         source, opened = self._source, self._opened
         spec = Spec(source, self._layout, self.rank, self._collate)
-        own = getattr(source, "batches", None)  # only sources of rows that are not Arrow data have it
-        if own is not None:
-            return self._timed(own(spec, position, self.workers, opened=opened))
+        batches_of_source = getattr(source, "batches", None)  # only a source of rows that are not Arrow data has this
+        if batches_of_source is not None:
+            return self._time_waits(batches_of_source(spec, position, self.workers, opened=opened))
         if self.workers:
             from .workers import arrow_batches
 
-            return self._timed(arrow_batches(spec, position, self.workers, ahead=self.readahead, opened=opened))
-        rows = decoded(spec, position, steps)
+            return self._time_waits(arrow_batches(spec, position, self.workers, ahead=self.readahead, opened=opened))
+        rows = decode(spec, position, steps)
         opened.callback(source.close)
         if self.readahead:
             rows = reader = ReadAhead(rows, self.readahead)
             opened.callback(reader.close)
-        batches = rebatched(self._timed(rows), share.intervals(steps.start, steps.stop, self.rank))
+        batches = rebatch(self._time_waits(rows), share.intervals(steps.start, steps.stop, self.rank))
         return batches if self._collate is None else map(self._collate, batches)
 
-    def _timed(self, items: Iterator[T]) -> Iterator[T]:
+    def _time_waits(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield `items`, and add the seconds that each of them takes to `wait_seconds`."""
         while True:
             began_s = time.perf_counter()
             try:
@@ -249,7 +252,7 @@ class ArrowFeed(FeedOptions):
                 self.wait_seconds += time.perf_counter() - began_s
             yield item
 
-    def _pinned(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _pin(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return batches in pinned memory for an accelerator; record batches, and batches for the CPU, unchanged."""
         if self._collate is None or self.pin_memory is False:
             return batches
@@ -266,10 +269,10 @@ class ArrowFeed(FeedOptions):
 
     @property
     def _is_fresh(self) -> bool:
-        """Whether no batch was handed out since the position was set."""
+        """Whether the position was set and no batch was handed out since."""
         return self._position is not None and self._step == self._position.step
 
-    def _at(self) -> Position:
+    def _current_position(self) -> Position:
         assert self._position is not None
         return replace(self._position, step=self._step)
 
@@ -280,7 +283,7 @@ class ArrowFeed(FeedOptions):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch handed out, as JSON values; the same on every rank."""
-        position = Position.start_of(0, self._layout.order) if self._position is None else self._at()
+        position = Position.start_of(0, self._layout.order) if self._position is None else self._current_position()
         return {**position.state(self._layout), "data": self._source.fingerprint, "extent": self._extent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -334,7 +337,7 @@ def _refuse_data_loader_workers() -> None:
 
 
 def _collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[Any], Any] | None:
-    """Return the function that turns a record batch into a batch, as named by the caller or a job.
+    """Return the function that turns a record batch into a batch.
 
     Raises:
         TypeError: The value is neither a callable nor a name.
@@ -344,10 +347,12 @@ def _collate_function(chosen: Callable[[Any], Any] | str | None) -> Callable[[An
         from .collate import to_torch
 
         return to_torch
-    return None if chosen is None else imported(chosen, "collate", "a callable, 'torch', 'module:function' or None")
+    return (
+        None if chosen is None else import_function(chosen, "collate", "a callable, 'torch', 'module:function' or None")
+    )
 
 
-def imported(
+def import_function(
     function: Callable[..., Any] | str, setting: str, expected: str = "a callable or 'module:function'"
 ) -> Callable[..., Any]:
     """Return `function`, or import it by ``module:function``, or ``module.function`` as in Lightning's configurations.

@@ -23,7 +23,7 @@ FIRST_CHUNK_BYTES = 1 << 18
 """Size of the first chunk, for which training waits; later chunks are larger."""
 
 Rows: TypeAlias = "tuple[int, pa.RecordBatch]"
-"""Index of the first row among the rows of the pass, and the rows."""
+"""Rows, preceded by the index of the first of them among the rows of the pass."""
 T = TypeVar("T")
 
 
@@ -37,8 +37,8 @@ class Spec:
     collate: Callable[[pa.RecordBatch], Any] | None
 
 
-def decoded(spec: Spec, position: Position, steps: range, chunk_bytes: int = FIRST_CHUNK_BYTES) -> Iterator[Rows]:
-    """Yield the rows that this rank needs for `steps` of a pass; no other row group is read.
+def decode(spec: Spec, position: Position, steps: range, chunk_bytes: int = FIRST_CHUNK_BYTES) -> Iterator[Rows]:
+    """Yield the rows that this rank needs for `steps` of a pass; only the row groups that have them are read.
 
     Raises:
         InputError: Rows cannot be decoded, or a file has changed.
@@ -53,53 +53,55 @@ def decoded(spec: Spec, position: Position, steps: range, chunk_bytes: int = FIR
     for span in cut(position.spans, [(start, end)]):
         for piece in order.pieces(span, reach):
             if order.shuffle:
-                read = _shuffled(source, order, piece, chunk_bytes)
+                read = _read_shuffled(source, order, piece, chunk_bytes)
             else:
                 read = source.read(piece.group, piece.first, piece.end, chunk_bytes)
-            yield from _numbered(read, at)
+            yield from _number(read, at)
             at += piece.end - piece.first
             chunk_bytes = min(chunk_bytes * 4, CHUNK_BYTES)
 
 
-def _shuffled(source: Source, order: Order, piece: Piece, chunk_bytes: int) -> Iterator[pa.RecordBatch]:
+def _read_shuffled(source: Source, order: Order, piece: Piece, chunk_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of `piece` in shuffled order, one batch per window of `order`."""
     import pyarrow as pa
 
     rows_of_group, window = order.group_rows[piece.group], order.window
     starts = range(piece.first // window * window, piece.end, window)
     windows = [(start, min(start + window, rows_of_group)) for start in starts]
-    rows = _numbered(source.read(piece.group, starts[0], windows[-1][1], chunk_bytes), starts[0])
-    for start, batch in zip(starts, rebatched(rows, windows), strict=True):
+    rows = _number(source.read(piece.group, starts[0], windows[-1][1], chunk_bytes), starts[0])
+    for start, batch in zip(starts, rebatch(rows, windows), strict=True):
         places = order.window_permutation(piece.epoch, piece.group, start // window, batch.num_rows)
         yield batch.take(pa.array(places[max(piece.first - start, 0) : piece.end - start]))
 
 
-def _numbered(batches: Iterable[pa.RecordBatch], at: int) -> Iterator[Rows]:
+def _number(batches: Iterable[pa.RecordBatch], at: int) -> Iterator[Rows]:
+    """Yield each batch with the index of its first row; the first batch begins at `at`."""
     for batch in batches:
         yield at, batch
         at += batch.num_rows
 
 
-def rebatched(chunks: Iterator[Rows], intervals: Iterable[tuple[int, int]]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of each interval, in order; without a copy if they are in one chunk."""
+def rebatch(chunks: Iterator[Rows], intervals: Iterable[tuple[int, int]]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of each interval, in order; rows of one chunk are not copied."""
     at = end = 0
-    piece: Any = None  # a method of the chunk
+    slice_chunk: Any = None
     for start, stop in intervals:
         if stop <= end:
-            yield piece(start - at, stop - start)
+            yield slice_chunk(start - at, stop - start)
             continue
         parts = []
         while stop > end:
             if start < end:
-                parts.append(piece(start - at))
+                parts.append(slice_chunk(start - at))
                 start = end
             at, rows = next(chunks)
-            end, piece = at + rows.num_rows, rows.slice
-        parts.append(piece(start - at, stop - start))
-        yield parts[0] if len(parts) == 1 else _joined(parts)
+            end, slice_chunk = at + rows.num_rows, rows.slice
+        parts.append(slice_chunk(start - at, stop - start))
+        yield parts[0] if len(parts) == 1 else _join(parts)
 
 
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """Return one batch with a copy of all rows, also if dictionaries differ."""
+def _join(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """Return one batch with a copy of all rows; the dictionaries of their columns may differ."""
     import pyarrow as pa
 
     columns = [pa.concat_arrays(parts) for parts in zip(*(batch.columns for batch in batches), strict=True)]
@@ -107,9 +109,9 @@ def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 class ReadAhead(Generic[T]):
-    """Items of an iterator that a thread reads up to `ahead` items before the consumer.
+    """Items of an iterator; a thread reads up to `ahead` of them before the consumer needs them.
 
-    An error is raised when the consumer reaches the item in whose place it occurred.
+    If reading an item fails, the error is raised when the consumer requests that item.
 
     Raises:
         ThreadLimitError: The system cannot start another thread.
@@ -118,8 +120,8 @@ class ReadAhead(Generic[T]):
     def __init__(self, items: Iterator[T], ahead: int) -> None:
         self._items = items
         self._pool = ThreadPoolExecutor(1, "genlight-feed")
-        # If nobody closes it, the thread ends after its current item. Nobody waits for it, because garbage may be
-        # collected in that very thread.
+        # If nobody calls `close`, the thread ends after its current item. The finalizer does not wait for the thread,
+        # because it may itself run in that thread.
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
         try:
             self._coming = deque(self._pool.submit(next, items, None) for _ in range(ahead))

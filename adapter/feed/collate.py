@@ -42,6 +42,7 @@ def to_torch(batch: pa.RecordBatch) -> dict[str, Any]:
 
 
 def _columns(prefix: str, names: Sequence[str], columns: Sequence[pa.Array]) -> dict[str, Any]:
+    """Return the converted columns by name; `prefix` is the path of the struct that has them, for messages."""
     found: dict[str, Any] = {}
     for name, column in zip(names, columns, strict=True):
         converted = _convert(f"{prefix}{name}", column)
@@ -72,7 +73,7 @@ def _convert(name: str, array: pa.Array) -> Any:
     if _is_tensor(kind):
         return _tensor(name, array)
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_tensor(kind.value_type):
-        return _padded(name, array)
+        return _pad(name, array)
     return array.to_pylist()
 
 
@@ -91,6 +92,7 @@ def _refuse_nulls(name: str, array: pa.Array) -> None:
 
 
 def _tensor(name: str, array: pa.Array) -> torch.Tensor:
+    """Return a tensor of fixed-width values."""
     _refuse_nulls(name, array)
     kind = array.type
     if pa.types.is_fixed_size_list(kind):
@@ -106,7 +108,8 @@ def _tensor(name: str, array: pa.Array) -> torch.Tensor:
     return tensor
 
 
-def _padded(name: str, array: pa.Array) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(name: str, array: pa.Array) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lists of different lengths as one padded tensor, and their lengths."""
     _refuse_nulls(name, array)
     values = _tensor(name, array.flatten())
     lengths = torch.from_numpy(pc.list_value_length(array).to_numpy().astype(np.int64))

@@ -11,9 +11,10 @@ from lightning.pytorch import LightningDataModule
 
 from ..contract.exceptions import InputError
 from ..contract.types import StepContext, TrainingJobSpec
-from .arrow_feed import ArrowFeed, imported
+from .arrow_feed import ArrowFeed, import_function
 
-_OF_TRAINING = ("shuffle", "seed", "drop_last", "shuffle_window")
+_TRAINING_OPTIONS = ("shuffle", "seed", "drop_last", "shuffle_window")
+"""Options of `ArrowFeed` that do not apply to validation data."""
 
 
 class _FeedDataModule(LightningDataModule, ABC):
@@ -47,8 +48,8 @@ class _FeedDataModule(LightningDataModule, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the training feed, if it is an `ArrowFeed`.
 
-        Lightning also saves it with the loader, but restores it only within an epoch, and only after it has read the
-        number of steps.
+        Lightning also saves the position with the loader, but restores it only within an epoch, and only after it has
+        read the number of steps.
         """
         return {"train": self._train.state_dict()} if isinstance(self._train, ArrowFeed) else {}
 
@@ -91,7 +92,7 @@ class ArrowDataModule(_FeedDataModule):
         self._paths, self._val_paths = parquet_paths, val_paths
         # Check the options now, not only in `setup`. LightningCLI reads the options from this call.
         ArrowFeed(parquet_paths, rank=0, world_size=1, epochs=None, filesystem=None, **options)
-        self._training = {name: options.pop(name) for name in _OF_TRAINING if name in options}
+        self._training = {name: options.pop(name) for name in _TRAINING_OPTIONS if name in options}
         self._options = options
         if val_paths is None:
             # Lightning expects data from an overridden method, and warns if it returns none.
@@ -101,7 +102,7 @@ class ArrowDataModule(_FeedDataModule):
         """Make the feeds again and read the metadata of all files.
 
         Raises:
-            InputError: Lists every error that metadata can tell.
+            InputError: Lists every error that the metadata shows.
         """
         if stage == "fit":
             self._train = self._make_feed()
@@ -114,7 +115,7 @@ class ArrowDataModule(_FeedDataModule):
         return self._feed_of(self._paths, **self._training)
 
     def val_dataloader(self) -> ArrowFeed:
-        """Return one pass over the validation data; without `val_paths` the method does not exist."""
+        """Return one pass over the validation data; without `val_paths`, Lightning's own method replaces this one."""
         if self._val is None:
             self.setup("validate")
         assert self._val is not None
@@ -139,21 +140,21 @@ class FunctionDataModule(_FeedDataModule):
 
     def __init__(self, function: str | Callable[..., Any], **options: Any) -> None:
         super().__init__()
-        self._function = imported(function, "data")
+        self._function = import_function(function, "data")
         ArrowFeed((), rank=0, world_size=1, **options)  # check the options now
         self._options = options
         self._context: StepContext | None = None
 
     def use_context(self, ctx: StepContext) -> None:
-        """Pass this context of this rank to the function, instead of one without a job."""
+        """Pass `ctx`, the context of this rank, to the function; without this call it gets one without a job."""
         self._context = ctx
 
     def _make_feed(self) -> Any:
-        from .given import feed_of  # loads torch's data loaders
+        from .user_data import feed_of  # loads torch's data loaders
 
-        return feed_of(self._function, self._context or self._context_alone(), self._options)
+        return feed_of(self._function, self._context or self._context_without_job(), self._options)
 
-    def _context_alone(self) -> StepContext:
+    def _context_without_job(self) -> StepContext:
         job = TrainingJobSpec(run_id="local", max_steps=0)
         device = {"device": str(self.trainer.strategy.root_device)} if self.trainer else {}
         return StepContext(job, **device, **self._share())  # type: ignore[arg-type]
@@ -184,7 +185,7 @@ class _MockFeed(ArrowFeed):
     """A feed whose batches can also be indexed, as in the older runtime."""
 
     def __init__(self, batches: list[Any], **share: Any) -> None:
-        from .given import DatasetSource  # loads torch's data loaders
+        from .user_data import DatasetSource  # loads torch's data loaders
 
         super().__init__(DatasetSource(batches), batch_size=1, collate=itemgetter(0), **share)
         self._listed = batches

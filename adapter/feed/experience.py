@@ -1,8 +1,8 @@
 """Experience of a policy: a ring of transitions, a loader of its samples, and minibatches of one rollout.
 
-A save of the ring is a folder. ``replay.bin`` is written last, complete or absent. It has the state of the generator,
-and lists the files of rows: ``rows-<first>-<last>.safetensors`` has the rows of these numbers. These files never
-change; later saves link them.
+A saved ring is a folder. ``replay.bin`` is written last, complete or absent. It has the state of the generator, and
+lists the files of rows: ``rows-<first>-<last>.safetensors`` has the rows whose numbers are from ``first`` to below
+``last``. These files never change; later saves link them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..plumbing.text import shortened
 META = "replay.bin"
 MOST_BYTES_OF_META = 64 << 20
 MOST_BYTES_OF_FILE = 64 << 20
-"""Approximate size of a file of rows; rows are in memory twice while their file is written."""
+"""Approximate size of a file of rows. While a file is written, its rows are in memory twice."""
 
 
 class ReplayBuffer:
@@ -97,13 +97,15 @@ class ReplayBuffer:
             )
         count = min(counts)
         with self._changed:
-            # First, so that a row that an interrupt leaves half written no longer belongs to the buffer.
+            # Drop the oldest rows before they are overwritten. If an interrupt leaves one of them half written, it no
+            # longer belongs to the buffer.
             self._oldest = max(self._oldest, self._written + count - self.capacity)
             self._put(given, self._written, count)
             self._written += count
             self._changed.notify_all()
 
     def _claim(self) -> None:
+        """Make the calling thread the writer; raise `ReplayWriterError` if another one is."""
         me = (os.getpid(), threading.get_ident())
         with self._changed:
             if self._writer is None:
@@ -172,10 +174,10 @@ class ReplayBuffer:
         folder = Path(folder)
         make_directory(folder, shared=None)
         with self._changed:
-            self._save_whole(folder)
+            self._write_files(folder)
 
-    def _save_whole(self, folder: Path) -> None:
-        files = self._saved.linked_into(folder, self._oldest, self._written)
+    def _write_files(self, folder: Path) -> None:
+        files = self._saved.link_into(folder, self._oldest, self._written)
         first = max(self._oldest, files[-1].last if files else 0)
         row_bytes = sum(value.nbytes for value in self._row.values())
         most = max(1, MOST_BYTES_OF_FILE // max(1, row_bytes))
@@ -203,9 +205,9 @@ class ReplayBuffer:
         """
         folder = Path(folder)
         with self._changed:
-            self._load_whole(folder)
+            self._read_files(folder)
 
-    def _load_whole(self, folder: Path) -> None:
+    def _read_files(self, folder: Path) -> None:
         saved = _read_meta(folder / META)
         if saved.layout != self._layout():
             raise ValueError(f"the replay buffer in {folder} has {saved.layout}, and this one {self._layout()}")
@@ -268,7 +270,7 @@ class _RowFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Meta(msgspec.Struct, frozen=True):
-    """The content of ``replay.bin``: which rows of which buffer are in which files, and how the next ones are drawn."""
+    """The content of ``replay.bin``: the buffer's columns, the files of its rows, and the state of its generator."""
 
     layout: dict[str, Any]
     oldest: _Count
@@ -278,9 +280,9 @@ class _Meta(msgspec.Struct, frozen=True):
 
 
 class _SavedRows:
-    """The files of the last save or load, which the next save links.
+    """The files of the last save or load; the next save links them.
 
-    The folder stays open, because a checkpoint is renamed when it is complete.
+    Their folder stays open, because its path changes when the checkpoint is complete.
     """
 
     def __init__(self) -> None:
@@ -288,7 +290,7 @@ class _SavedRows:
         self._files: list[_RowFile] = []
 
     def remember(self, folder: Path, files: list[_RowFile]) -> None:
-        """Take the `files` of `folder` for the next save."""
+        """Remember the `files` of `folder`, so that the next save can link them."""
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.forget()
         self._folder, self._files = opened, files
@@ -299,15 +301,18 @@ class _SavedRows:
         if folder >= 0:
             os.close(folder)
 
-    def linked_into(self, folder: Path, oldest: int, written: int) -> list[_RowFile]:
-        """Link the files that have some of these rows into `folder`; return them, or none if one cannot be linked."""
+    def link_into(self, folder: Path, oldest: int, written: int) -> list[_RowFile]:
+        """Link the files with rows from `oldest` to below `written` into `folder`, and return these files.
+
+        If one cannot be linked, return none.
+        """
         needed = [file for file in self._files if oldest < file.last <= written]
         try:
             if needed and not os.path.samestat(os.fstat(self._folder), folder.stat()):
                 for file in needed:
-                    (folder / file.name).unlink(missing_ok=True)  # of an interrupted save
+                    (folder / file.name).unlink(missing_ok=True)  # an interrupted save may have left it
                     os.link(file.name, folder / file.name, src_dir_fd=self._folder)
-        except OSError:  # pruned, or on another file system; the rows are in memory as well
+        except OSError:  # they were pruned, or are on another file system; the rows are in memory as well
             return []
         return needed
 
@@ -376,11 +381,11 @@ class ReplayFeed:
 
 
 class Minibatches:
-    """Columns of equal length, as dictionaries of `batch_size` rows.
+    """Minibatches of columns of equal length: dictionaries of `batch_size` rows.
 
-    The ``rollout`` of a trainer returns it if each update epoch goes over the same rows in another order. Orders are
-    drawn from torch's default generator on the CPU when a pass begins. A checkpoint holds the columns and the order of
-    the pass that it interrupts.
+    The ``rollout`` of a trainer returns this if each update epoch goes over the same rows in another order. Orders are
+    drawn from torch's default generator on the CPU when a pass begins. A checkpoint within a pass holds the columns and
+    the order of that pass.
 
     Args:
         columns: Tensors by name, of any dtype and device, whose first dimension is the row.

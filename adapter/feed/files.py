@@ -1,4 +1,4 @@
-"""Find Parquet files: by local paths, folders, patterns, and URLs of any file system.
+"""Find Parquet files by local paths, folders, patterns, and URLs of any file system.
 
 A plain path is local, and so is a ``file:`` URL, in which ``%20`` means a blank. Any other URL is opened by Arrow if it
 has a file system for the scheme (``s3://``, ``gs://``, ``hdfs://``), otherwise by fsspec (``hf://``, ``memory://``,
@@ -51,7 +51,7 @@ class DataFile:
         """
         info = self.filesystem.get_file_info(self.path)
         if info.type == fs.FileType.NotFound:
-            raise InputError(f"{self.name} does not exist{self._nearest() if self.local else _about_hub(self.name)}")
+            raise InputError(f"{self.name} does not exist{self._nearest() if self.local else _hub_hint(self.name)}")
         if info.type != fs.FileType.File:
             raise InputError(f"{self.name} is not a regular file")
         return info.size or 0, info.mtime_ns or 0
@@ -97,7 +97,8 @@ def expand(paths: PathLike | Iterable[PathLike], *, filesystem: Any = None) -> l
 
 
 def _expand_one(name: str, filesystem: Any) -> list[DataFile]:
-    with _naming(name):
+    """Return the files for one path, folder, pattern or URL."""
+    with _name_in_errors(name):
         system, path = _locate(name, filesystem)
         if set(PATTERN_CHARACTERS) & set(path) and system.get_file_info(path).type == fs.FileType.NotFound:
             matches = _matches(system, path)
@@ -109,28 +110,28 @@ def _expand_one(name: str, filesystem: Any) -> list[DataFile]:
     if not found:
         raise InputError(f"{name} matches no file that ends in {' or '.join(DATA_SUFFIXES)}")
     local = isinstance(system, fs.LocalFileSystem)
-    return [DataFile(p if local else _renamed(name, p), system, p) for p in found]
+    return [DataFile(p if local else _rename(name, p), system, p) for p in found]
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _name_in_errors(name: str) -> Iterator[None]:
     """Turn every error of a file system, whatever its type, into an `InputError` that names `name`."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        hint, shown = _about_hub(name), os.fsencode(name).decode("utf-8", "replace")
-        said = str(error).partition("\n")[0] if hint else str(error)
-        raise InputError(f"{shown}: {type(error).__name__}: {said}{hint}") from error
+        hint, shown = _hub_hint(name), os.fsencode(name).decode("utf-8", "replace")
+        text = str(error).partition("\n")[0] if hint else str(error)
+        raise InputError(f"{shown}: {type(error).__name__}: {text}{hint}") from error
 
 
-def _about_hub(name: str) -> str:
+def _hub_hint(name: str) -> str:
     """Return a hint if `name` is on the Hugging Face hub, which hides files that a user may not read."""
     return f"; or it may not be read: {HUB_LOGIN}" if name.startswith("hf://") else ""
 
 
-def _renamed(name: str, path: str) -> str:
+def _rename(name: str, path: str) -> str:
     scheme, separator, _ = name.partition("://")
     return f"{scheme}://{path.lstrip('/')}" if separator else path
 
@@ -156,6 +157,7 @@ def _matches(system: fs.FileSystem, pattern: str) -> list[tuple[str, bool]]:
 
 
 def _locate(name: str, filesystem: Any) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a path or URL, and the path in it."""
     if filesystem is not None:
         system = filesystem if isinstance(filesystem, fs.FileSystem) else fs.PyFileSystem(fs.FSSpecHandler(filesystem))
         return system, name

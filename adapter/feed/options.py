@@ -1,4 +1,4 @@
-"""How rows become batches, declared once: for `ArrowFeed`, and for the `dataset` of a job."""
+"""The settings by which rows become batches, declared once for `ArrowFeed` and for the `dataset` of a job."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FeedOptions:
     pin_memory: bool | None = None
     """Hand out the tensors of `collate` in pinned memory, so that `.to(device, non_blocking=True)` does not wait; on by
     default if there is an accelerator."""
-    # The text first: jsonargparse would save it as an instance that cannot be serialized.
+    # `str` comes first, because jsonargparse would otherwise save a name as an instance that cannot be serialized.
     collate: str | Callable[[Any], Any] | None = None
     """Converts record batches: `torch` gives a dictionary of tensors, lists padded with zeros and their lengths under
     `<column>_lengths`; `module:function` is yours; by default the trainer gets the record batch."""

@@ -1,4 +1,4 @@
-"""The order of the rows in an epoch, and the position of a feed in it: plain data for a checkpoint, equal on all ranks.
+"""The order of the rows in an epoch, and the position of a feed in that order; a checkpoint holds the position.
 
 The order depends only on row counts, seed and epoch. Without shuffling it is the order of the files. With shuffling,
 row groups come in random order, and each window of `window` consecutive rows of a row group is permuted; a window as
@@ -29,7 +29,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of one row group, possibly also of the following ones, in the order of an epoch."""
+    """Consecutive rows of a row group, or of several consecutive row groups, in the order of an epoch."""
 
     epoch: int
     group: int
@@ -70,17 +70,17 @@ class Order:
             first = last
 
     def terms(self) -> dict[str, int]:
-        """Return the settings that the order depends on, besides the row groups, for a checkpoint."""
+        """Return the settings that determine the order together with the row groups, for a checkpoint."""
         return {"seed": self.seed, "shuffle": int(self.shuffle), "window": self.window if self.shuffle else 0}
 
     def window_permutation(self, epoch: int, group: int, window: int, rows: int) -> npt.NDArray[np.intp]:
-        """Return the source row of each place in one window."""
+        """Return the row, within its window, that comes at each place of a shuffled window."""
         return permutation(rows, (self.seed, 1, epoch, group, window))
 
 
 @lru_cache(maxsize=8)
 def _epoch_order(order: Order, epoch: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
-    """Return the row groups of an epoch in order, and the start of each, followed by the end of the last."""
+    """Return the row groups of an epoch in order; and the first row of each, followed by the end of the last one."""
     count = len(order.group_rows)
     groups = permutation(count, (order.seed, 0, epoch)) if order.shuffle else np.arange(count, dtype=np.intp)
     starts = np.zeros(count + 1, dtype=np.int64)
@@ -139,7 +139,7 @@ class Position(msgspec.Struct, frozen=True):
         return Position(self.epoch + 1, (*self.left_over(layout), whole))
 
     def normalized(self, layout: Layout) -> Position:
-        """Return the same place, but the start of the next pass instead of the end of this one."""
+        """Return this place; the end of a pass becomes the start of the next pass."""
         return self if self.step < layout.share(self.rows).steps else self.following(layout)
 
     def left_over(self, layout: Layout) -> list[Span]:
@@ -150,12 +150,12 @@ class Position(msgspec.Struct, frozen=True):
     def state(self, layout: Layout) -> dict[str, Any]:
         """Return everything needed to continue, as JSON values."""
         state = _State(version=1, position=self, share=layout.epoch, order=layout.order.terms())
-        found: dict[str, Any] = msgspec.to_builtins(state)
-        return found
+        plain: dict[str, Any] = msgspec.to_builtins(state)
+        return plain
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], layout: Layout) -> Position:
-        """Return the position that `state` describes, in terms of `layout`.
+        """Return the position that `state` describes, for a feed with `layout`.
 
         If the number of ranks, the batch size or the sharding differs, the rest of the epoch is divided again.
 
@@ -165,7 +165,7 @@ class Position(msgspec.Struct, frozen=True):
         try:
             found = msgspec.convert(state, _State)
         except msgspec.ValidationError as error:
-            raise InputError(f"The position is damaged, or that of another kind of source: {error}.") from None
+            raise InputError(f"The position is damaged or belongs to another kind of source: {error}.") from None
         _require_same_rows(found, layout)
         saved, old = found.position, Layout(layout.order, found.share)
         before = saved.before + saved.step
@@ -187,6 +187,7 @@ class _State(msgspec.Struct):
 
 
 def _require_same_rows(state: _State, layout: Layout) -> None:
+    """Raise `InputError` if a saved position is for other rows or another order."""
     saved, now = state.order | {"rows": state.share.total}, layout.order.terms() | {"rows": layout.epoch.total}
     changed = [
         f"{name} was {saved.get(name)} and is {value}" for name, value in now.items() if saved.get(name) != value

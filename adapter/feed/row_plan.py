@@ -5,9 +5,10 @@ and each step into ranks. Nothing here depends on files, threads or time, so eve
 
 The rule for remainders: every rank has the same number of steps, and each of its batches has at least one row and at
 most `batch_size` rows. The last step of an epoch shares the remaining rows as evenly as possible. If there are fewer of
-them than ranks, the step before gives up as many rows as one row on each rank requires. So an epoch has as many steps
-as on one process with the batches of all ranks together. With a batch size of 1 no step can give up a row; the
-remaining rows then come before the rows of the next epoch. With ``drop_last`` only full steps are trained.
+them than ranks, the step before it gives up rows, so that the last step has one row on each rank. So an epoch has as
+many steps as on one process whose batches are as large as those of all ranks together. With a batch size of 1 no step
+can give up a row; the remaining rows then come before the rows of the next epoch. With ``drop_last`` only full steps
+are trained.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ Span: TypeAlias = tuple[int, int, int]
 class Share(msgspec.Struct, frozen=True):
     """The division of the `total` remaining rows of an epoch among steps and ranks.
 
-    ``rows``: step k takes the next ``batch_size * world_size`` rows, and rank r takes the r-th slice of them, so that
-    one process with that batch size sees the same rows. ``row_groups``: each rank has one contiguous block and decodes
-    nothing else; only a row group on the border of two blocks is read by two ranks.
+    If `shard` is ``rows``, step k takes the next ``batch_size * world_size`` rows, and rank r takes the r-th slice of
+    them, so that one process with that batch size sees the same rows. If it is ``row_groups``, each rank has one
+    contiguous block and decodes nothing else; two ranks read a row group on the border of their blocks.
     """
 
     total: Annotated[int, msgspec.Meta(ge=0)]
@@ -56,13 +57,13 @@ class Share(msgspec.Struct, frozen=True):
 
     @property
     def _borrows(self) -> bool:
-        """Whether the last step has one row per rank, and takes some of them from the step before it."""
+        """Whether the last step has one row per rank and takes some of these rows from the step before it."""
         full, rest = divmod(self.total, self.step_rows)
         return not self.drop_last and 0 < rest < self.world_size and full > 0 and self.batch_size > 1
 
     @property
     def usable(self) -> int:
-        """Number of rows that the steps hand out; the others are dropped with ``drop_last``, otherwise left over."""
+        """Number of rows that the steps hand out. With ``drop_last`` the others are dropped, otherwise left over."""
         return min(self.total, self.steps * self.step_rows)
 
     def consumed(self, steps: int) -> int:
@@ -83,12 +84,12 @@ class Share(msgspec.Struct, frozen=True):
         full = max(first, min(end, self.full_steps))
         start, stop = self.interval(first, rank) if first < full else (0, 0)
         stride = self.step_rows if self.shard == "rows" else self.batch_size
-        # Full steps only add: if a step has few rows, `interval` would take longer than the step.
+        # Full steps have equal distances. If steps have few rows, calling `interval` takes longer than a step.
         starts, stops = (range(place, place + (full - first) * stride, stride) for place in (start, stop))
         return chain(zip(starts, stops, strict=True), (self.interval(step, rank) for step in range(full, end)))
 
     def rest(self, steps: int) -> list[tuple[int, int]]:
-        """Return the ranges that no rank has trained after `steps` steps, in order; some may be empty."""
+        """Return the ranges of rows that no rank has trained after `steps` steps, in order; ranges may be empty."""
         if self.shard == "rows":
             return [(self.consumed(steps), self.total)]
         left = [(self._place_in_block(rank, steps), self.block(rank)[1]) for rank in range(self.world_size)]

@@ -1,7 +1,7 @@
 """The sources of a feed: row groups that can be decoded one by one, in any order.
 
 A source knows the number of rows of each group without decoding it. So order, sharding and position are arithmetic, and
-a resume can start at its row group.
+a resume decodes nothing before the row group of its position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .files import DataFile, expand
 
 _MOST_ERRORS = 40
 _JOINED_BITS = 32
-"""Narrower indices of dictionaries may not have room for the values of several row groups together."""
+"""Minimum width of dictionary indices; narrower ones may be too small for the values of several row groups together."""
 
 
 class Source(Protocol):
@@ -75,7 +75,7 @@ class TableSource:
         return self.group_rows[group]
 
     def read(self, group: int, first: int, end: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
-        """See `Source`; all rows at once, because that costs nothing."""
+        """See `Source`; yields all rows at once, because a slice costs nothing."""
         yield self._groups[group].slice(first, end - first)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class TableSource:
 
 
 def _input_error(errors: Sequence[str]) -> InputError:
-    """Return one error that lists `errors`, or the first ones and the number of the others."""
+    """Return one error that lists `errors`; if there are many, only the first ones and the number of the others."""
     if len(errors) == 1:
         return InputError(f"Cannot read the training data: {errors[0]}")
     shown = [*errors[:_MOST_ERRORS], *([f"and {len(errors) - _MOST_ERRORS} more"] if errors[_MOST_ERRORS:] else [])]
@@ -91,14 +91,14 @@ def _input_error(errors: Sequence[str]) -> InputError:
 
 
 def _project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> tuple[pa.Schema, list[str]]:
-    """Return the common schema of `columns` (None means all of the first file) in all files, and every conflict.
+    """Return the common schema of `columns` in all files, and every conflict; None means all columns of the first file.
 
     Files may differ in the order of columns, in nullability and metadata, and in types that `_common_type` unites.
     """
-    schemas = [(name, _plain(schema)) for name, schema in named]
+    schemas = [(name, _simplify(schema)) for name, schema in named]
     first_name, first = schemas[0]
     wanted = list(dict.fromkeys(first.names if columns is None else columns))
-    errors = [error for name, schema in schemas for error in _missing(name, schema, wanted)]
+    errors = [error for name, schema in schemas for error in _missing_columns(name, schema, wanted)]
     if errors:
         return first, errors
     fields = []
@@ -120,7 +120,7 @@ def _project(named: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | No
     for name, schema in schemas[1:] if columns is None else ():
         extra = [column for column in schema.names if column not in wanted]
         if extra:
-            errors.append(f"{name}: columns {_in_words(extra)} are not in {first_name}; name `columns` to skip them")
+            errors.append(f"{name}: columns {_list_names(extra)} are not in {first_name}; name `columns` to skip them")
     return pa.schema(fields, metadata=first.metadata), errors
 
 
@@ -128,10 +128,10 @@ _WIDER = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
 
 
 def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """Return the type that holds the values of both without loss, or None.
+    """Return the type that holds the values of both types without loss, or None.
 
-    Only types that writers choose by the values of a file are united: null for a column without values, large offsets
-    for much text, and dictionaries by the number of different values.
+    Types are only united if a writer chooses between them by the values of a file: null for a column without values,
+    large offsets for much text, and dictionaries by the number of different values.
     """
     if one.equals(other) or pa.types.is_null(other):
         return one
@@ -161,14 +161,14 @@ def _types_in(struct: pa.StructType) -> list[pa.DataType]:
 
 
 def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return `batch` with the columns of `schema`, in its order; only columns whose type changes are copied."""
+    """Return `batch` with the columns and the order of `schema`; only columns whose type changes are copied."""
     if batch.schema.equals(schema):
         return batch
-    columns = [_decoded(batch.column(field.name), field.type) for field in schema]
+    columns = [_decode_column(batch.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _decoded(column: pa.Array, kind: pa.DataType) -> pa.Array:
+def _decode_column(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), kind)
     if pa.types.is_run_end_encoded(column.type):
@@ -176,12 +176,12 @@ def _decoded(column: pa.Array, kind: pa.DataType) -> pa.Array:
     return column if column.type.equals(kind) else column.cast(kind)
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
-    """Return `schema` without encodings whose rows Arrow cannot reorder, filter or join."""
-    return pa.schema([field.with_type(_plain_type(field.type)) for field in schema], metadata=schema.metadata)
+def _simplify(schema: pa.Schema) -> pa.Schema:
+    """Return `schema` without encodings that Arrow cannot reorder, filter or join."""
+    return pa.schema([field.with_type(_simplify_type(field.type)) for field in schema], metadata=schema.metadata)
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def _simplify_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_run_end_encoded(kind):
         return kind.value_type
     if pa.types.is_string_view(kind):
@@ -191,21 +191,22 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
-def _missing(name: str, schema: pa.Schema, wanted: Sequence[str]) -> Iterator[str]:
+def _missing_columns(name: str, schema: pa.Schema, wanted: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each wanted column that a file lacks or has twice."""
     known = schema.names
     for column in wanted:
         count = known.count(column)
         if count == 0:
             near = closest(column, known, alike=0.5)
-            hint = f"did you mean {near!r}?" if near else f"it has {_in_words(known)}"
+            hint = f"did you mean {near!r}?" if near else f"it has {_list_names(known)}"
             if f"{column}=" in name:
-                hint = f"it is part of the path alone, which is not read; write it into the files, or drop {column!r}"
+                hint = f"it is only part of the path, which is not read; write it into the files, or drop {column!r}"
             yield f"{name}: no column {column!r}; {hint}"
         elif count > 1:
             yield f"{name}: {count} columns are named {column!r}"
 
 
-def _in_words(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return list_first(list(map(repr, names))) if names else "no columns"
 
 
@@ -214,7 +215,7 @@ _CACHED_FOOTERS = 16
 _SKIPPED_BYTES = 32 << 20
 _SMALL_BYTES = 8 << 20
 MOST_ROW_BYTES = 256 << 20
-"""Maximum average size of a row in a row group, by its metadata; no part of a row can be decoded alone."""
+"""Maximum average size of a row in a row group, by its metadata; a part of a row cannot be decoded by itself."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class _Footer:
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]
     """Uncompressed size of each row group."""
-    wanted: float
+    selected: float
     """Share of the selected columns in `group_bytes`."""
     metadata: pq.FileMetaData | None
 
@@ -254,7 +255,7 @@ class ParquetSource:
             errors.append(f"no rows in {', '.join(footer.file.name for footer in footers)}")
         if errors:
             raise _input_error(errors)
-        # Metadata of many wide files would fill the memory; of a few it saves reading their footers again.
+        # The metadata of a few files is kept, to read no footer again. For many wide files it would fill the memory.
         footers = footers if len(footers) <= _CACHED_FOOTERS else [replace(f, metadata=None) for f in footers]
         self._groups = [(footer, index) for footer in footers for index in range(len(footer.group_rows))]
         self.group_rows = tuple(footer.group_rows[index] for footer, index in self._groups)
@@ -270,7 +271,7 @@ class ParquetSource:
         rows, size = footer.group_rows[index], footer.group_bytes[index]
         for more, bytes_ in zip(footer.group_rows[index + 1 :], footer.group_bytes[index + 1 :], strict=True):
             size += bytes_
-            if size * footer.wanted > max_bytes:
+            if size * footer.selected > max_bytes:
                 break
             rows += more
         return rows
@@ -288,7 +289,7 @@ class ParquetSource:
         label = f"{footer.file.name}, row group {index}" + (f" to {index + len(ends) - 1}" if ends[1:] else "")
         at = 0
         try:
-            for raw in self._decoded(footer, range(index, index + len(ends)), first, max_bytes):
+            for raw in self._decode(footer, range(index, index + len(ends)), first, max_bytes):
                 low, at = max(first - at, 0), at + raw.num_rows
                 if low < raw.num_rows:
                     yield _conform(raw.slice(low, end - (at - raw.num_rows) - low), self.schema)
@@ -300,7 +301,7 @@ class ParquetSource:
             footer.file.require(footer.stamp, label)
             if not ends[1:]:
                 raise InputError(f"Cannot read {label}: {error}") from error
-            # Read one by one, to yield the rows before the broken row group and then its error.
+            # Read the row groups one by one, to yield the rows before the broken one and then its error.
             for number, (start, last) in enumerate(zip([0, *ends], ends, strict=False), group):
                 if max(at, first) < last:
                     yield from self.read(number, max(at, first, start) - start, min(end, last) - start, max_bytes)
@@ -308,8 +309,9 @@ class ParquetSource:
         if at < end:
             raise InputError(f"{label}: {at} rows, but the footer states {ends[-1]}")
 
-    def _decoded(self, footer: _Footer, indices: range, skipped: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
-        size = sum(footer.group_bytes[index] for index in indices) * footer.wanted
+    def _decode(self, footer: _Footer, indices: range, skipped: int, max_bytes: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of row groups, the `skipped` first ones included, in batches of about `max_bytes`."""
+        size = sum(footer.group_bytes[index] for index in indices) * footer.selected
         total = sum(footer.group_rows[index] for index in indices)
         # Repeated values are stored once, so they decode to much more than the metadata states.
         rows_per_byte = 1 / max(size / max(total, 1), self._row_bytes, 1.0)
@@ -323,6 +325,7 @@ class ParquetSource:
             yield raw
 
     def _opened(self, footer: _Footer) -> pq.ParquetFile:
+        """Return the open file; only one is open at a time."""
         if self._open is None or self._open[0] is not footer:
             self.close()
             data = footer.file
@@ -357,23 +360,24 @@ def _read_footer(file: DataFile, columns: Sequence[str] | None) -> _Footer | str
         return str(error)
     except pa.ArrowException as error:
         return f"{file.name}: not a complete Parquet file ({error})"
-    except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+    except Exception as error:  # noqa: BLE001 - each file system has its own errors
         return f"{file.name}: {type(error).__name__}: {error}"
 
 
 def _footer_of(
     file: DataFile, stamp: tuple[int, int], metadata: pq.FileMetaData, columns: Sequence[str] | None
 ) -> _Footer:
+    """Return the footer of a file; refuse rows that are too large to decode."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     rows, sizes = tuple(group.num_rows for group in groups), tuple(group.total_byte_size for group in groups)
-    wanted = _share_of(columns, metadata)
+    selected = _share_of(columns, metadata)
     for index, (size, count) in enumerate(zip(sizes, rows, strict=True)):
-        if size * wanted > MOST_ROW_BYTES * max(count, 1):
+        if size * selected > MOST_ROW_BYTES * max(count, 1):
             raise InputError(
-                f"{file.name}, row group {index}: {count} rows decode to {int(size * wanted):,} bytes, more than "
-                f"{MOST_ROW_BYTES:,} each; store large values in files of their own"
+                f"{file.name}, row group {index}: {count} rows decode to {int(size * selected):,} bytes, more than "
+                f"{MOST_ROW_BYTES:,} each; store large values in separate files"
             )
-    return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows, sizes, wanted, metadata)
+    return _Footer(file, stamp, metadata.schema.to_arrow_schema(), rows, sizes, selected, metadata)
 
 
 def _share_of(columns: Sequence[str] | None, metadata: pq.FileMetaData) -> float:
@@ -381,8 +385,8 @@ def _share_of(columns: Sequence[str] | None, metadata: pq.FileMetaData) -> float
     if columns is None or not metadata.num_row_groups:
         return 1.0
     chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
-    wanted = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".", 1)[0] in columns)
-    return float(wanted / max(sum(c.total_uncompressed_size for c in chunks), 1))
+    selected = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".", 1)[0] in columns)
+    return float(selected / max(sum(c.total_uncompressed_size for c in chunks), 1))
 
 
 _PATHS = (str, os.PathLike)
@@ -405,7 +409,7 @@ def open_source(given: Any, *, columns: Sequence[str] | None, filesystem: Any) -
 
 
 def _items(given: Any) -> list[Any]:
-    """Return all paths or all tables in `given`. The first other item is refused, because a stream may be endless."""
+    """Return all paths or all tables in `given`. Refuse at the first other item, because an iterable may be endless."""
     if isinstance(given, (*_PATHS, *_TABLES)):
         return [given]
     items: list[Any] = []

@@ -7,7 +7,7 @@ scale of the loss, as with any gradient scaler: hooks and retained gradients of 
 gradients of inputs, such as for an adversarial example. If a class compares one of these with a constant, use
 bf16-mixed.
 
-Gradients of parameters that a step makes itself (a clone that is trained in it, a latent) are not unscaled: an update
+Gradients of parameters that a step itself creates (a clone or a latent that it trains) are not unscaled, so an update
 of such parameters is refused.
 """
 
@@ -38,7 +38,7 @@ class Fp16(StepPart):
     Gradients are checked for overflows after they were averaged, so that all ranks skip the same updates, and before
     the trainer can clip them.
 
-    FSDP accumulates into ``.grad`` of sharded parameters outside of autograd, so that no hook could unscale it. So the
+    FSDP accumulates gradients of sharded parameters outside of autograd, so no hook can unscale them. Therefore the
     existing gradients are set aside during the call, and added to the new ones after these were unscaled.
 
     Args:
@@ -62,9 +62,11 @@ class Fp16(StepPart):
         self._checked_at_once = [each for each in optimizers if id(each) in sharded]
         self._checked_when_averaged = [each for each in optimizers if id(each) not in sharded]
         self._hooked: dict[int, Tensor] = {}
+        """Parameters with a hook that unscales their gradients, by id."""
         parameters = [p for found in discovered.modules for p in found.value.parameters()]
         self._sharded = [p for p in parameters if isinstance(p, DTensor)]
-        self._had: list[tuple[DTensor, Tensor | None]] = []
+        self._set_aside: list[tuple[DTensor, Tensor | None]] = []
+        """Sharded parameters and their gradients from before the running backward call."""
         self._inverse: Tensor | None = None
         """The factor that unscales a gradient in the running backward call; None outside of one."""
 
@@ -80,16 +82,16 @@ class Fp16(StepPart):
                 self._hook(parameter)
         call.gradients = tuple(g if g is None else self._scaler.scale(g) for g in call.gradients)
         self._inverse = self._scaler.inverse_scale()
-        self._had = [(p, p.grad) for p in self._sharded if p.requires_grad]
-        for sharded, _ in self._had:
+        self._set_aside = [(p, p.grad) for p in self._sharded if p.requires_grad]
+        for sharded, _ in self._set_aside:
             sharded.grad = None
 
     @override
     def leave_backward(self, *, failed: bool) -> None:
-        had, self._had = self._had, []
+        set_aside, self._set_aside = self._set_aside, []
         inverse, self._inverse = self._inverse, None
         if inverse is not None:
-            _add_unscaled(had, inverse)
+            _add_unscaled(set_aside, inverse)
 
     @override
     def after_backward(self) -> None:
@@ -113,7 +115,7 @@ class Fp16(StepPart):
 
     @override
     def before_foreign_update(self, optimizer: Optimizer) -> None:
-        """Refuse an update of parameters that the step made: their gradients have the scale of the loss."""
+        """Refuse an update of parameters that the step itself created: their gradients have the scale of the loss."""
         if any(id(p) not in self._hooked for p in parameters_of(optimizer)):
             raise ContractError(
                 f"`train_step` creates a {type(optimizer).__name__} and updates by it, but its gradients have the "
@@ -125,9 +127,10 @@ class Fp16(StepPart):
         _register_first(parameter, self._unscale)
 
     def _unscale(self, gradient: Tensor | None) -> Tensor | None:
-        """Return the unscaled gradient, before it is accumulated; None does not change it.
+        """Return the unscaled gradient, before it is accumulated; None leaves it as it is.
 
-        The loss of torch.autograd.grad is not scaled. A gradient may be None after an autograd function of the trainer.
+        Nothing is unscaled outside of a backward call, since the loss of torch.autograd.grad is not scaled. An autograd
+        function of the trainer may return None as a gradient.
         """
         inverse = self._inverse
         return None if inverse is None or gradient is None else gradient * inverse.to(gradient.device)
@@ -136,19 +139,19 @@ class Fp16(StepPart):
 class TrueUnitScaler(GradScaler):
     """A gradient scaler for gradients that are unscaled before they are accumulated.
 
-    Nothing calls its `unscale_`. `may_update` uses the infinities that `check` found after the last backward call,
-    before the trainer could clip them. It also looks for infinities in the gradients of the update, to which the
-    trainer may have added gradients of earlier backward calls.
+    Nothing calls its `unscale_`. `check` looks for infinities after each backward call, before the trainer can clip
+    them. `may_update` uses this result and checks the gradients of the update again, since the trainer may have added
+    gradients of earlier backward calls to them.
     """
 
     def __init__(self, device: str = "cuda", **kwargs: Any) -> None:
         super().__init__(device, **kwargs)
         self._overflows: dict[int, Tensor] = {}
-        """Result of `check` since the last update of an optimizer, by its id."""
+        """The latest result of `check` for each optimizer since its last update, by the optimizer's id."""
         self.overflow_steps = 0
         """Updates that were skipped because a gradient was not finite."""
         self._overflow_by_hand: Tensor | None = None
-        """Result of `check_by_hand` since the scale was last adapted."""
+        """The result of `check_by_hand` since the scale was last adapted."""
 
     @classmethod
     def like(cls, scaler: GradScaler) -> TrueUnitScaler:
@@ -166,24 +169,24 @@ class TrueUnitScaler(GradScaler):
     @torch.no_grad()
     def check(self, optimizer: Optimizer) -> None:
         """Remember whether a gradient of `optimizer` is not finite, without waiting for the device."""
-        found = self._find(optimizer)
+        found = self._find_overflow(optimizer)
         if found is not None:
             self._overflows[id(optimizer)] = found
 
-    def _find(self, optimizer: Optimizer) -> Tensor | None:
-        """Return one if a gradient of `optimizer` is not finite, otherwise zero; None without any gradient."""
-        found = _overflowed([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+    def _find_overflow(self, optimizer: Optimizer) -> Tensor | None:
+        """Like `_overflow_flag`, for the gradients of `optimizer` and of all tensors that no optimizer updates."""
+        found = _overflow_flag([p.grad for p in parameters_of(optimizer) if p.grad is not None])
         by_hand = self._overflow_by_hand
         return found if found is None or by_hand is None else torch.maximum(found, by_hand.to(found.device))
 
     @torch.no_grad()
     def check_by_hand(self, tensors: Iterable[Tensor]) -> None:
-        """Set the gradients of `tensors` to zero if one is not finite; no optimizer updates these tensors.
+        """Set all gradients of `tensors` to zero if one is not finite; no optimizer updates these tensors.
 
-        An update that the trainer makes itself then changes nothing, and its optimizers skip their update too.
+        An update that the trainer makes by hand then changes nothing, and its optimizers skip their update too.
         """
         grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        found = _overflowed(grads)
+        found = _overflow_flag(grads)
         if found is None:
             return
         before = self._overflow_by_hand
@@ -195,12 +198,12 @@ class TrueUnitScaler(GradScaler):
     @torch.no_grad()
     def may_update(self, optimizer: Optimizer) -> bool:
         """Whether the gradients of `optimizer` are finite; waits for the device, and adapts the scale."""
-        after_backward, found = self._overflows.pop(id(optimizer), None), self._find(optimizer)
+        after_backward, found = self._overflows.pop(id(optimizer), None), self._find_overflow(optimizer)
         if found is None:  # no parameter has a gradient, so the update changes nothing
             return True
         if after_backward is not None:
             found = torch.maximum(found, after_backward.to(found.device))
-        if self._scale is None:  # the trainer has written all gradients so far
+        if self._scale is None:  # no backward call has scaled a loss yet: the trainer wrote all gradients itself
             self._lazy_init_scale_growth_tracker(found.device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
         self.update()
@@ -219,18 +222,19 @@ class TrueUnitScaler(GradScaler):
         self.overflow_steps = int(state_dict.get("overflow_steps", 0))
 
 
-def _overflowed(grads: Sequence[Tensor]) -> Tensor | None:
+def _overflow_flag(grads: Sequence[Tensor]) -> Tensor | None:
     """Return one if one of `grads` is not finite, otherwise zero, as a tensor; None without any gradient."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         values = _real_values(grad)
-        if 0 in values.stride():  # the kernel writes to it; torch.autograd.grad returns such a gradient for a sum
+        if 0 in values.stride():  # the kernel writes to `values`; torch.autograd.grad returns such ones for a sum
             values = values.clone()
         by_kind.setdefault((values.device, values.dtype), []).append(values)
     total: Tensor | None = None
     for (device, _), tensors in by_kind.items():
-        found, one = (make((), dtype=torch.float32, device=device) for make in (torch.zeros, torch.ones))
-        # This is the kernel of torch's scaler. Multiplying by one keeps all values.
+        found = torch.zeros((), dtype=torch.float32, device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
+        # This is the kernel of torch's scaler. It multiplies the values by one, so they stay the same.
         amp_foreach_non_finite_check_and_unscale(tensors, found, one)
         total = found if total is None else total + found.to(total.device)
     sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)
@@ -249,12 +253,12 @@ def _real_values(grad: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _add_unscaled(had: list[tuple[DTensor, Tensor | None]], inverse_scale: Tensor) -> None:
+def _add_unscaled(set_aside: list[tuple[DTensor, Tensor | None]], inverse_scale: Tensor) -> None:
     """Unscale the gradients of a backward call, and add them to the gradients that were set aside before it."""
-    new = [p.grad.to_local() for p, _ in had if isinstance(p.grad, DTensor)]
+    new = [p.grad.to_local() for p, _ in set_aside if isinstance(p.grad, DTensor)]
     if new:
         torch._foreach_mul_(new, inverse_scale.to(new[0].device))
-    for parameter, before in had:
+    for parameter, before in set_aside:
         if before is None:
             continue
         if isinstance(parameter.grad, DTensor) and isinstance(before, DTensor):

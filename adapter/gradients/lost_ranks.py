@@ -1,6 +1,6 @@
 """Finds ranks that were lost, through the store of the process group.
 
-The store works after a rank is gone, and while another rank has not noticed it yet.
+The store works even after a rank is gone, unless this rank hosts it, and before the other ranks notice the loss.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ ANSWERED_WITHIN_S = 2.0
 """Seconds that a running rank may take to notice a failure and to announce that it is alive."""
 
 
-def lost_in_buffers(error: RuntimeError, step: int, group: dist.ProcessGroup | None) -> RankFailedError:
+def explain_broken_broadcast(error: RuntimeError, step: int, group: dist.ProcessGroup | None) -> RankFailedError:
     """Return the error for buffers that did not arrive; waits some seconds for answers of the other ranks.
 
     Args:
-        error: The error of the process group.
+        error: The error of the process group that ended the broadcast.
         step: The step at whose end the buffers were sent.
-        group: The ranks that get buffers from the first of them; None means all.
+        group: The ranks; the first one sends its buffers to the others. None means all.
     """
     # Other ranks may have received their buffers; for them the connection breaks in the exchange of the next step.
     lost = find_lost(step + 1, group)
@@ -35,7 +35,10 @@ def lost_in_buffers(error: RuntimeError, step: int, group: dist.ProcessGroup | N
 
 
 def find_lost(step: int, group: dist.ProcessGroup | None) -> str:
-    """Describe the ranks of `group` that do not announce that an exchange of `step` broke off for them too."""
+    """Return a description of the ranks of `group` that seem lost.
+
+    Each rank whose exchange of `step` broke off calls this and announces itself. The others count as lost.
+    """
     here, key = dist.get_rank(group), f"genlight/exchange that broke off in step {step}"
     ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
     if announce(f"{key}/{here}"):
@@ -46,7 +49,7 @@ def find_lost(step: int, group: dist.ProcessGroup | None) -> str:
 
 
 def describe_lost(lost: Sequence[int], seconds: float) -> str:
-    """Return a description of the ranks that did not answer within `seconds`; there may be none."""
+    """Return a description of `lost`, the ranks that did not answer within `seconds`; it may be empty."""
     if not lost:
         return "all ranks still run, so the connection between them broke"
     names = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"

@@ -1,4 +1,4 @@
-"""Precision plugins of Lightning, for a trainer that calls ``loss.backward()`` itself."""
+"""Applies Lightning's precision plugins to a trainer that calls ``loss.backward()`` itself."""
 
 from __future__ import annotations
 
@@ -69,14 +69,15 @@ def step_precision(plugin: Precision, discovered: Discovered) -> StepPrecision:
             dtype=dtype,
             context=plugin.autocast_context_manager,
             autocast_device=plugin.device,
-            scaler=_scaler(plugin, discovered),
+            scaler=_install_scaler(plugin, discovered),
         )
     if isinstance(plugin, HalfPrecision):
         return StepPrecision(dtype, plugin.forward_context, cast_inputs_to=torch.bfloat16)
     return StepPrecision(dtype)
 
 
-def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | None:
+def _install_scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | None:
+    """Make `plugin` use a `TrueUnitScaler`, and return it; None if the loss is not scaled here."""
     if plugin.scaler is None:
         return None
     own = [found.path for found in discovered.scalers if found.value.is_enabled()]
@@ -97,8 +98,8 @@ def _scaler(plugin: MixedPrecision, discovered: Discovered) -> TrueUnitScaler | 
 def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """Let `modules` accept floating inputs of any precision.
 
-    Torch's layers in them get the same: they need inputs of their weights' type, and a trainer may call a part or a
-    method of a module instead of the module.
+    Torch's layers in `modules` also cast their inputs to `dtype`, because a trainer may call a part or a method of a
+    module directly.
     """
 
     def cast(value: Any) -> Any:
@@ -113,12 +114,12 @@ def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return cast(args), cast(kwargs)
 
-    called = {m for module in modules for m in (module, *filter(_needs_its_type, module.modules()))}
+    called = {m for module in modules for m in (module, *filter(_is_layer_with_weights, module.modules()))}
     for module in called:
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _needs_its_type(module: nn.Module) -> bool:
+def _is_layer_with_weights(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.") and any(
         parameter is not None for parameter in module._parameters.values()
     )

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..contract.exceptions import ContractError
 from ..plumbing.devices import LateCopy, gather_objects
-from .rank_check import FIRST_STEPS, users_line
+from .rank_check import FIRST_STEPS, find_user_line
 from .refused import SKIP_HINT, refusal
 
 END_OF_STEP, BACKWARD, UPDATE, USED = "end the step", "call backward", "update by", "leave gradients of"
 """First words of the operations that every step has."""
 
 PENDING_DIGESTS = 8
-"""Digests that may be in flight; with more, a step waits for the oldest. Usually that has arrived by then."""
+"""Digests that may be in flight. With more, a step waits for the oldest one; usually that has arrived by then."""
 
 
 class RankAgreement:
-    """Compares the collective operations of ranks whose modules are sharded; called by each rank before each of them.
+    """Compares the collective operations of ranks whose modules are sharded; each rank calls it before each operation.
 
-    A call of a unit, a backward call, an update and the read of a norm are collective. A rank that starts a different
-    one would wait forever, or mix up two tensors of one shape. So ranks compare the operations that they start::
+    A call of a unit, a backward call, an update and the read of a norm are collective. Ranks that start different
+    operations would wait forever, or mix up two tensors of the same shape. So they compare what they start::
 
         on the CPU, and on a device in the first steps    by a message before each: the error names the operations
         on a device, after that                           by a digest of the complete step, sent without waiting for
@@ -41,8 +41,8 @@ class RankAgreement:
 
     Attributes:
         compares_each: Whether ranks compare each operation of the running step by a message.
-        in_update: Whether an optimizer runs. Its writes are not recorded: it may be compiled on one rank earlier than
-            on another, and compiled code does not report writes.
+        in_update: Whether an optimizer runs. Its writes are not recorded, because compiled code does not report them,
+            and one rank may compile an optimizer earlier than another.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RankAgreement:
     def end_step(self, *, failed: bool) -> None:
         """End the step. After a failure the other ranks may not reach this point, so nothing is sent."""
         if self._is_on and not failed and not self.compares_each:
-            self._send()
+            self._in_flight.append((self._steps, LateCopy(self._gather(self._digest))))
         self._is_on = False
 
     def close(self, *, failed: bool) -> None:
@@ -93,7 +93,7 @@ class RankAgreement:
         self._compare(0)
 
     def __call__(self, what: str) -> None:
-        """Wait until every rank is about to do `what`; later on a device, only add it to the digest of the step.
+        """Wait until every rank is about to do `what`; after the first steps on a device, add it only to the digest.
 
         Raises:
             ContractError: A rank is about to do something different; names both ranks and their operations.
@@ -114,17 +114,12 @@ class RankAgreement:
         if self._is_on and not self.in_update:
             self._digest = zlib.crc32(what.encode(), self._digest)
 
-    def _gather(self, code: int, *, wait: bool = True) -> Any:
-        """Return the codes of all ranks, on the device; without `wait` also the pending work that fills them."""
+    def _gather(self, code: int) -> Tensor:
+        """Return the codes of all ranks, on the device; the stream waits for them, but the host does not."""
         codes = torch.zeros(self._ranks, dtype=torch.int64, device=self._device)
         codes[dist.get_rank(self._group)].fill_(code)  # only a kernel; copying from the host would wait
-        work = dist.all_reduce(codes, group=self._group, async_op=not wait)
-        return codes if wait else (codes, work)
-
-    def _send(self) -> None:
-        codes, work = self._gather(self._digest, wait=False)
-        work.wait()  # blocks the stream, not the host
-        self._in_flight.append((self._steps, LateCopy(codes)))
+        dist.all_reduce(codes, group=self._group)
+        return codes
 
     def _compare(self, pending: int) -> None:
         """Compare the digests that have arrived; wait until at most `pending` are in flight."""
@@ -136,7 +131,8 @@ class RankAgreement:
                 raise refusal("collective", f"in step {step} of this run, ranks {others} and rank 0")
 
     def _different(self, what: str) -> ContractError:
-        everyone = gather_objects((what, "" if what == END_OF_STEP else users_line()), self._group)
+        """Return the error for ranks that start different operations. Collective."""
+        everyone = gather_objects((what, "" if what == END_OF_STEP else find_user_line()), self._group)
         first = everyone[0]
         others = ((rank, other) for rank, other in enumerate(everyone) if other[0] != first[0])
         rank, other = next(others, (1, everyone[1]))

@@ -1,11 +1,11 @@
 """Checks that ranks that average gradients are at the same point and train the same parameters; names diverged ranks.
 
 The first bucket of each exchange of gradients has a header: a row of numbers for each rank. A row has the reason for
-the exchange, the step, the number of exchanges since the last update, the number of updates, and a mark of the trained
-parameters. The headers are summed over the ranks together with the gradients; the sum shows whether the ranks are at
-the same point. On a device the header is read some exchanges later, so that the host does not wait for the device; all
-ranks read the same header at the same exchange. For an error message, ranks also exchange a parameter's path and a line
-of code.
+the exchange, the step, the number of exchanges since the last update, the number of updates, and a checksum of the
+trained parameters. The headers are summed over the ranks together with the gradients; the sum shows whether the ranks
+are at the same point. On a device the header is read some exchanges later, so that the host does not wait for the
+device; all ranks read the same header at the same exchange. If the points differ, ranks also exchange a parameter's
+path and a line of code, for the error message.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning."
 _MODULUS = 128
 """Numbers are sent modulo this, so that they are exact in every dtype of gradients."""
 
-MARKS = _MODULUS * _MODULUS
-"""Number of values that the mark of a bucket assignment can have."""
+CHECKSUMS = _MODULUS * _MODULUS
+"""Number of values that the checksum of the trained parameters can have."""
 
 
 class Trigger(enum.IntEnum):
@@ -61,7 +61,7 @@ class Trigger(enum.IntEnum):
 AFTER_STEP = frozenset({Trigger.END_OF_STEP, Trigger.NOTHING, Trigger.LAST, Trigger.SAVE})
 """Reasons that arise after `train_step` has returned, so that no line of `train_step` can be named."""
 _ALL_OR_NONE = frozenset({Trigger.NOTHING, Trigger.LAST, Trigger.AGAIN, Trigger.SAVE})
-"""Reasons that all ranks must share: if one rank has such a reason, all must have it."""
+"""Reasons that all ranks must have if one rank has them."""
 
 _TEXTS = {
     Trigger.UPDATE: "updates {what}",
@@ -84,8 +84,8 @@ class ExchangePoint(NamedTuple):
     """Exchanges since the last update."""
     updates: int = 0
     """Updates that this rank has made."""
-    mark: int = 0
-    """Mark of the bucket assignment, below `MARKS`."""
+    checksum: int = 0
+    """Checksum of the trained parameters, below `CHECKSUMS`; equal if ranks assign them to buckets alike."""
     what: Tensor | str = ""
     """The parameter whose gradient is read, or the first parameter that is updated."""
     where: str = ""
@@ -100,7 +100,7 @@ class ExchangePoint(NamedTuple):
     def numbers(self) -> list[int]:
         """Return the values to compare with other ranks."""
         place = [int(self.trigger), self.step % _MODULUS, min(self.ordinal, _MODULUS - 1), self.updates % _MODULUS]
-        return [*place, *divmod(self.mark, _MODULUS)]
+        return [*place, *divmod(self.checksum, _MODULUS)]
 
     def __str__(self) -> str:
         where = f" (at {self.where})" if self.where else ""
@@ -108,7 +108,7 @@ class ExchangePoint(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """A header that the device has not reached yet."""
+    """The summed header of an exchange that the device may not have reached yet."""
 
     point: ExchangePoint
     before: ExchangePoint | None
@@ -116,7 +116,7 @@ class _Header(NamedTuple):
 
 
 _runs = itertools.count()
-"""Numbers the checks of this process. All ranks create them in the same order, so that each has the same key."""
+"""Counts the `RankCheck` objects of this process. All ranks create them in the same order, so that keys agree."""
 
 
 class RankCheck:
@@ -153,7 +153,7 @@ class RankCheck:
         most_left: int = LATE_EXCHANGES,
         before_error: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take the summed header of an exchange, as soon as the device has it queued; compare those that arrived.
+        """Take the summed header of an exchange; compare it at once on the host, and some exchanges later on a device.
 
         Args:
             header: The tensor of `write`, summed over the ranks.
@@ -192,22 +192,22 @@ class RankCheck:
         return self._numbers(LateCopy(values), at)
 
     def _numbers(self, copy: LateCopy, at: ExchangePoint) -> list[float]:
-        self.wait_for(copy, at)
+        self._wait_for(copy, at)
         host = copy.read()
         numbers: list[float] = (host.real if host.is_complex() else host).tolist()
         return numbers
 
-    def wait_for(self, copy: LateCopy, at: ExchangePoint) -> None:
-        """Wait until the device has made `copy`; a collective that another rank never joins would block the device.
+    def _wait_for(self, copy: LateCopy, at: ExchangePoint) -> None:
+        """Wait until the device has made `copy`.
 
         Raises:
-            RankFailedError: It has not been made within the timeout of the process group.
+            RankFailedError: A collective that another rank never joins blocks the device.
         """
         if copy.is_there():
             return
         began = time.monotonic()
         key = f"{self._key}/waits in step {at.step}"
-        # At the full timeout the library aborts the process without naming the rank.
+        # After the timeout the library of the device aborts the process without naming the rank.
         most = 0.8 * group_timeout(self._group).total_seconds()
         is_announced = False
         while not copy.is_there():
@@ -226,11 +226,11 @@ class RankCheck:
         """Return the global numbers of these ranks of the group."""
         return list(ranks) if self._group is None else [dist.get_global_rank(self._group, rank) for rank in ranks]
 
-    def broken(self, error: RuntimeError, at: ExchangePoint, what: Tensor) -> RankFailedError:
-        """Return the error for an exchange that `error` ended; waits some seconds for answers of the other ranks.
+    def explain_broken_exchange(self, error: RuntimeError, at: ExchangePoint, what: Tensor) -> RankFailedError:
+        """Return the error for an exchange that broke off; waits some seconds for answers of the other ranks.
 
         Args:
-            error: The error of the process group.
+            error: The error of the process group that ended the exchange.
             at: The point of this rank.
             what: The first parameter of the bucket that was being exchanged.
         """
@@ -242,14 +242,16 @@ class RankCheck:
         )
 
     def _diverged(self, header: _Header) -> ContractError:
-        """Return the error for ranks at different points. Each of them calls this, and they gather their points."""
+        """Return the error for ranks at different points. Collective: every rank sends its point."""
         before = "" if header.before is None else str(self._with_paths(header.before))
         own = tuple(self._with_paths(header.point)._replace(before=before))
         points = [ExchangePoint(*point) for point in gather_objects(own, self._group)]
         first = points[0]
         other = next((r for r, each in enumerate(points) if not _are_together([first.numbers(), each.numbers()])), 1)
         theirs = points[other]
-        if first.mark != theirs.mark and _are_together([first.numbers(), theirs._replace(mark=first.mark).numbers()]):
+        if first.checksum != theirs.checksum and _are_together(
+            [first.numbers(), theirs._replace(checksum=first.checksum).numbers()]
+        ):
             return ContractError(_describe_trained(points, other))
         here, there = f"rank 0 {_in_step(first)}", f"rank {other} {_in_step(theirs)}"
         counted = ""
@@ -270,12 +272,13 @@ def _are_together(rows: Sequence[Sequence[float]]) -> bool:
     triggers = {int(row[0]) for row in rows}
     if len(triggers) == 1:
         return True
-    # A rank may read a gradient before it updates: the other ranks need not do the same.
+    # One rank may read a gradient before its update while another updates without a read.
     is_updated_by_some = {Trigger.UPDATE, Trigger.END_OF_STEP} <= triggers
     return triggers.isdisjoint(_ALL_OR_NONE) and not is_updated_by_some
 
 
 def _describe_trained(points: Sequence[ExchangePoint], other: int) -> str:
+    """Return the message for ranks that train different parameters."""
     differences = []
     for rank, without in ((0, other), (other, 0)):
         extra = sorted({*points[rank].trained} - {*points[without].trained})
@@ -295,6 +298,7 @@ def _in_step(point: ExchangePoint) -> str:
 
 
 def _hint(one: ExchangePoint, other: ExchangePoint) -> str:
+    """Return the way out for ranks at the points `one` and `other`."""
     if Trigger.AGAIN in {one.trigger, other.trigger}:
         return (
             "A checkpointed segment that only some ranks use twice can cause that, or a hook: pass use_reentrant=False "
@@ -313,7 +317,7 @@ def _hint(one: ExchangePoint, other: ExchangePoint) -> str:
     )
 
 
-def users_line() -> str:
+def find_user_line() -> str:
     """Return the innermost line of the call stack outside of genlight, Lightning and torch."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -84,9 +84,9 @@ REFUSED = MappingProxyType(
 
 REFUSED_UPDATES = MappingProxyType(
     {
-        "lasting": "`train_step` updates by an optimizer ({optimizer}) that is neither in the state nor on the trainer,"
-        "so that ranks would diverge and overflows of fp16 would not be found. Build every module and optimizer in "
-        "`configure`, and keep it in the state or on the trainer.",
+        "lasting": "`train_step` updates by an optimizer ({optimizer}) that is neither in the state nor on the "
+        "trainer, so that ranks would diverge and overflows of fp16 would not be found. Build every module and "
+        "optimizer in `configure`, and keep it in the state or on the trainer.",
         "late": "`train_step` updates a module by a {optimizer} that did not exist after `configure`, so the strategy "
         "does not know it. Build every optimizer in `configure`, and keep it in the state or on the trainer.",
         "kept": "{setting} cannot skip an update of {optimizer} whose `step` was kept or compiled in `configure`: call "
@@ -100,7 +100,7 @@ REFUSED_UPDATES = MappingProxyType(
         "`train_step` yourself, or {instead}.",
     }
 )
-"""Refusals of an update by a short name; `setting` can skip updates."""
+"""Refusals of an update by a short name. `{setting}` is the setting that can skip updates."""
 
 
 def refused_update(name: str, optimizer: Optimizer, **words: str) -> ContractError:
@@ -119,8 +119,8 @@ def refusal(name: str, what: str = "") -> ContractError:
     return ContractError(f"FSDP 2 cannot train this class as it is: {what and f'{what}: '}{REFUSED[name]}, {WITH_DDP}.")
 
 
-def needs() -> str:
-    """Return a summary of the requirements and limits of FSDP 2, for somebody who chooses it."""
+def describe_fsdp_limits() -> str:
+    """Return a summary of the requirements and limits of FSDP 2, for users who consider it."""
     return (
         f"FSDP 2 needs {SUPPORTED['torch']}, `unused_parameters` torch>=2.13; torch {torch.__version__} is installed; "
         "genlight refuses the following with the way out, when it shards a class or when the class does it: "

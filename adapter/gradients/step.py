@@ -5,14 +5,14 @@ parts that a run needs, in this order::
 
                 backward                    after it                optimizer.step          end of the step
 
-    averaging   send gradients while        average them            average new gradients,  average new gradients;
-                autograd runs                                       and the closure's loss  a rank without any reports
-    sharding    agree with the ranks        reduce new gradients    agree with the ranks    agree with the ranks
+    averaging   send gradients while        average them            average new gradients,  average new gradients, or
+                autograd runs                                       and the closure's loss  compare only the ranks
+    sharding    compare the ranks           reduce new gradients    compare the ranks       compare the ranks
     fp16        scale the loss; unscale     check for overflows     skip on overflow,
                 before accumulation                                 adapt the scale
     hooks       on_before_backward          on_after_backward       on_before_optimizer_step
-    guard       nan if a loss is                                    skip updates that are   restore the buffers of a
-                not finite                                          not finite              skipped step
+    guard       make gradients nan if                               skip updates that are   restore the buffers of a
+                the loss is not finite                              not finite              skipped step
     buffers                                                                                 send the buffers of rank 0
 
 Backward and update run outside of autocast, a closure inside of it. Outside of a step, torch is unchanged. If a run
@@ -65,8 +65,8 @@ def step_router(
 ) -> StepRouter | None:
     """Return the router that this run needs, or None if plain torch does the same.
 
-    Call it once, with the modules on their device and before a checkpoint is restored. On several ranks it also gives
-    every rank the weights of rank 0. `before` is the router of an earlier training of the same module, if any.
+    Call this once, when the modules are on their device and before a checkpoint is restored. On several ranks it also
+    gives every rank the weights of rank 0. `before` is the router of an earlier training of the same module, if any.
 
     Raises:
         ContractError: The ranks built different things, a tensor is not on this rank's device, or the precision cannot
@@ -181,7 +181,7 @@ class StepRouter:
         self.averaging = averaging
         if averaging is not None:
             averaging.after_each = "on_after_backward" in hooks
-            averaging.averaged += [] if fp16 is None else [fp16.check_averaged]
+            averaging.after_average += [] if fp16 is None else [fp16.check_averaged]
         self.parts: list[StepPart] = [each for each in (averaging, sharded, fp16, hooks, guard, buffers) if each]
         self._skipper = next((part.may_skip for part in reversed(self.parts) if part.may_skip), "")
         for optimizer in optimizers:
@@ -210,7 +210,7 @@ class StepRouter:
         _call_each(part.close for part in self.parts)
 
     def before_save(self) -> None:
-        """Refuse a checkpoint of diverged ranks; wait for the device, which may not have reported it yet. Collective.
+        """Refuse to save a checkpoint if ranks have diverged; waits for pending comparisons on the device. Collective.
 
         Raises:
             ContractError: Ranks diverged in an earlier step.
@@ -218,10 +218,10 @@ class StepRouter:
         for part in self.parts if self._is_open else ():
             part.before_save()
 
-    def ended(self) -> None:
-        """Called on all ranks after a training that ended as planned."""
+    def release_group(self) -> None:
+        """Release the process group of the averaging. Collective; call it after a training that ended as planned."""
         if self.averaging is not None:
-            self.averaging.ended()
+            self.averaging.release_group()
 
     def __enter__(self) -> StepRouter:
         self._steps += 1
@@ -250,7 +250,7 @@ class StepRouter:
             context.__exit__(exc_type, exc, traceback)
         refusal, self._refusal = self._refusal, None
         if refusal is exc:
-            refusal = None  # it is being raised already; one from another thread has not reached the loop yet
+            refusal = None  # it is being raised already; a refusal in another thread has not reached the loop yet
         if exc is None and refusal is None and replaced is None:
             try:
                 for part in self.parts:
@@ -283,7 +283,7 @@ class StepRouter:
         **kwargs: Any,
     ) -> None:
         """Run one backward call of the trainer; takes what torch's engine takes."""
-        call = BackwardCall(outputs, grads, retain_graph, create_graph, inputs)
+        call = BackwardCall(outputs, grads, create_graph, inputs)
         failed = True
         self.in_backward = True
         try:
@@ -330,7 +330,7 @@ class StepRouter:
         Raises:
             ContractError: The optimizer is refused.
         """
-        if self._in_update:  # by a managed optimizer, or by the one that it wraps
+        if self._in_update:  # this is the update of a managed optimizer, or of the optimizer that it wraps
             return
         if id(optimizer) not in self._managed:
             self._check_unknown(optimizer)
@@ -357,6 +357,7 @@ class StepRouter:
     def _zero_grad(
         self, hooks: StepHooks, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kw: Any
     ) -> Any:
+        """Replace ``optimizer.zero_grad`` of a managed optimizer."""
         if not torch_hooks.is_active(self):
             return inner(*args, **kw)
         hooks.call("on_before_zero_grad", optimizer)
@@ -366,13 +367,13 @@ class StepRouter:
             return inner(*args, **kw)
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Make one update of a managed optimizer with the same arguments, except that a closure is wrapped."""
+        """Replace ``optimizer.step``: make the update with the same arguments, except that a closure is wrapped."""
         if self._in_update or self._is_closed:
             return inner(*args, **kwargs)
-        # A hook on a tensor may have called it. On a device, such a hook runs in a thread of torch's engine.
+        # The hook of a tensor may make this call. On a device, such a hook runs in a thread of torch's engine.
         self._refuse_in_backward(optimizer)
         if not torch_hooks.is_active(self):
-            if self.averaging is not None:  # no other rank would know of this update
+            if self.averaging is not None:  # the other ranks would not take part in this update
                 self._refusal = refused_update("elsewhere", optimizer)
                 raise self._refusal
             return inner(*args, **kwargs)
@@ -450,6 +451,7 @@ class StepRouter:
         return all(answers)
 
     def _update(self, optimizer: Optimizer, step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's own ``step``; if it fails on shards, explain the error."""
         self._in_update = True
         try:
             return self._outside_autocast(step, *args, **kwargs)
@@ -463,12 +465,12 @@ class StepRouter:
 
 
 class StepHooks(StepPart):
-    """Calls the hooks of callbacks and module within a step: of Lightning's four, those that somebody overrides.
+    """Calls the hooks that Lightning has within a step, if callbacks or the module override them.
 
-    Hooks around a backward call see the unscaled loss, and unscaled gradients, averaged over the ranks.
+    Hooks around a backward call see the loss and the gradients unscaled, and gradients averaged over the ranks.
 
     Args:
-        hooks: The functions to call for each hook, by its name and in order; empty if it is not overridden.
+        hooks: The functions to call for each hook, in order, by the hook's name; empty if nothing overrides it.
     """
 
     def __init__(self, **hooks: Sequence[Callable[..., None]]) -> None:
@@ -501,7 +503,7 @@ class StepHooks(StepPart):
 
 
 def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
-    """Return the overridden ones of Lightning's four hooks within a step, callbacks first, as in Lightning."""
+    """Return the hooks within a step that callbacks or `module` override; callbacks come first, as in Lightning."""
     names = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
     hooks: dict[str, list[Callable[..., None]]] = {}
     for name in names:
@@ -525,7 +527,7 @@ def _is_closure(step: Callable[..., Any], name: str, argument: object) -> bool:
 
 
 def _call_each(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls in order, the later ones even if one raises."""
+    """Make all calls in order, also those after a call that raises."""
     with ExitStack() as stack:
         for call in reversed([*calls]):
             stack.callback(call)

@@ -16,8 +16,7 @@ class BackwardCall:
 
     outputs: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
-    """Gradients of `outputs`, with which backward begins."""
-    retain_graph: bool
+    """Gradients of `outputs`, from which backward computes all others."""
     create_graph: bool
     inputs: Sequence[Tensor] = ()
     """The ``inputs`` of the call, whose gradients it accumulates; empty for all leaves."""
@@ -57,29 +56,29 @@ class StepPart:
         """Called when a backward call has succeeded."""
 
     def grad(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of ``torch.autograd.grad``; `run` is torch's engine and the other arguments are the engine's."""
+        """Make a call of ``torch.autograd.grad``. `run` calls torch's engine with the other arguments."""
         return run(outputs, grads, *args, **kwargs)
 
     def within_backward(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Like `grad`, for a call of torch's engine within a backward call, as a checkpoint or an adjoint makes it."""
+        """Like `grad`, for a call of torch's engine within a backward call, as from a checkpointed segment."""
         return run(outputs, grads, *args, **kwargs)
 
     def before_update(self, optimizer: Optimizer) -> bool:
-        """Return whether `optimizer`, a managed one, may make the update that it is about to make."""
+        """Called before a managed optimizer updates; return False to skip the update."""
         return True
 
     def before_foreign_update(self, optimizer: Optimizer) -> None:
-        """Called before an optimizer updates that the step made itself, for a clone or a latent for example."""
+        """Called before an update by an optimizer that the step itself created, for a clone or a latent for example."""
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Called when the update was made or skipped, and before its closure is evaluated."""
+        """Called when the update was made or skipped, and before each evaluation of its closure."""
 
     def map_loss(self, loss: Any) -> Any:
-        """Return the loss to pass to the optimizer for `loss`, the result of its closure."""
+        """Return the loss that the optimizer gets instead of `loss`, the result of its closure."""
         return loss
 
     def end(self) -> None:
-        """Called when the step has ended."""
+        """Called when the step has succeeded."""
 
     def before_save(self) -> None:
         """Called on all ranks before a checkpoint is saved; the part raises if a fault is still undetected."""

@@ -78,7 +78,7 @@ class Interceptor(Protocol):
         """Run a call of ``torch.autograd.grad``."""
 
     def within_backward(self, outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a call within a backward call, as a checkpoint or an adjoint makes it."""
+        """Run a call of torch's engine within a backward call, as from a checkpointed segment."""
 
     def check_managed(self, optimizer: Optimizer) -> None:
         """Called before any optimizer makes a step."""
@@ -116,9 +116,10 @@ def release(interceptor: Interceptor) -> None:
 
 
 def _replace_or_restore() -> None:
+    """Replace torch's entry if somebody holds it; otherwise restore it."""
     global _step_hook
     if _holders:
-        set_engine_run_backward(_intercepted)
+        set_engine_run_backward(_intercept)
     if _holders and _step_hook is None:
         _step_hook = register_optimizer_step_pre_hook(_before_any_step)
     elif not _holders and _step_hook is not None:
@@ -129,8 +130,8 @@ def _replace_or_restore() -> None:
 
 def begin(interceptor: Interceptor) -> None:
     """Route the calls of this thread to `interceptor`; call `hold` before."""
-    if engine_entry() is not _intercepted:  # something restored torch's between two steps
-        set_engine_run_backward(_intercepted)
+    if engine_entry() is not _intercept:  # something restored torch's entry between two steps
+        set_engine_run_backward(_intercept)
     _active[threading.get_ident()] = interceptor
 
 
@@ -143,13 +144,13 @@ def end() -> RuntimeError | None:
     """
     _active.pop(threading.get_ident(), None)
     entry: Any = engine_entry()
-    if entry is _intercepted or not _holders:
+    if entry is _intercept or not _holders:
         return None
-    set_engine_run_backward(_intercepted)
+    set_engine_run_backward(_intercept)
     return RuntimeError(
         f"torch.autograd._engine_run_backward was replaced by {entry.__module__}.{entry.__qualname__} in the middle of "
-        "a step, so that backward calls may have been neither averaged nor unscaled. End what replaces it within the "
-        "step that begins it, or remove it."
+        "a step, so that gradients may have been neither averaged nor unscaled. Undo this replacement within the same "
+        "step, or remove it."
     )
 
 
@@ -205,7 +206,8 @@ def _prove() -> None:
         )
 
 
-def _intercepted(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+def _intercept(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace torch's entry: send the call to the interceptor of this thread, if there is one."""
     interceptor = _active.get(threading.get_ident())
     if interceptor is None and current_graph_task_id() != -1:  # in the thread that runs backward on a device
         interceptor = next((each for each in _active.values() if each.in_backward), None)
@@ -267,6 +269,8 @@ class GradientGuard:
         self._is_on = False
 
     def _subclass(self, kind: type[Any]) -> type[Any]:
+        """Return a subclass of `kind` whose property ``grad`` calls `on_read` and `on_write`."""
+
         def read(tensor: Any) -> Any:
             self._on_read(tensor)
             return read_gradient(tensor)
@@ -278,7 +282,7 @@ class GradientGuard:
         def as_plain(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             def called(tensor: Any, argument: Any) -> Any:
                 self._on_read(tensor)
-                tensor.__class__, self._is_on = kind, False  # until it is guarded again
+                tensor.__class__, self._is_on = kind, False  # `guard` sets the subclass again
                 return call(tensor, argument)
 
             return called

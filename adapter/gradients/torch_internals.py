@@ -109,7 +109,7 @@ def keep_out_of_graphs(*modules: str) -> None:
 
 
 def outside_of_graphs(call: Callable[..., None]) -> Callable[..., None]:
-    """Return `call`, or a bound method, such that torch.compile does not trace it; does not import the compiler."""
+    """Return a wrapper of `call` that torch.compile does not trace. This does not import the compiler."""
 
     def uncompiled(*args: Any, **kwargs: Any) -> None:
         call(*args, **kwargs)
@@ -195,7 +195,7 @@ def take_data(unit: Any, shard: DTensor) -> None:
 
 
 def wait_for_reduction(unit: Any) -> None:
-    """Make the current stream wait until FSDP 2 has added the gradients of `unit` to its shards, on another stream."""
+    """Make the current stream wait until FSDP 2 has added gradients to the shards of `unit` on another stream."""
     for group in _parameter_groups(unit):
         if group._post_reduce_event is not None:
             group.device_handle.current_stream().wait_event(group._post_reduce_event)

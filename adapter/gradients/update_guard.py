@@ -1,7 +1,7 @@
 """Skips updates that `Recover` rejects.
 
 If a loss is nan or infinite, all gradients of its backward call become nan. They are averaged over the ranks and
-accumulated like others. So every rank sees them, and all ranks skip the update to which they belong, also if it comes
+accumulated like others. So every rank sees them, and all ranks skip the next update that uses them, even if it comes
 some steps later or after a resume.
 """
 
@@ -41,7 +41,7 @@ class UpdateGuard(StepPart):
         discovered: The trainer's objects.
         recover: Accepts or rejects updates.
         group: Process group of the ranks.
-        shared: Ids of the optimizers that all ranks step alike; empty on a single rank.
+        shared: Ids of the optimizers whose updates are the same on all ranks; empty on a single rank.
         rank_local: Ids of the parameters whose gradients differ by rank on purpose.
         scales: Whether a gradient scaler may skip updates. It does not report them, so only a loss that is not finite
             distinguishes a fault from an ordinary overflow.
@@ -100,23 +100,23 @@ class UpdateGuard(StepPart):
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
-        """Make a root gradient nan if its loss is not finite."""
-        call.gradients = tuple(map(self._root_gradient, call.outputs, call.gradients))
+        """Begin backward with a gradient of nan if the loss is not finite."""
+        call.gradients = tuple(map(self._first_gradient, call.outputs, call.gradients))
 
     @torch.no_grad()
-    def _root_gradient(self, output: Any, gradient: Any) -> Any:
+    def _first_gradient(self, output: Any, gradient: Any) -> Any:
         if not isinstance(gradient, Tensor) or isinstance(gradient, DTensor) or output.numel() != 1:
-            return gradient  # values within the graph may be infinite although the loss is finite
+            return gradient  # `output` is no loss; other values may be infinite although the loss is finite
         loss = output.detach()
         self._losses.append(loss)
         return torch.where(torch.isfinite(loss), gradient, torch.nan)
 
     @override
     def before_update(self, optimizer: Optimizer) -> bool:
-        if not self._scales and not self._is_to_be_made(optimizer):
+        if not self._scales and not self._accepts(optimizer):
             return False
         factor = self._recover.rate_factor
-        if factor != 1.0:  # only for this update, so that schedules do not see it
+        if factor != 1.0:  # the rate is lowered only during this update, so that schedules do not see it
             self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
             for group, rate in self._rates:
                 group["lr"] = rate * factor
@@ -128,8 +128,8 @@ class UpdateGuard(StepPart):
             group["lr"] = rate
         self._rates = []
 
-    def _is_to_be_made(self, optimizer: Optimizer) -> bool:
-        """Whether to make the update of `optimizer`; the same on all ranks."""
+    def _accepts(self, optimizer: Optimizer) -> bool:
+        """Whether `Recover` accepts the update of `optimizer`; the same on all ranks."""
         parameters = list(parameters_of(optimizer))
         gradients = [
             p.grad if p.grad.layout == torch.strided else p.grad.coalesce().values()
@@ -139,12 +139,12 @@ class UpdateGuard(StepPart):
         is_finite = are_finite(gradients)
         needs_loss = self._recover.judges_losses or not is_finite
         loss = self._largest_loss(self._losses) if needs_loss else None
-        if id(optimizer) in self._shared and (needs_loss or any(map(self._is_of_this_rank, parameters))):
-            sound, loss = self._over_ranks([0.0 if is_finite else math.nan, loss])
+        if id(optimizer) in self._shared and (needs_loss or any(map(self._has_own_gradient, parameters))):
+            sound, loss = self._max_over_ranks([0.0 if is_finite else math.nan, loss])
             is_finite = sound == 0
-        return self._ask(is_finite=is_finite, loss=loss)
+        return self._ask_recover(is_finite=is_finite, loss=loss)
 
-    def _ask(self, *, is_finite: bool, loss: float | None) -> bool:
+    def _ask_recover(self, *, is_finite: bool, loss: float | None) -> bool:
         self._has_asked = True
         may_update = self._recover.may_update(is_finite=is_finite, loss=loss)
         self._has_skipped = self._has_skipped or not may_update
@@ -158,24 +158,27 @@ class UpdateGuard(StepPart):
         largest, are_sound = torch.stack([numbers.max(), numbers.isfinite().all()]).tolist()
         return float(largest) if are_sound else math.nan
 
-    def _over_ranks(self, values: list[float | None]) -> list[float | None]:
+    def _max_over_ranks(self, values: list[float | None]) -> list[float | None]:
         """Return the maximum over all ranks of each value; ``nan`` if a rank has nan, None if all ranks have None."""
         sent = [-math.inf if value is None else math.inf if math.isnan(value) else value for value in values]
         tensor = torch.tensor(sent, dtype=torch.float64, device=next(parameters_of(self._optimizers[0])).device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [None if each == -math.inf else math.nan if each == math.inf else each for each in tensor.tolist()]
 
-    def _is_of_this_rank(self, parameter: Tensor) -> bool:
-        """Whether the gradient differs by rank: a shard, or rank-local. Other gradients are averaged."""
+    def _has_own_gradient(self, parameter: Tensor) -> bool:
+        """Whether each rank has another gradient for `parameter`, a shard or a rank-local one; others are averaged."""
         return isinstance(parameter, DTensor) or id(parameter) in self._rank_local
 
     @override
     @torch.no_grad()
     def end(self) -> None:
-        """Restore the buffers of a step that was not finite; also buffers that it resized, cast or replaced."""
+        """Restore the buffers if the loss or an update of the step was not finite.
+
+        This includes buffers that the step resized, cast or replaced.
+        """
         loss = self._largest_loss(self._losses[self._losses_before :])
-        if self._scales:
-            self._ask(is_finite=True, loss=self._over_ranks([loss])[0] if self._shared else loss)
+        if self._scales:  # the scaler has skipped updates with overflows itself; only the loss shows a fault
+            self._ask_recover(is_finite=True, loss=self._max_over_ranks([loss])[0] if self._shared else loss)
         if self._has_skipped or (loss is not None and math.isnan(loss)):
             for buffers, held in self._places:
                 buffers.clear()
@@ -203,8 +206,8 @@ def update_guard(
     """Return the guard for the `Recover` callback of `trainer`, if there is one; arguments as in `UpdateGuard`.
 
     Raises:
-        ContractError: `UpdateGuard` refuses the trainer; or `Recover` may lower the rate or roll back, for which all
-            ranks must make equal updates, but an optimizer is rank-local.
+        ContractError: `UpdateGuard` refuses the trainer, or an optimizer is rank-local although `Recover` may lower
+            the rate or roll back: then all ranks must make equal updates.
     """
     recover = next((each for each in callbacks_of(trainer) if isinstance(each, Recover)), None)
     if recover is None:
@@ -219,6 +222,7 @@ def update_guard(
 
 
 def _check_can_skip(discovered: Discovered) -> None:
+    """Refuse a trainer without an optimizer whose updates can be skipped."""
     instead = "Use `on_nonfinite: stop`, or skip such updates in `train_step`."
     if not discovered.optimizers:
         raise ContractError(

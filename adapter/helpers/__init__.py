@@ -1,6 +1,6 @@
 """Helpers for trainer classes: seeds, scalars, AdamW, a LoRA-style checkpoint.
 
-All of it works without genlight's runtime. torch is imported when a helper is called, so that importing this module is
+All helpers work without genlight's runtime. They import torch when they are called, so that importing this module is
 cheap.
 """
 
@@ -70,7 +70,7 @@ def to_float_scalar(value: Any) -> float:
 
 
 class OptimizerBundle(NamedTuple):
-    """An optimizer and its learning rate schedule, None if there is none; unpacks as a pair."""
+    """An optimizer and its learning rate schedule, which may be None; unpacks as a pair."""
 
     optimizer: Any = None
     """A `torch.optim.Optimizer`."""
@@ -91,20 +91,20 @@ def build_default_adamw_bundle(
 ) -> OptimizerBundle:
     """Return AdamW over all of `model_or_params`, with warm-up for `warmup_steps` and cosine decay to `max_steps`.
 
-    Each setting is the argument, otherwise the entry of `hyperparams` with its name (for `lr` first ``learning_rate``),
-    otherwise the default. Call ``scheduler.step()`` once after each ``optimizer.step()``. The scheduler also loads the
-    ``state_dict()`` of the older runtime's scheduler.
+    Each setting comes from the argument, or else from the entry of `hyperparams` with that name (``learning_rate``
+    before ``lr``), or else it is the default. Call ``scheduler.step()`` once after each ``optimizer.step()``. The
+    scheduler also loads the ``state_dict()`` of the older runtime's scheduler.
 
     Args:
-        model_or_params: A module, parameters, or parameter groups, including frozen ones: they may be unfrozen later.
-            None gives an empty bundle.
+        model_or_params: A module, parameters, or parameter groups. Frozen parameters are included, because they may be
+            unfrozen later. None gives an empty bundle.
         hyperparams: Usually ``ctx.job.hyperparams``; entries with other names are ignored.
         lr: Peak learning rate. Default 1e-4.
         weight_decay: Default 0.0.
         betas: Default (0.9, 0.999).
         eps: Default 1e-8.
         warmup_steps: Steps over which the rate rises linearly from a tenth of its peak to the peak. Default 0.
-        max_steps: The step at which the rate reaches 0, by a cosine. Default 0: no scheduler.
+        max_steps: The step at which the cosine decay reaches 0. Default 0: no scheduler.
 
     Raises:
         ValueError: There are no parameters, or a number is out of range.
@@ -122,7 +122,7 @@ def build_default_adamw_bundle(
     groups: list[Any] = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
     rate = lr if lr is not None else settings.get("learning_rate", settings.get("lr", 1e-4))
     optimizer = torch.optim.AdamW(
-        groups,  # copies: AdamW writes into them
+        groups,  # copies of the caller's groups, because AdamW writes into them
         lr=float(rate),
         weight_decay=float(setting("weight_decay", weight_decay, 0.0)),
         betas=tuple(setting("betas", betas, (0.9, 0.999))),
@@ -143,11 +143,11 @@ def build_default_adamw_bundle(
 
 @functools.cache
 def _lambda_schedule() -> type[LambdaLR]:
-    """The class of the scheduler, made on demand, because this module does not import torch."""
+    """Return the class of the scheduler; it is made here, because this module does not import torch."""
     from torch.optim.lr_scheduler import LambdaLR
 
     class ScheduleByStep(LambdaLR):
-        """Takes only the position from the state of the older runtime's cosine and sequential schedulers."""
+        """A `LambdaLR` that also loads the position from states of the older runtime's schedulers."""
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             if "lr_lambdas" not in state_dict:

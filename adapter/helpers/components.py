@@ -26,14 +26,14 @@ def load_components(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of every component of a model folder, by component and tensor name.
 
-    A component is a folder that holds safetensors files: one file, or shards with an index. Files in `directory` itself
-    are the component ``model``. If a folder also holds variants of ``model.safetensors`` or
-    ``diffusion_pytorch_model.safetensors``, these are skipped.
+    A component is a folder with safetensors files: one file, or shards with an index. Files in `directory` itself are
+    the component ``model``. If a folder has ``model.safetensors`` or ``diffusion_pytorch_model.safetensors``, its other
+    files are variants and are skipped.
 
     Args:
         directory: The model folder.
         device: The device of the tensors; they go there one by one, without an intermediate copy of the file.
-        dtype: ``fp32``, ``bf16`` or ``fp16``, or torch's own; integers and booleans keep their type.
+        dtype: ``fp32``, ``bf16`` or ``fp16``, or a dtype of torch; integers and booleans keep their type.
 
     Raises:
         InputError: There is no safetensors file, or one is broken, missing, or repeats a tensor of another file.
@@ -69,6 +69,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names."""
     try:
         shards = [index.parent / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -80,6 +81,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _read(files: list[Path], device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of `files` by name."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, torch.Tensor] = {}

@@ -1,8 +1,8 @@
 """Checkpoints of the trainable part of a module, its optimizer and its scheduler, without pickle.
 
 A checkpoint of adapter weights (such as LoRA) omits the frozen base. Existing tools expect these file names.
-``checkpoint_meta.json`` is written last, so that if it exists the other files are complete. Files of the older runtime
-with these names, including ``optimizer.pt``, are read as well, without unpickling.
+``checkpoint_meta.json`` is written last: if it exists, the other files are complete. Files of the older runtime with
+these names, and its ``optimizer.pt``, are read as well, without unpickling.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESERVED = ("format", "primary_path", "optimizer_path")
 OLD_OPTIMIZER_FILE = "optimizer.pt"
 """File of the older runtime with the optimizer's state, written by ``torch.save``."""
 OLD_WEIGHTS = {"lora_torch_v1": "lora.pt"}
-"""Files of weights that are not safetensors, by the format that an older meta file names."""
+"""Weight files that are not safetensors, by the format in the meta file of the older runtime."""
 
 
 def save_trainable_module_checkpoint(
@@ -62,14 +62,14 @@ def save_trainable_module_checkpoint(
         scheduler: Anything whose ``state_dict()`` a checkpoint can hold.
         final: Whether training is over.
         model_name_or_path: Name or path of the frozen base.
-        metadata: Your own facts, as JSON values; each becomes an entry of the meta file and of the result. It replaces
-            ``step``, ``final`` or ``model_name_or_path`` if it has that name.
-        facts: The same, as keywords.
+        metadata: Your own facts, as JSON values; each becomes an entry of the meta file and of the result. An entry
+            named ``step``, ``final`` or ``model_name_or_path`` replaces the one of the argument.
+        facts: Further entries of `metadata`, as keywords.
 
     Returns:
         A result that a ``save_checkpoint`` hook may return: ``primary_path`` (the weights) and, with an optimizer,
-        ``optimizer_path``, as files below `output_dir`; ``format``, ``step``, ``final``, ``model_name_or_path``, and
-        your facts. In the meta file the two paths are names, so that the folder may be moved.
+        ``optimizer_path``, as paths below `output_dir`; ``format``, ``step``, ``final``, ``model_name_or_path``, and
+        your facts. The meta file has file names instead of the two paths, so that the folder may be moved.
 
     Raises:
         CheckpointError: The module has no trainable parameter.
@@ -127,7 +127,9 @@ def load_trainable_module_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint of `save_trainable_module_checkpoint`, ours or the older runtime's; return its facts.
+    """Load a checkpoint that `save_trainable_module_checkpoint` of genlight or of the older runtime wrote.
+
+    Returns its facts, the content of the meta file.
 
     Checks all files and shapes before it changes a weight.
 

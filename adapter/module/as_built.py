@@ -1,15 +1,15 @@
-"""What a resume makes of differences between the objects that `configure` built now and those of the checkpoint.
+"""Compares the objects that `configure` built at a resume with the objects in the checkpoint.
 
-Settings of optimizers, schedulers and scalers: a restored optimizer has the learning rate of its checkpoint, whatever
-`configure` built. A checkpoint therefore also holds the settings that `configure` had built. If a resume builds others,
-it logs them, and uses those that the caller names. A rate that a class or a schedule changed while training is no
-difference: only settings as they were built are compared.
+`BuiltSettings` compares settings of optimizers, schedulers and scalers. A restored optimizer has the learning rate of
+its checkpoint, whatever `configure` built. To notice that `configure` was changed, a checkpoint also holds the settings
+that it had built. If a resume builds others, it logs them, and uses the new ones if the caller lists them. A rate that
+a class or a schedule changed while training does not count: only settings as they were built are compared.
 
-Objects with which training replaced built ones, such as a new schedule or two swapped networks: `configure` builds its
-objects and each gets its state, which is right only if each object is at the same place as at the save. So a checkpoint
-holds the states of schedules and scalers by their paths at that time, and names each path at which training had put
-another object. A schedule of the same kind gets the state that was saved at its path. The class has to put all other
-objects in place itself, in ``load_state_dict``; the resume checks that.
+`Replaced` finds objects that training replaced, for example by a new schedule, or by swapping two networks. At a
+resume, each object that `configure` builds gets a saved state, which is right only if the object is at the same place
+as at the save. So a checkpoint holds the states of schedules and scalers by their paths at that time, and names each
+path at which training had put another object. A schedule of the same kind gets the state that was saved at its path.
+The class has to put all other objects in place itself, in ``load_state_dict``; the resume checks that.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from ..discovery.discover import Discovered, Found
 log = logging.getLogger(__name__)
 
 SCHEDULE, SCALER = "schedule", "scaler"
-"""Names for the settings of all schedulers and of all scalers; settings of optimizers have their own names."""
+"""Names that stand for all settings of schedulers and of scalers; settings of optimizers have their own names."""
 SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Keys that torch's schedulers put into groups; a trainer may make such a scheduler later."""
+"""Keys that torch's schedulers put into parameter groups; a trainer may make such a scheduler later."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""Values of a group that a new rate scales if a schedule has changed the rate."""
+"""Values of a parameter group that are scaled with a new learning rate."""
 _NO_SETTING = {"params", "param_names", *SET_BY_SCHEDULERS}
+"""Keys of a parameter group that are not compared."""
 _RATE_ATTRIBUTES = {"base_lrs", "_last_lr"}
 """Attributes in which a scheduler keeps the rates of its optimizer."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
@@ -52,8 +53,8 @@ class BuiltSettings:
 
     Args:
         discovered: The objects found in the result of `configure`.
-        keep: Settings that stay as built, whatever a checkpoint has: settings of optimizers by name (``lr``,
-            ``weight_decay``), ``schedule`` for all schedulers, ``scaler`` for all scalers.
+        keep: Settings that stay as built instead of being taken from a checkpoint: settings of optimizers by name
+            (``lr``, ``weight_decay``), ``schedule`` for all schedulers, ``scaler`` for all scalers.
 
     Raises:
         ContractError: `keep` names a setting that nothing has.
@@ -63,15 +64,15 @@ class BuiltSettings:
         self._optimizers = [(found.path, found.value) for found in discovered.optimizers]
         self._schedulers = [found.value for found in discovered.schedulers]
         self._stateful: list[tuple[str, Any, str]] = [
-            (found.path, found.value, SCHEDULE) for found in discovered.schedulers
+            *((found.path, found.value, SCHEDULE) for found in discovered.schedulers),
+            *((found.path, found.value, SCALER) for found in discovered.scalers),
         ]
-        self._stateful += [(found.path, found.value, SCALER) for found in discovered.scalers]
-        self._built = copy.deepcopy(self._live())
-        self._in_effect = {path: dict(_texts(settings)) for path, settings in self._built.items()}
+        self._built = copy.deepcopy(self._current())
+        self._in_effect = {path: _texts(settings) for path, settings in self._built.items()}
         self._keep = frozenset(keep)
         self.kept: list[str] = []
-        """Settings of `configure` that the last resume put in place of the checkpoint's, as `keep` asked; in words."""
-        known = {name for path, _ in self._optimizers for each in self._of_groups(path) for name in self._built[each]}
+        """Descriptions of the settings that the last resume kept as built."""
+        known = {name for path, _ in self._optimizers for each in self._group_paths(path) for name in self._built[each]}
         unknown = sorted(self._keep - known - {SCHEDULE, SCALER})
         if unknown:
             raise ContractError(
@@ -80,30 +81,30 @@ class BuiltSettings:
             )
 
     def record(self) -> dict[str, dict[str, str]]:
-        """Return the built settings in effect by path and name, as texts for a checkpoint."""
+        """Return the settings in effect, before training changed any, by path and name, as texts for a checkpoint."""
         return {path: dict(settings) for path, settings in self._in_effect.items()}
 
     def reconcile(self, saved: Mapping[str, Mapping[str, str]] | None, *, logs: bool) -> None:
-        """Compare the restored settings with the checkpoint's, and reset those to keep as built.
+        """Compare the built settings with the settings in the checkpoint, and restore the built ones that are kept.
 
         Args:
             saved: The result of `record` in the checkpoint; None compares with the restored objects.
             logs: Whether this rank logs.
         """
-        before = {path: dict(_texts(settings)) for path, settings in self._live().items()} if saved is None else saved
+        before = {path: _texts(settings) for path, settings in self._current().items()} if saved is None else saved
         overridden, names, self.kept = [], set(), []
         for path, built in self._built.items():
-            for name, text in _texts(built):
+            for name, text in _texts(built).items():
                 old = before.get(path, {}).get(name)
                 if old is None or old == text:
                     continue
-                word = next((kind for at, _, kind in self._stateful if at == path), name)
-                if word in self._keep:
+                name_to_keep = next((kind for at, _, kind in self._stateful if at == path), name)
+                if name_to_keep in self._keep:
                     self._put(path, name, built[name])
                     self.kept.append(f"{path} {name} {text} ({old} in the checkpoint)")
                 else:
                     self._in_effect[path][name] = old
-                    names.add(word)
+                    names.add(name_to_keep)
                     overridden.append(f"{path} {name} {old} (`configure` built {text})")
         if overridden and logs:
             log.warning(
@@ -115,10 +116,11 @@ class BuiltSettings:
         if self.kept and logs:
             log.info("settings from `configure` are in effect: %s", "; ".join(self.kept))
 
-    def _live(self) -> dict[str, dict[str, Any]]:
+    def _current(self) -> dict[str, dict[str, Any]]:
+        """Return the settings that the objects have now, by path and name."""
         settings: dict[str, dict[str, Any]] = {}
         for path, optimizer in self._optimizers:
-            for each, group in zip(self._of_groups(path), optimizer.param_groups, strict=True):
+            for each, group in zip(self._group_paths(path), optimizer.param_groups, strict=True):
                 plain = {name: _number(value) for name, value in group.items() if name not in _NO_SETTING}
                 if "lr" in plain:
                     plain["lr"] = _number(group.get("initial_lr", group["lr"]))  # a warm-up begins at another rate
@@ -127,19 +129,20 @@ class BuiltSettings:
             settings[path] = dict(_settings("", stateful.state_dict()))
         return settings
 
-    def _of_groups(self, path: str) -> list[str]:
-        """Return the paths of the groups of an optimizer."""
+    def _group_paths(self, path: str) -> list[str]:
+        """Return the paths of the parameter groups of the optimizer at `path`."""
         count = next(len(optimizer.param_groups) for at, optimizer in self._optimizers if at == path)
         return [path] if count == 1 else [f"{path}.param_groups[{index}]" for index in range(count)]
 
     def _put(self, path: str, name: str, value: Any) -> None:
+        """Set one setting of the object or the parameter group at `path`."""
         for at, stateful, _ in self._stateful:
             if at == path:
                 state = dict(stateful.state_dict())
                 _put_into(state, name, value)
                 stateful.load_state_dict(state)
         for at, optimizer in self._optimizers:
-            for each, group in zip(self._of_groups(at), optimizer.param_groups, strict=True):
+            for each, group in zip(self._group_paths(at), optimizer.param_groups, strict=True):
                 if each != path:
                     continue
                 if name == "lr":
@@ -149,6 +152,7 @@ class BuiltSettings:
                     put_setting(group, name, value)
 
     def _update_schedulers(self, optimizer: Optimizer) -> None:
+        """Give the schedulers of `optimizer` its new learning rates."""
         for scheduler in _with_inner(self._schedulers):
             if getattr(scheduler, "optimizer", None) is not optimizer:
                 continue
@@ -159,7 +163,7 @@ class BuiltSettings:
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    """Set a new rate for a group; if a schedule has changed the old one, scale the new one by the same factor."""
+    """Set a new learning rate for a group; if a schedule has changed the old rate, change the new one alike."""
     first = _number(group.get("initial_lr", 0))
     if not first:
         put_setting(group, "lr", rate)
@@ -176,7 +180,7 @@ def _with_inner(schedulers: Sequence[Any]) -> Iterator[Any]:
 
 
 def _settings(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values of a state; values of inner schedulers have dotted names."""
+    """Yield the plain values of a state dict; values of inner schedulers have dotted names."""
     for name, value in state.items():
         if name == "_schedulers":
             for index, inner in enumerate(value):
@@ -204,8 +208,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _texts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    return ((name, repr(value)) for name, value in settings.items())
+def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {name: repr(value) for name, value in settings.items()}
 
 
 @dataclass(frozen=True)
@@ -217,13 +221,13 @@ class Occupant:
     kind: str
     """Its class; for a schedule also its parts and its optimizer."""
     is_stored: bool
-    """Whether a checkpoint holds its complete state, so that another object of its kind can replace it."""
+    """Whether a checkpoint holds its complete state, so that another object of its kind can take that state."""
 
     def __str__(self) -> str:
         return f"a new {self.kind}" if self.built_as is None else f"the {self.kind} that was built as {self.built_as}"
 
     def can_become(self, saved: Occupant) -> bool:
-        """Whether this object is the same as `saved` once it has its state."""
+        """Whether this object equals `saved` after the saved state was loaded into it."""
         are_stored = self.is_stored and saved.is_stored
         return self.kind == saved.kind and (are_stored or self.built_as == saved.built_as)
 
@@ -248,9 +252,9 @@ class Replaced:
         return {found.path: without_functions(found.value, found.value.state_dict()) for found in _stateful(now)}
 
     def record(self, now: Discovered, *, logs: bool) -> dict[str, dict[str, Any] | None]:
-        """Return, by path, the objects that replaced those of `configure`; None for a path whose object is gone.
+        """Return the objects that replaced built ones, by path; None for a path whose object is gone.
 
-        On a rank that `logs`, warn once of those that the class has to put in place itself.
+        If `logs`, warn once of objects that the class itself has to put in place at a resume.
         """
         occupants = self._occupants(now)
         other = {path: occupants.get(path) for path in {**self._before, **occupants}}
@@ -268,22 +272,22 @@ class Replaced:
     def load(
         self, states: Mapping[str, Any], recorded: Mapping[str, Any], now: Discovered, without: Sequence[Any] = ()
     ) -> list[Any]:
-        """Load into each schedule and scaler the state saved at its path, if the saved object was of its kind.
+        """Load the state saved at the path of each schedule and scaler, if the saved object was of the same kind.
 
         Returns:
-            The objects that were loaded; objects in `without` keep their state.
+            The objects whose state was loaded; objects in `without` keep their state.
         """
         occupants, saved, loaded = self._occupants(now), self._saved(recorded), []
         for found in _stateful(now):
             was = saved.get(found.path)
             is_due = found.path in states and all(found.value is not other for other in without)
             if is_due and was is not None and occupants[found.path].can_become(was):
-                found.value.load_state_dict(copy.deepcopy(states[found.path]))  # some classes take the state apart
+                found.value.load_state_dict(copy.deepcopy(states[found.path]))  # some classes modify this argument
                 loaded.append(found.value)
         return loaded
 
     def check(self, recorded: Mapping[str, Any], now: Discovered, *, logs: bool) -> None:
-        """Refuse objects that are not at their places of the save; warn of removed objects that exist again.
+        """Refuse objects that are at another path than at the save; if `logs`, warn of removed ones that exist again.
 
         Raises:
             CheckpointError: Names each path, and the object that was there at the save.
@@ -304,10 +308,11 @@ class Replaced:
             )
 
     def _saved(self, recorded: Mapping[str, Any]) -> dict[str, Occupant | None]:
-        """Return the object that was at each path at the save."""
+        """Return the object that was at each path at the save, by path; None if there was none."""
         return self._before | {path: None if it is None else Occupant(**it) for path, it in recorded.items()}
 
     def _occupants(self, now: Discovered) -> dict[str, Occupant]:
+        """Return the object that is at each path now."""
         optimizers = {id(found.value): found.path for found in self._built.optimizers}
         schedules = {found.path: found.value for found in _stateful(now)}
         objects = self._built.look_up(self._paths.values()) | schedules
@@ -321,12 +326,12 @@ class Replaced:
         }
 
 
-def without_functions(kept: Any, state: Any) -> Any:
-    """Return the state of a scheduler without functions: on a resume it keeps those that ``configure`` passed to it.
+def without_functions(scheduler: Any, state: Any) -> Any:
+    """Return the `state` of a scheduler without functions; a resume uses those that ``configure`` passes to it.
 
     Torch's own schedulers skip functions; for a user's class, ``LRScheduler.state_dict`` returns all attributes.
     """
-    if not isinstance(kept, LRScheduler) or type(kept).load_state_dict is not LRScheduler.load_state_dict:
+    if not isinstance(scheduler, LRScheduler) or type(scheduler).load_state_dict is not LRScheduler.load_state_dict:
         return state
     return {name: value for name, value in state.items() if not isinstance(value, _FUNCTIONS)}
 
@@ -336,7 +341,7 @@ def _stateful(discovered: Discovered) -> list[Found[Any]]:
 
 
 def _fault(path: str, saved: Occupant | None, here: Occupant | None) -> str | None:
-    """Return what was at `path` at the save, if `here` cannot become the same object."""
+    """Describe the object that was at `path` at the save, if `here` cannot become the same; otherwise return None."""
     if saved is None:
         return f"{path} is gone"
     return None if here is not None and here.can_become(saved) else f"{path} is {saved}"
@@ -344,7 +349,7 @@ def _fault(path: str, saved: Occupant | None, here: Occupant | None) -> str | No
 
 def _kind(value: Any, optimizers: Mapping[int, str]) -> str:
     kind = type(value)
-    if issubclass(kind, FSDPModule):  # the class that was built comes next in the order of bases
+    if issubclass(kind, FSDPModule):  # the user's class comes next in the order of bases
         kind = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
     name, parts = kind.__qualname__, [_kind(part, {}) for part in getattr(value, "_schedulers", ())]
     path = optimizers.get(id(getattr(value, "optimizer", None)))

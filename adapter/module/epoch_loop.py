@@ -38,9 +38,10 @@ from .hosted_trainer import HostedTrainer
 STOP_POLL_S = 0.05
 """Seconds between two checks for a stop request during a pause."""
 CHECK_EVERY_N_STEPS = 1000
-"""Fewest steps between two searches for modules that steps have built; a search follows the first step of an epoch.
+"""Minimum number of steps between two searches for modules that steps have built, after the first step of an epoch.
 
-It takes as long as several small steps, and with rollouts an epoch has only a few. Each checkpoint searches, too."""
+A search takes as long as several small steps, and with rollouts an epoch may have only a few steps. Each save of a
+checkpoint searches, too."""
 _MAY_LOG = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -55,42 +56,39 @@ _MAY_LOG = (
 class ContractEpochLoop(TrainingEpochLoop):
     """Takes batches from the loader and steps the trainer, until the data or the steps of the run are used up."""
 
-    # In Lightning this is a property behind a property of the Trainer, and hooks read it in each step.
+    # A plain attribute, because hooks read it in each step, and Lightning's property costs several calls.
     global_step: int = 0
+    """Completed steps of the contract."""
 
     def __init__(self, trainer: pl.Trainer, hosted: HostedTrainer) -> None:
         super().__init__(trainer)
         self.hosted = hosted
         self._results = LoggedInSteps(hosted)
         self.exhausted = False
-        """Whether the loader ended, rather than the step limit."""
+        """Whether the epoch is over: its batches are used up, or the module ended it. The step limit does not count."""
         self.step_in_progress: int | None = None
         """The step (from 1) that is being executed; stays until the next one begins."""
         self.validates = False
+        """Whether this run validates at all."""
         self.validates_within = False
         """Whether validations run within epochs, not only at their ends."""
         self.owes_validation = False
-        """Whether the validation that may be due after the checkpoint's step has not run yet."""
+        """Whether a validation may be due after the step of the loaded checkpoint and has not run yet."""
         self.fires_module_batch_end = False
         """Whether ``on_module_batch_end`` is fired in this epoch: the module has an ``on_train_batch_end``."""
         self.loader_ended = False
-        """Whether the loader ran out of batches in this epoch, as opposed to reaching a limit."""
+        """Whether the loader ran out of batches in this epoch, rather than a limit or the module ending the epoch."""
         self._next_check = 0
-        """Number of completed steps from which the first step of an epoch calls `check_unchanged`."""
-
-    @property
-    def completed_steps(self) -> int:
-        """Steps of the contract that were completed."""
-        return self.global_step
+        """Number of completed steps from which on the first step of an epoch calls `check_unchanged`."""
 
     @property
     def _is_validation_done(self) -> bool:
-        # Lightning assumes that a restored loop without a validation run was interrupted in it, and would train one
-        # batch more than the epoch has. Here an overdue validation runs before the first batch.
+        # Lightning assumes that a restored loop without a completed validation was interrupted within one, and would
+        # train one batch too many. Here an overdue validation runs before the first batch.
         return True
 
     def roll_back_to(self, step: int) -> None:
-        """Continue counting from `step`. Batch and epoch counters stay, because the data continues from its place."""
+        """Count on from `step`. Counters of batches and epochs stay, because the data is not rolled back."""
         self.global_step = step
         self._batches_that_stepped = step - 1  # the end of the step adds one
         self.step_in_progress = None
@@ -99,7 +97,7 @@ class ContractEpochLoop(TrainingEpochLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
         own = {"exhausted": self.exhausted, "loader_ended": self.loader_ended}
-        return {**state, "completed_steps": self.completed_steps, **own}
+        return {**state, "completed_steps": self.global_step, **own}
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -121,7 +119,7 @@ class ContractEpochLoop(TrainingEpochLoop):
             self.val_loop.batch_progress.total.reset()
             self.exhausted = self.loader_ended = False
             return
-        self.val_loop.restarting = False  # otherwise its first run would begin where the last one ended
+        self.val_loop.restarting = False  # otherwise the first validation would begin where the last one ended
         # A checkpoint is written while the hooks of its step run; that step counts as processed, not yet completed.
         self.owes_validation = progress.current.completed < counts_of(progress)[0].processed
         for counters in counts_of(progress):
@@ -154,7 +152,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         ):
             if not step.run():
                 self.exhausted = progress.is_last_batch = True
-                self.loader_ended = current.ready == current.completed  # otherwise the module refused a batch
+                self.loader_ended = current.ready == current.completed  # if they differ, the module refused a batch
                 self._validate_after_unknown_length(data_fetcher)
                 break
             if is_first:
@@ -192,7 +190,6 @@ class ContractEpochLoop(TrainingEpochLoop):
         self._batches_that_stepped += 1
         if self.trainer.should_stop:
             self._save_loggers_on_train_batch_end()
-        # The flag behind `trainer.received_sigterm`.
         if received_sigterm(self.trainer) and not self._is_training_done:
             raise SIGTERMException
 
@@ -210,7 +207,7 @@ class ContractEpochLoop(TrainingEpochLoop):
             self._validate_if_due(data_fetcher)
 
     def _validate_if_due(self, data_fetcher: DataFetcher) -> None:
-        """Run the end of a step again for a step that was already counted."""
+        """Run the end of the last step again, since a validation begins there, without counting the step twice."""
         self._batches_that_stepped -= 1
         self.on_advance_end(data_fetcher)
 
@@ -225,6 +222,7 @@ class ContractEpochLoop(TrainingEpochLoop):
             raise TrainingCanceled(reason)
 
     def _pause(self, seconds: float | None) -> None:
+        """Wait, as a step requested it, until `seconds` are over or a stop is requested."""
         if not seconds:
             return
         fire(self.trainer, "on_hold_up", "pause")
@@ -277,7 +275,7 @@ class Step:
             strategy_hook if is_overridden("on_train_batch_start", trainer.strategy, pl.strategies.Strategy) else None
         )
         self.starts = bool(self.profiled or self.on_start or self.module_on_start or self.strategy_on_start)
-        # Code that is not ours may call `pl_module.log` in any step.
+        # User code may call `pl_module.log` in any step.
         self.has_user_hooks = any(
             _module_hook(module, name) or any(map(_is_user_hook, listeners(trainer, name))) for name in _MAY_LOG
         )
@@ -318,7 +316,8 @@ class Step:
         total.processed += 1
         loop.global_step = step
         if self.profiled:
-            self._batch_end_profiled(outputs, raw, index)
+            call_hooks(trainer, "on_train_batch_end", outputs, raw, index)
+            self._after_module_hook()
         else:
             self.names["_current_fx_name"] = self.name_at_end
             run_state = self.run_state
@@ -332,7 +331,7 @@ class Step:
                 self._after_module_hook()
         for hook in self.on_mb_end:
             hook(trainer, module)
-        if self.run_state.rolls_back:  # before the step counts as complete, like every save
+        if self.run_state.rolls_back:  # like a save, this happens before the step counts as complete
             fire(trainer, "on_roll_back_due")
             self.hosted.state.check_unchanged()
         current.completed += 1
@@ -349,6 +348,7 @@ class Step:
             return self.hosted.train_raw_batch(raw)
 
     def _batch_start(self, raw: Any, index: int) -> bool:
+        """Call the hooks before a step; False if the module ends the epoch."""
         trainer, module = self.trainer, self.module
         if self.profiled:
             return bool(call_hooks(trainer, "on_train_batch_start", raw, index) != -1)
@@ -360,12 +360,8 @@ class Step:
             self.strategy_on_start(raw, index)
         return bool(response != -1)
 
-    def _batch_end_profiled(self, outputs: Any, raw: Any, index: int) -> None:
-        call_hooks(self.trainer, "on_train_batch_end", outputs, raw, index)
-        self._after_module_hook()
-
     def _after_module_hook(self) -> None:
-        """Call callbacks after the module's own hook, and collect the metrics logged in the step."""
+        """Call the callbacks that follow the module's own hook, and collect the metrics logged in the step."""
         for hook in self.after_module_hook if self.module_on_end else ():
             hook(self.trainer, self.module)
         self.names["_current_fx_name"] = None
@@ -381,7 +377,7 @@ class Step:
 class LoggedInSteps(ResultCollection):
     """Metrics that user callbacks logged, and the last step's for readers of ``trainer.callback_metrics``.
 
-    Lightning reads this object at each access, so a step makes no tensors of metrics that nobody reads.
+    Lightning asks this object at each access, so no step makes tensors of metrics that nobody reads.
     ``trainer.progress_bar_metrics`` has the metrics last sent to loggers.
     """
 
@@ -401,7 +397,7 @@ class LoggedInSteps(ResultCollection):
 
 
 def start_after(trainer: pl.Trainer, step: int) -> None:
-    """Count `step` steps as completed by the loop of `trainer`, if it is ours."""
+    """Set the number of completed steps of the loop of `trainer` to `step`, if it is a `ContractEpochLoop`."""
     loop = trainer.fit_loop.epoch_loop
     if isinstance(loop, ContractEpochLoop):
         loop.global_step = loop._batches_that_stepped = step
@@ -415,7 +411,7 @@ def own_epoch_loop(module: pl.LightningModule) -> ContractEpochLoop | None:
 
 
 def _restore_rng(trainer: pl.Trainer) -> None:
-    """Restore the random number generators, before the first batch is fetched: fetching may draw numbers."""
+    """Restore the random number generators before the first batch is fetched, because fetching may draw numbers."""
     for callback in callbacks_of(trainer):
         restore = getattr(callback, "restore_pending_rng", None)
         if restore is not None:

@@ -1,8 +1,8 @@
-"""State that a class does not return from ``state_dict``: of libraries' objects, of modules, and its own values.
+"""State that a class does not return from ``state_dict``: objects of libraries, attributes of modules, and values.
 
-Objects with a ``state_dict``, such as averages of weights and schedules of other libraries, are stored and
-loaded. So are plain attributes of modules that training changed, such as the index of a queue. All other values belong
-to the class. If it neither returns nor restores one that training had changed, the resume names it.
+Objects with a ``state_dict``, such as averages of weights and schedules of other libraries, are stored and loaded. So
+are plain attributes of modules that training changed, such as the index of a queue. The class has to return and restore
+all other values itself. If training had changed one that the class does not restore, the resume names it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ log = logging.getLogger(__name__)
 
 _CONTAINERS = (list, tuple, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-_OF_OPTIMIZERS = frozenset(vars(Optimizer([torch.zeros(())], {})))
-_UNKNOWN = (object(), None)
-"""In place of a result of `_known`, for an attribute that did not exist."""
+_OPTIMIZER_ATTRIBUTES = frozenset(vars(Optimizer([torch.zeros(())], {})))
+"""Attributes that torch gives to every optimizer."""
+_ABSENT = (object(), None)
+"""A result of `_constant_and_fingerprint` that differs from all others, for an attribute that did not exist."""
 _SAMPLED = 4096
-"""Elements of a large tensor that are compared, only for a warning."""
-_MOVES = itertools.count()
+"""Number of elements of a large tensor that are compared; a sample is enough, because the result is only a warning."""
+_CHANGES = itertools.count()
+"""Numbers that make the fingerprint of an iterator new each time."""
 _NAME = re.compile(r"(?:state|trainer)(?:\.\w+|\[[^\]]*\])?")
-"""The first part of a path, by which the class's author knows a value."""
+"""The first part of a path, by which the author of the class recognizes a value."""
 
 
 class FoundState:
-    """State in the objects that ``configure`` built, as far as no other part of a checkpoint stores it.
+    """The state of the objects that ``configure`` built that no other part of a checkpoint stores.
 
     Args:
         built: The objects after ``configure``.
@@ -53,7 +55,7 @@ class FoundState:
     def __init__(self, built: Discovered, host: nn.Module) -> None:
         self._host = host
         self._attributes = {
-            path: {name: _known(value) for name, value in _attributes_of(owner) if _is_data(value)}
+            path: {name: _constant_and_fingerprint(value) for name, value in _attributes_of(owner) if _is_data(value)}
             for path, owner in _owners(built)
         }
         self._values = self._fingerprints(built)
@@ -64,8 +66,8 @@ class FoundState:
         for path, owner in _owners(now):
             before = self._attributes.get(path, {})
             for name, value in _attributes_of(owner):
-                constant, fingerprint = before.get(name, _UNKNOWN)
-                # Nearly all attributes are constants; a save must not take a digest of each.
+                constant, fingerprint = before.get(name, _ABSENT)
+                # Nearly all attributes are constants, and a digest of each would slow a save down.
                 if value is not constant and _is_data(value) and fingerprint != _fingerprint(value):
                     changed[f"{path}.{name}"] = value
         return {"objects": dict(_states_of_objects(now)), "attributes": changed}
@@ -92,7 +94,7 @@ class FoundState:
         return {name: each for name, each in self._fingerprints(now).items() if self._values.get(name) != each}
 
     def warn_of_lost(self, changed: Mapping[str, str], now: Discovered) -> None:
-        """Warn of values that are not as they were when `changed_values` returned `changed`."""
+        """Warn of values that differ from those at the time when `changed_values` returned `changed`."""
         values = self._fingerprints(now)
         lost = [name for name, each in changed.items() if values.get(name) != each]
         if lost:
@@ -107,9 +109,9 @@ class FoundState:
         """Return fingerprints of all values outside of modules, by the names that the class's author knows."""
         parts: dict[str, list[Any]] = defaultdict(list)
         for name, path, node in self._values_of(now):
-            # An iterator has moved on, and starts again after a resume; nothing tells its position.
-            moves = isinstance(node, Iterator) and not isinstance(node, io.IOBase)
-            parts[name].append((path, next(_MOVES) if moves else _fingerprint(node, sampled=True)))
+            # An iterator starts again after a resume. Its position cannot be read, so it counts as changed.
+            is_iterator = isinstance(node, Iterator) and not isinstance(node, io.IOBase)
+            parts[name].append((path, next(_CHANGES) if is_iterator else _fingerprint(node, sampled=True)))
         return {name: digest(repr(part)) for name, part in parts.items()}
 
     def _values_of(self, now: Discovered) -> Iterator[tuple[str, str, Any]]:
@@ -139,6 +141,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _states_of_objects(now: Discovered) -> Iterator[tuple[str, Any]]:
+    """Yield the states of objects with a ``state_dict`` that a checkpoint can hold, by path."""
     for found in now.stateful:
         try:
             state = found.value.state_dict()
@@ -159,13 +162,13 @@ def _owners(now: Discovered) -> Iterator[tuple[str, Any]]:
 
 
 def _own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that an optimizer has besides torch's, by name."""
+    """Yield the attributes that an optimizer has in addition to torch's, by name."""
     if not type(optimizer).__module__.startswith("torch."):
-        yield from ((name, value) for name, value in vars(optimizer).items() if name not in _OF_OPTIMIZERS)
+        yield from ((name, value) for name, value in vars(optimizer).items() if name not in _OPTIMIZER_ATTRIBUTES)
 
 
 def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module or an optimizer, the mode of a module, and the flag of a parameter, by name."""
+    """Yield the attributes to compare, by name; a module also has ``training``, a parameter only ``requires_grad``."""
     if isinstance(owner, nn.Module):
         yield from attributes_of(owner)
         yield "training", owner.training
@@ -175,10 +178,10 @@ def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
         yield from _own_attributes(owner)
 
 
-def _known(value: Any) -> tuple[Any, Any]:
-    """Return a value that cannot change, otherwise an object that is no value, and the fingerprint."""
+def _constant_and_fingerprint(value: Any) -> tuple[Any, Any]:
+    """Return `value` if it is immutable, otherwise an object that is no attribute; and the fingerprint of `value`."""
     items = value if type(value) is tuple else (value,)
-    return value if all(type(item) in _NUMBERS for item in items) else _UNKNOWN[0], _fingerprint(value)
+    return value if all(type(item) in _NUMBERS for item in items) else _ABSENT[0], _fingerprint(value)
 
 
 def _is_data(value: Any) -> bool:
@@ -192,7 +195,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _fingerprint(value: Any, *, sampled: bool = False) -> Any:
-    """Return a value that is equal for equal types, shapes and bits, or for equal samples of large tensors."""
+    """Return a value that is equal for equal types, shapes and bits; `sampled` compares only samples of tensors."""
     if type(value) in _NUMBERS:
         return type(value), value
     leaves = [(path, leaf) for path, leaf, _ in values_in("", value, others=_is_data(value))]
@@ -200,7 +203,7 @@ def _fingerprint(value: Any, *, sampled: bool = False) -> Any:
 
 
 def _sample(value: Any) -> Any:
-    """Return some elements of a large tensor, this rank's part of a shard, and the type of an unusual tensor."""
+    """Return the value to take a digest of: a sample of a large tensor, or the type of an unusual tensor."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, Tensor) and not is_plain(value):
@@ -210,7 +213,7 @@ def _sample(value: Any) -> Any:
 
 
 def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
-    """Replace an attribute; in place if possible, because something else may refer to the same object."""
+    """Set an attribute; in place if possible, because something else may refer to the same object."""
     old = attributes.get(name)
     if isinstance(old, Tensor) and isinstance(value, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""A trainer class within a LightningModule: its context, its state, its steps, and what a checkpoint holds of it.
+"""A trainer class within a LightningModule: its context, its state, its steps, and its part of a checkpoint.
 
-The loop, the evaluation and genlight's callbacks work with this object; Lightning sees only the module.
+The loop, the evaluation and genlight's callbacks work with `HostedTrainer`; Lightning sees only the module.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HostedTrainer:
         plugin: A trainer, or the import path of one (``module:Class``).
         job: Identity, cadences and hyperparameters; None takes the contract's defaults.
         context: The context before device, rank and run state are filled in.
-        keeps_dtype: Whether the ``dtype`` of `context` stays, whatever the precision of the Lightning trainer is.
+        keeps_dtype: Whether the ``dtype`` of `context` stays instead of following the Lightning trainer's precision.
         keep_on_resume: Settings that stay as they were built; see `BuiltSettings`.
 
     Raises:
@@ -89,11 +89,11 @@ class HostedTrainer:
         self._keeps_dtype = keeps_dtype
         self._keep_on_resume = keep_on_resume
         self._callers_dataset = context.dataset
-        self._names_unread = True
+        self._has_checked_hyperparams = False
         self._cancel_checks: list[Callable[[], bool]] = [] if context.is_canceled is None else [context.is_canceled]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "router": None}  # it has hooks in torch while this process trains
+        return {**vars(self), "router": None}  # a router has hooks in the torch of this process
 
     @property
     def is_configured(self) -> bool:
@@ -102,7 +102,7 @@ class HostedTrainer:
 
     @property
     def state(self) -> ConfiguredState:
-        """What ``configure`` built."""
+        """The objects that ``configure`` built."""
         assert self._state is not None
         return self._state
 
@@ -126,6 +126,7 @@ class HostedTrainer:
         return self.module
 
     def _configure(self, device: torch.device, world_size: int) -> None:
+        """Call ``setup`` and ``configure`` if that was not done yet, and register the objects that they built."""
         if self._state is None:
             self.plugin.setup(self.ctx)
             value = self.plugin.configure(self.ctx)
@@ -141,7 +142,7 @@ class HostedTrainer:
             self.rollouts.state, self.rollouts.ctx = self._state.value, self.ctx
 
     def _context_in(self, trainer: pl.Trainer) -> StepContext:
-        """Return the context with facts of `trainer`: device, type, rank, steps, run state, Slurm job and dataset."""
+        """Return the context with device, dtype, rank, step limit, run state, Slurm job and dataset of `trainer`."""
         ctx = self.ctx
         job = self.job or dataclasses.replace(ctx.job, max_steps=0)
         if trainer.max_steps != -1 and trainer.max_steps != job.max_steps:
@@ -163,7 +164,7 @@ class HostedTrainer:
             run_state=run_state_of(trainer),
             job_context=ctx.job_context or (None if slurm_job.job_id is None else slurm_job),
         )
-        feed = None if self._callers_dataset is not None else _feed_of(trainer, self.module, context)
+        feed = None if self._callers_dataset is not None else _source_of_batches(trainer, self.module, context)
         return context if feed is None else dataclasses.replace(context, dataset=feed)
 
     def shard(self) -> None:
@@ -182,7 +183,7 @@ class HostedTrainer:
             self.rollouts.channel = self.rank_channel
 
     def close_router(self) -> None:
-        """Restore torch to its state before the training, which has ended or failed."""
+        """Restore torch after a training that ended or failed."""
         if self.step_result is not None:
             self._warn_of_unread_hyperparams()
         if self.router is not None:
@@ -202,7 +203,7 @@ class HostedTrainer:
         else:
             with self.router:
                 result = self.plugin.train_step(batch, state, ctx)
-        is_first = self.step_result is None  # find an invalid metric here, and not at a cadence much later
+        is_first = self.step_result is None  # report an invalid metric in the first step, not at a cadence much later
         if (
             is_first
             or type(result) is not StepResult
@@ -223,8 +224,7 @@ class HostedTrainer:
         The first call logs the hyperparameters that nothing has read.
         """
         assert self._state is not None
-        if self._names_unread:
-            self._warn_of_unread_hyperparams()
+        self._warn_of_unread_hyperparams()
         metrics = named_scalars(self.step_result, self._state.value, self.ctx, self._state.optimizers)
         overflow_steps = None if self.router is None else self.router.overflow_steps
         if overflow_steps is not None:
@@ -255,12 +255,12 @@ class HostedTrainer:
         return steps if trainer is not None and trainer.state.fn == TrainerFn.FITTING else steps or self.restored_step
 
     def add_cancel_check(self, check: Callable[[], bool]) -> Callable[[], None]:
-        """Have `is_canceled` call `check` too, until the returned function is called. Stop callbacks use it."""
+        """Let `is_canceled` call `check` too, until the returned function is called. Stop callbacks use this."""
         self._cancel_checks.append(check)
         return functools.partial(self._cancel_checks.remove, check)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the contract's part to a checkpoint of Lightning's. Collective."""
+        """Add the contract's part to a checkpoint that Lightning saves. Collective."""
         if self.router is not None:
             self.router.before_save()
         self._warn_of_unread_hyperparams()
@@ -268,21 +268,25 @@ class HostedTrainer:
         if self.rollouts is not None:
             self.rollouts.save(checkpoint[CONTRACT_KEY])
         collect_from_ranks(checkpoint, self.module.trainer, self.rank_channel)
-        self.state.warn_of_ranks(checkpoint)
+        self.state.warn_of_rank_differences(checkpoint)
 
     def _warn_of_unread_hyperparams(self) -> None:
-        hyperparams, is_first, self._names_unread = self.ctx.job.hyperparams, self._names_unread, False
-        if is_first and isinstance(hyperparams, CountedDict) and hyperparams.unread and self.ctx.rank == 0:
+        """Warn once of hyperparameters that nothing has read."""
+        if self._has_checked_hyperparams:
+            return
+        self._has_checked_hyperparams = True
+        hyperparams = self.ctx.job.hyperparams
+        if isinstance(hyperparams, CountedDict) and hyperparams.unread and self.ctx.rank == 0:
             unread = ", ".join(f"`hyperparams.{name}`" for name in hyperparams.unread)
             log.warning("%s has not been used so far: correct the name, or remove it from the job", unread)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take the contract's part of a checkpoint that Lightning loads; `restore` uses it."""
+        """Take the contract's part from a checkpoint that Lightning loads; `restore` uses it."""
         self.to_restore = self.state.take_from(checkpoint)
         self.published = dict(checkpoint[CONTRACT_KEY].get("metrics", {}))
 
     def restore(self) -> None:
-        """Restore the trainer from what was loaded; once, before the first step of a resumed run. Collective."""
+        """Restore the trainer from the loaded checkpoint, once, before the first step of a resumed run. Collective."""
         pending, self.to_restore = self.to_restore, None
         if pending is not None:
             self.state.restore(pending, self.ctx, self.router)
@@ -290,15 +294,15 @@ class HostedTrainer:
                 self.rollouts.restore(pending.parts[PHASE])
 
     def resume_from(self, payload: dict[str, object] | None, checkpoint_dir: Path | None) -> None:
-        """Have `restore` pass these to ``load_state_dict`` and ``load_checkpoint``; None does not call them."""
+        """Let `restore` pass these to ``load_state_dict`` and ``load_checkpoint``; a hook is not called for None."""
         self.to_restore = ToRestore({} if payload is None else {STATE: payload}, checkpoint_dir)
 
 
 class BareParameters(nn.Module):
     """Holds trained tensors that belong to no module, such as SAC's ``log_alpha``: moves, casts and saves them.
 
-    They are buffers, but stay the same objects: torch would replace a moved buffer by a new tensor, while the trainer
-    and its optimizer would keep the old one.
+    They are registered as buffers, but stay the same objects when they move. Torch would replace a moved buffer by a
+    new tensor, while the trainer and its optimizer would keep the old one.
 
     Args:
         tensors: The tensors, by their names in the state dict.
@@ -323,7 +327,7 @@ class BareParameters(nn.Module):
         return self
 
 
-def _feed_of(trainer: pl.Trainer, module: pl.LightningModule, ctx: StepContext) -> Any:
+def _source_of_batches(trainer: pl.Trainer, module: pl.LightningModule, ctx: StepContext) -> Any:
     """Return the source of batches; None if the trainer class has its own, or if nothing is trained."""
     if trainer.state.fn != TrainerFn.FITTING:
         return None
@@ -334,15 +338,15 @@ def _feed_of(trainer: pl.Trainer, module: pl.LightningModule, ctx: StepContext) 
 
 
 class OwnHookAdapter(TrainerHookAdapter):
-    """Runs a hook that is part of the training: on all ranks, before other callbacks; its failures end the run.
+    """Runs a hook of a trainer class as part of the training: on all ranks, before callbacks; its failures end the run.
 
     ``on_mb_end`` comes before a checkpoint of the step is written, so the checkpoint holds the changes of the hook.
 
     Args:
-        hook: Any object that has one of the events.
+        hook: Any object with methods for events.
 
     Raises:
-        TypeError: `hook` has none of the events, or is a class.
+        TypeError: `hook` has no method for an event, or is a class.
     """
 
     def __init__(self, hook: Any) -> None:
@@ -363,7 +367,7 @@ def attach_own_hooks(trainer: pl.Trainer, plugin: Any, state: Any, ctx: StepCont
     """Add the hooks that ``trainer_hooks`` of a trainer class returns to `trainer`, before its callbacks.
 
     Raises:
-        ContractError: One of them has no event, or is a class.
+        ContractError: One of them has no method for an event, or is a class.
     """
     hooks = own_hooks(plugin, state, ctx)
     try:

@@ -1,8 +1,8 @@
 """The training loop, as a Lightning loop.
 
 Lightning has no public loop class since 2.0, so two protected ones are subclassed.
-`genlight.callbacks.lightning_internals` imports every name of them that is used here; if a release lacks one, that
-import fails.
+`genlight.callbacks.lightning_internals` imports their names that are used here; if a release of Lightning lacks one,
+that import fails.
 
 One epoch, with the hooks in Lightning's order::
 
@@ -10,16 +10,16 @@ One epoch, with the hooks in Lightning's order::
     a stop was requested?  raise TrainingCanceled
     for every epoch:
         on_train_epoch_start
-        while completed_steps < max_steps:
+        while global_step < max_steps:
             raw = next(batches)                              # never after the last step
             callbacks, module, strategy: on_train_batch_start(raw)       # -1 from the module ends the epoch
             batch = prepare_batch(raw); result = train_step(batch)
-            completed_steps += 1
+            global_step += 1
             callbacks, module: on_train_batch_end            # cadences: metrics, checkpoint, samples
             on_module_batch_end                              # if the module has an on_train_batch_end
             on_mb_end
-            `Recover` requested it?  on_roll_back_due, which resets completed_steps to a checkpoint's
-            a stop was requested?  raise TrainingCanceled, and validate after a resume
+            `Recover` requested it?  on_roll_back_due, which resets global_step to a checkpoint's
+            a stop was requested?  raise TrainingCanceled (a validation that was due runs after the resume)
             validation, if it is due and a validation loader and a `validation_step` exist
             pause for `backoff_seconds`
         on_train_epoch_end; on_train_phase_end; on_epoch_end
@@ -34,7 +34,7 @@ Where this differs from Lightning's own loop:
 - Listeners of the hooks of a step are looked up when an epoch begins: a callback that is added, removed or changed
   within an epoch counts from the next epoch on.
 - No batch is fetched ahead. So the last batch of a loader without length has ``is_last_batch`` False, and its epoch is
-  validated when the loader has ended; not if the step limit ends the run first.
+  validated when the loader has ended, unless the step limit ends the run first.
 - A list of batches is refused: Lightning treats each batch in it as a loader.
 - A run without steps left to do starts and ends, with `on_train_start` and `on_train_end`.
 - A resumed run continues after any step with the next batches, epochs and validations of the original run.
@@ -74,18 +74,18 @@ log = logging.getLogger(__name__)
 def install_loop(trainer: pl.Trainer, hosted: HostedTrainer, *, start_step: int = 0) -> ContractFitLoop:
     """Replace the fit loop of `trainer` by ours, with the limits and data sources of the old one.
 
-    Called from the module's ``setup("fit")``: Lightning has parsed its limits and attached the data by then, and has
-    not yet restored the state of its loops.
+    The module's ``setup("fit")`` calls this. By then Lightning has parsed its limits and attached the data, and it has
+    not restored the state of its loops yet.
     """
     old = trainer.fit_loop
     if isinstance(old, ContractFitLoop):
         old.hosted = old.epoch_loop.hosted = hosted
         old.epoch_loop.step_in_progress = None
         old.data_exhausted = old.has_ended = False
-        run_state_of(trainer).stop_reason = None  # it belongs to the last fit
+        run_state_of(trainer).stop_reason = None  # a reason that is still set belongs to the previous fit
         old.epoch_loop._results = LoggedInSteps(hosted)
         return old
-    if old._combined_loader is not None:  # a caller has read its length; workers of these loaders would stay alive
+    if old._combined_loader is not None:  # the caller has read the number of batches; end the workers of the loaders
         old._combined_loader.reset()
     loop = ContractFitLoop(trainer, hosted, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = old.min_steps, old.max_steps
@@ -100,6 +100,8 @@ class ContractFitLoop(FitLoop):
     """Runs epochs until the contract's steps are done."""
 
     epoch_loop: ContractEpochLoop
+    restarted_mid_epoch: bool = False
+    """Whether an earlier attempt began this epoch and called its ``on_train_epoch_start``."""
     raises_stops = True
     """This loop raises `TrainingCanceled` itself, once every callback has seen the step after which the run stops."""
 
@@ -110,7 +112,6 @@ class ContractFitLoop(FitLoop):
         super().__init__(trainer, min_epochs, max_epochs)
         self.hosted = hosted
         self.epoch_loop = ContractEpochLoop(trainer, hosted)
-        self.restarts_within_epoch = False
         self.data_exhausted = False
         self.has_ended = False
         """Whether the run has ended as planned."""
@@ -140,7 +141,7 @@ class ContractFitLoop(FitLoop):
             positioned = [with_position(loader) for loader in loaders]
             if any(new is not old for new, old in zip(positioned, loaders, strict=True)):
                 self._combined_loader.flattened = positioned
-        # Lightning loads them only within an epoch; a loader that counts epochs needs them between epochs too.
+        # Lightning loads states only within an epoch, but a loader that counts epochs needs its state between them too.
         if self._combined_loader_states_to_load and self._combined_loader is not None:
             load_loader_states(self._combined_loader, self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
@@ -160,10 +161,10 @@ class ContractFitLoop(FitLoop):
             return
         counts = counts_of(self.epoch_progress)
         is_over = self.epoch_loop.exhausted and counts[0].processed == counts[0].started
-        self.restarts_within_epoch = counts[0].started > 0 and not is_over
-        self.epoch_loop.restarting = self.restarts_within_epoch
+        self.restarted_mid_epoch = counts[0].started > 0 and not is_over
+        self.epoch_loop.restarting = self.restarted_mid_epoch
         for counters in counts:
-            if self.restarts_within_epoch:
+            if self.restarted_mid_epoch:
                 # A run that reached its step limit has ended this epoch for Lightning, although data was left.
                 counters.processed = counters.completed = counters.started - 1
             else:
@@ -179,25 +180,20 @@ class ContractFitLoop(FitLoop):
         """Whether to skip the run completely; a run without steps left to do still starts and ends."""
         return self.trainer.limit_train_batches == 0
 
-    @property
-    def restarted_mid_epoch(self) -> bool:
-        """Whether an earlier attempt began this epoch and called its ``on_train_epoch_start``."""
-        return self.restarts_within_epoch
-
     @override
     def reset_restart_stage(self) -> None:
-        self.restarts_within_epoch = False
+        self.restarted_mid_epoch = False
 
     @property
     def stopped(self) -> str | None:
         """Why training ended before its step limit: ``should_stop``, ``data_exhausted``, or None."""
-        if not self.has_ended or self.epoch_loop.completed_steps >= self.hosted.ctx.job.max_steps:
+        if not self.has_ended or self.epoch_loop.global_step >= self.hosted.ctx.job.max_steps:
             return None
         return "should_stop" if self.trainer.should_stop else "data_exhausted"
 
     @override
     def on_run_start(self) -> None:
-        if self.max_batches == 0 and self.epoch_loop.completed_steps == 0:
+        if self.max_batches == 0 and self.epoch_loop.global_step == 0:
             raise _empty_source()
         self.hosted.restore()
         super().on_run_start()
@@ -220,9 +216,12 @@ class ContractFitLoop(FitLoop):
             self.max_batches = length
 
     def _skip_to_current_epoch(self) -> None:
-        # After a resume a feed cannot know whether the rest of its epoch is still to be trained or was cut by
-        # `limit_train_batches`. Lightning's loop does not know it either, since the step limit ends an epoch, too.
-        if self.restarts_within_epoch or self._combined_loader is None:
+        """Tell feeds which epoch begins.
+
+        After a resume, a feed cannot know whether the rest of its epoch is still to be trained or was cut off by
+        ``limit_train_batches``.
+        """
+        if self.restarted_mid_epoch or self._combined_loader is None:
             return
         for loader in self._combined_loader.flattened:
             if hasattr(loader, "begin_epoch"):
@@ -243,10 +242,10 @@ class ContractFitLoop(FitLoop):
         run_state_of(self.trainer).epoch = self.epoch_progress.current.completed
         fire(self.trainer, "on_epoch_end")
         batches = self.epoch_loop.batch_progress
-        # If the module's own `on_train_batch_start` refused all batches, the source is not empty.
-        if not self.epoch_loop.completed_steps and not batches.total.ready:
+        # `ready` also counts batches that the module's `on_train_batch_start` refused: such a source is not empty.
+        if not self.epoch_loop.global_step and not batches.total.ready:
             raise _empty_source()
-        # A source of one pass stays empty; otherwise endless epochs would follow that train nothing.
+        # A source that allows only one pass stays empty, so endless epochs without a step would follow.
         self.data_exhausted = batches.current.ready == 0
 
     @override
@@ -260,7 +259,7 @@ class ContractFitLoop(FitLoop):
         if self.stopped == "data_exhausted" and self.trainer.max_epochs != 0:
             log.warning(
                 "the source of batches ended at step %d of %d; the run completes there",
-                self.epoch_loop.completed_steps,
+                self.epoch_loop.global_step,
                 self.hosted.ctx.job.max_steps,
             )
         self.hosted.feed_callback_metrics()

@@ -51,9 +51,9 @@ def load_trainer_plugin(
     """Load the trainer that `import_path` names.
 
     Args:
-        import_path: ``module:Class`` (made with no arguments), ``module:instance``, or just ``module``: then
-            ``TRAINER``, ``Trainer`` and ``trainer`` are tried in that order, and last the only public object that
-            conforms.
+        import_path: ``module:Class`` (created without arguments), ``module:instance``, or only ``module``. The last
+            form means the first of ``TRAINER``, ``Trainer`` and ``trainer`` that exists, or else the only public object
+            that conforms.
         search_path: Folders that come first on ``sys.path`` while the trainer is loaded. None leaves it as it is.
 
     Raises:
@@ -69,8 +69,9 @@ def find_trainer(import_path: str) -> Any:
     """Return the class or instance that `import_path` names, checked; a class is not instantiated yet.
 
     Raises:
+        TrainerPathError: As for `load_trainer_plugin`.
         ContractError: As for `load_trainer_plugin`.
-        Exception: Any exception of importing the module.
+        Exception: Any exception that the import of the module raises.
     """
     module_name, _, attribute = import_path.strip().partition(":")
     module = _import(module_name, import_path)
@@ -100,6 +101,7 @@ def on_sys_path(folders: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
 
 
 def _import(module_name: str, import_path: str) -> ModuleType:
+    """Import the module of an import path."""
     if not module_name or module_name.startswith("."):
         raise TrainerPathError(f"trainer {import_path!r} names no module; write it as 'module:Class'")
     if "/" in module_name or module_name.endswith(".py"):
@@ -111,12 +113,12 @@ def _import(module_name: str, import_path: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # If the module itself is absent, the path is wrong; if an import inside it fails, the module is.
+        # If the module itself does not exist, the path is wrong. If an import in the module fails, raise that error.
         missing = error.name or ""
         if missing != module_name and not module_name.startswith(missing + "."):
             raise
         module, _, name = import_path.strip().rpartition(".")
-        if ":" not in import_path and missing == module_name and module in sys.modules:  # its parent was imported
+        if ":" not in import_path and missing == module_name and module in sys.modules:  # the parent package exists
             raise TrainerPathError(
                 f"trainer {import_path!r}: {module!r} has no submodule {name!r}; if {name} is a class, write "
                 f"'{module}:{name}'"
@@ -146,6 +148,7 @@ def _attribute(module: ModuleType, attribute: str) -> Any:
 
 
 def _default_trainer(module: ModuleType) -> Any:
+    """Return the trainer of a module for an import path without a name."""
     for name in _DEFAULT_NAMES:
         if hasattr(module, name) and not _is_plain_module(getattr(module, name)):
             return getattr(module, name)
@@ -162,15 +165,15 @@ def _default_trainer(module: ModuleType) -> Any:
 
 
 def _is_plain_module(value: Any) -> bool:
-    """Whether `value` is a module but not a trainer: ``from gen_worker import trainer`` binds a default name to one."""
+    """Whether `value` is a module that is no trainer, as after ``from gen_worker import trainer`` in a user's file."""
     return isinstance(value, ModuleType) and bool(missing_hooks(value))
 
 
 def _conforming(module: ModuleType) -> dict[str, Any]:
-    """Return the public objects of `module` that have every hook, one name for each.
+    """Return the public objects of `module` that have every required hook, each under one name.
 
-    Abstract classes do not count, because they cannot be instantiated. Imported objects count only if none that the
-    module defines conforms.
+    Abstract classes do not count, because they cannot be instantiated. Imported objects count only if no object that
+    the module itself defines conforms.
     """
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     conforming = {
@@ -189,7 +192,7 @@ def _home(value: Any) -> str | None:
 
 
 def missing_hooks(target: Any) -> list[str]:
-    """Return the required hooks that `target`, a class or an instance, lacks."""
+    """Return the required hooks that are missing in `target`, a class or an instance."""
     return [name for name in REQUIRED_HOOKS if optional_hook(target, name) is None]
 
 
@@ -200,8 +203,8 @@ def optional_hook(trainer: Any, name: str) -> Callable[..., Any] | None:
 
 
 def loader_of_class(trainer: Any, ctx: StepContext) -> Any:
-    """Return the result of a trainer's ``train_loader``, as batches of the rank of `ctx`; see `feed_of`."""
-    from ..feed.given import feed_of  # loads Arrow and torch's data loaders
+    """Return the data of a trainer's ``train_loader`` as batches of the rank of `ctx`; see `feed_of`."""
+    from ..feed.user_data import feed_of  # loads Arrow and torch's data loaders
 
     return feed_of(trainer.train_loader, ctx, {})
 
@@ -210,7 +213,7 @@ def own_hooks(plugin: Any, state: Any, ctx: StepContext) -> list[Any]:
     """Return the result of ``trainer_hooks`` of a trainer class; empty if it has none.
 
     Raises:
-        ContractError: It did not return several objects.
+        ContractError: It returned something that is not an iterable of objects.
     """
     hooks = optional_hook(plugin, "trainer_hooks")
     if hooks is None:
@@ -232,7 +235,7 @@ def check_instance(trainer: Any) -> TrainerPlugin:
     """Return `trainer` itself if it is an object that can train.
 
     Raises:
-        ContractError: It is a class or a function, lacks hooks, or has some that are coroutines.
+        ContractError: It is a class or a function, lacks hooks, or has hooks that are coroutine functions.
     """
     if inspect.isclass(trainer):
         raise ContractError(f"a trainer must be an instance; pass {trainer.__name__}() instead of {trainer.__name__}")
@@ -241,6 +244,7 @@ def check_instance(trainer: Any) -> TrainerPlugin:
 
 
 def _check_conforms(target: Any, import_path: str) -> None:
+    """Raise `ContractError` if `target` cannot be used as a trainer class or instance."""
     if inspect.isroutine(target):
         raise ContractError(
             f"trainer {import_path!r} is a function; the contract requires a class or an instance with the hooks "
@@ -265,7 +269,10 @@ def _check_conforms(target: Any, import_path: str) -> None:
 
 
 def _check_constructor(cls: type, import_path: str) -> None:
-    """Refuse a class that requires arguments without calling it, so that its own TypeErrors are not mistaken for it."""
+    """Refuse a class that is abstract or that requires arguments, by its signature.
+
+    The constructor is not called for that, so that a `TypeError` inside it is not mistaken for missing arguments.
+    """
     if inspect.isabstract(cls):
         names = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
         raise ContractError(f"trainer {import_path!r}: class {cls.__name__} is abstract; it does not implement {names}")
@@ -298,9 +305,9 @@ def check_arguments_of_loading(class_name: str, arguments: Mapping[str, Any], hp
 
 
 def misspelled_hooks(target: Any) -> list[str]:
-    """Return a sentence for each attribute of `target` whose name is almost an optional hook.
+    """Return a sentence for each attribute of `target` whose name is almost the name of an optional hook.
 
-    Nothing else would report it, because optional hooks may be absent.
+    Nothing else would report such a name, because optional hooks may be absent.
     """
     sentences = []
     for name in dir(target):

@@ -1,4 +1,4 @@
-"""Batches that a trainer collects by itself: a rollout, then minibatches of it, then the next rollout."""
+"""Batches that a trainer class collects itself: a rollout, minibatches of it, then the next rollout."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .state import PHASE
 log = logging.getLogger(__name__)
 
 ROLLOUT_CHECKPOINT_BYTES = 256 << 20
-"""Largest part of a rollout that a checkpoint holds; a trainer may have an attribute ``rollout_checkpoint_bytes``."""
+"""Maximum size of the batches in a checkpoint; a trainer's attribute ``rollout_checkpoint_bytes`` replaces it."""
 
 LOST = "lost"
-"""The member of a saved phase that gives the reason if its batches were not saved."""
+"""The member of a saved phase that has the reason if its batches were not saved."""
 
 _CONTINUE, _END_PASS, _END_PHASE = range(3)
-"""Decisions about the next minibatch; the largest one of any rank counts."""
+"""Decisions about the next minibatch. All ranks take the largest decision of any rank."""
 
 
 class RolloutBatches:
-    """A loader; each of its passes is a rollout of the trainer and the training phase on it.
+    """A loader; each of its passes is a rollout of the trainer and then the training phase on its batches.
 
-    One phase, as callbacks and the run state see it::
+    One pass, as callbacks and the run state see it::
 
         on_rollout_start                                # stop_rollout and stop_update_epoch are false
         batches, rollout_stats = rollout(state, ctx)
@@ -50,8 +50,8 @@ class RolloutBatches:
                 stop_update_epoch on any rank?  the phase ends
         on_train_phase_end; on_epoch_end
 
-    On several ranks each rank collects its own rollout. All ranks end a pass at the end of the shortest one, since a
-    step averages the gradients of all.
+    On several ranks each rank collects its own rollout. All ranks end an update epoch when the rank with the fewest
+    minibatches does, since a step averages the gradients of all ranks.
 
     Args:
         plugin: The trainer.
@@ -63,7 +63,7 @@ class RolloutBatches:
         channel: The channel by which the ranks of the training agree.
     """
 
-    begins_anew = True
+    begins_anew = True  # each pass is a new rollout; see `loader_position`
     state: Any
     ctx: StepContext
 
@@ -72,10 +72,10 @@ class RolloutBatches:
         self._plugin, self._module = plugin, module
         self._phase: Phase | None = None
         self._lost: str | None = None
-        """Why the phase of the checkpoint cannot be continued."""
+        """Why the phase of the checkpoint cannot be continued; None if it can, or if there is none."""
         self._has_warned_of_unequal_passes = self._has_warned_of_environments = False
         self._counted = 0
-        """The run state's environment steps, of all ranks, when they were last added up."""
+        """Environment steps of all ranks in the run state when they were last added up."""
         self.metrics: dict[str, float] = {}
         """Seconds of the last rollout and of the last update, and environment steps if the trainer counts them."""
 
@@ -95,16 +95,18 @@ class RolloutBatches:
         self._phase = None
 
     def save(self, contract_part: dict[str, Any]) -> None:
-        """Put the phase, and the trainer's state of its environments, into a checkpoint's part.
+        """Put the phase, and the result of the trainer's ``rollout_state``, into the contract's part of a checkpoint.
 
         Raises:
             ContractError: ``rollout_state`` did not return a dict.
         """
         saved: dict[str, Any] = {"world_size": self.ctx.world_size}
         if self._phase is not None:
-            # The ranks agree on it when they fetch the next minibatch.
+            # This rank's request to stop; ranks agree on it when they fetch the next minibatch.
             saved["stop_update_epoch"] = run_state_of(self._module.trainer).stop_update_epoch
-            saved |= self._phase.state_dict(self._number("rollout_checkpoint_bytes", ROLLOUT_CHECKPOINT_BYTES, least=0))
+            saved |= self._phase.state_dict(
+                self._integer_attribute("rollout_checkpoint_bytes", ROLLOUT_CHECKPOINT_BYTES, least=0)
+            )
         save_state = optional_hook(self._plugin, "rollout_state")
         if save_state is not None:
             saved["rollout_state"] = save_state(self.state)
@@ -165,6 +167,7 @@ class RolloutBatches:
         self._phase = None
 
     def _rest_of_pass(self, phase: Phase) -> Iterator[Any]:
+        """Yield the minibatches of this update epoch that all ranks have."""
         run_state = run_state_of(self._module.trainer)
         is_collecting = isinstance(phase.batches, Iterator)
         batches = phase.rest_of_pass()
@@ -175,7 +178,7 @@ class RolloutBatches:
             has_ended = stops or (is_collecting and run_state.stop_rollout and not is_first)
             batch = nothing if has_ended else next(batches, nothing)
             if batch is nothing and is_first:
-                raise self._empty()
+                raise self._empty_rollout()
             decision = self._agree(_END_PHASE if stops else _END_PASS if batch is nothing else _CONTINUE)
             if decision != _CONTINUE:
                 run_state.stop_update_epoch = decision == _END_PHASE
@@ -194,8 +197,9 @@ class RolloutBatches:
             )
 
     def _collect(self) -> Phase:
+        """Call the trainer's ``rollout``, and return the phase for its batches."""
         trainer, run_state = self._module.trainer, run_state_of(self._module.trainer)
-        update_epochs = self._number("update_epochs", default=1)
+        update_epochs = self._integer_attribute("update_epochs", default=1)
         run_state.update_epoch = run_state.minibatch_index = 0
         run_state.stop_rollout = run_state.stop_update_epoch = False
         self._counted = run_state.agent_step
@@ -207,14 +211,17 @@ class RolloutBatches:
             if isinstance(batches, Iterator) and optional_hook(self._plugin, "rollout_state") is not None:
                 batches = collect(batches, run_state)
             if isinstance(batches, list | tuple) and not batches:
-                raise self._empty()
+                raise self._empty_rollout()
             self._count_agent_steps(run_state.rollout_stats)
         self.metrics["trainer/rollout_seconds"] = time.monotonic() - began_s
         fire(trainer, "on_rollout_end")
         return Phase(batches, update_epochs)
 
     def _count_agent_steps(self, stats: Mapping[str, Any] | None) -> None:
-        """Add the ranks' environment steps: from the rollout's statistics, or as the trainer added to the run state."""
+        """Add up the environment steps of all ranks, from the statistics or from the trainer's own count of them.
+
+        A trainer may count steps in ``agent_step`` of the run state instead of returning ``agent_steps`` in `stats`.
+        """
         run_state = run_state_of(self._module.trainer)
         steps = (stats or {}).get("agent_steps", run_state.agent_step - self._counted)
         if isinstance(steps, bool) or not hasattr(steps, "__index__") or (stats and steps < 0):
@@ -232,14 +239,14 @@ class RolloutBatches:
         work.wait()
         return int(largest)
 
-    def _number(self, name: str, default: int, least: int = 1) -> int:
+    def _integer_attribute(self, name: str, default: int, least: int = 1) -> int:
         number = getattr(self._plugin, name, default)
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             owner = type(self._plugin).__qualname__
             raise ContractError(f"`{name}` of {owner} is {number!r}; it must be an integer >= {least}")
         return number
 
-    def _empty(self) -> ContractError:
+    def _empty_rollout(self) -> ContractError:
         step = self._module.trainer.global_step
         return ContractError(
             f"the rollout after step {step} returned no batches, so there is nothing to train. Collect until there is "
@@ -248,7 +255,7 @@ class RolloutBatches:
 
 
 def collect(batches: Iterator[Any], run_state: RunState) -> list[Any]:
-    """Return the items of a generator up to its end, or until ``stop_rollout`` is set."""
+    """Return the items of a generator until its end, or until ``stop_rollout`` is set."""
     items: list[Any] = []
     try:
         for batch in batches:
@@ -287,10 +294,11 @@ def _check_batches(batches: Any) -> Iterable[Any]:
 
 @dataclass
 class Phase:
-    """A training phase: batches, update epochs over them, and the position of training in them."""
+    """A training phase: the batches of a rollout, and the position of training in the passes over them."""
 
     batches: Iterable[Any]
     update_epochs: int = 1
+    """Number of passes."""
     update_epoch: int = 0
     """The current pass, from 0."""
     minibatch_index: int = 0
@@ -298,7 +306,7 @@ class Phase:
     is_within_pass: bool = False
     """Whether the previous attempt began this pass."""
     _seen: list[Any] = field(default_factory=list)
-    """Batches that an iterator returned so far, kept for later passes."""
+    """Batches that an iterator has returned so far, kept for later passes."""
     _nbytes: int | str | None = None
     """Size of the batches in a checkpoint, or the reason why they cannot be stored; None until it is measured."""
 
@@ -316,6 +324,7 @@ class Phase:
             yield from self.batches
 
     def _remember(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield `batches`, and keep them if there are further passes."""
         keeps = self.update_epochs > 1
         for batch in batches:
             if keeps:
@@ -326,7 +335,7 @@ class Phase:
 
     def end_pass(self) -> None:
         """Continue with the first minibatch of the next pass."""
-        if self._seen:  # the pass was ended early: the next ones use the same batches
+        if self._seen:  # the pass ended early: later passes use only the batches so far
             self.batches, self._seen = self._seen, []
         self.update_epoch += 1
         self.minibatch_index = 0
@@ -347,12 +356,13 @@ class Phase:
         }
         if isinstance(self.batches, Minibatches):
             return {**place, "minibatches": self.batches.state_dict(), "on_device": _on_device(self.batches.columns)}
-        # In the last pass, batches that were already trained are not needed any more.
+        # No pass follows the last one, so its trained batches are not stored.
         trained = self.minibatch_index if self.update_epoch + 1 >= self.update_epochs else 0
         batches = list(self.batches)[trained:]
         return {**place, "trained": trained, "batches": batches, "on_device": _on_device(batches)}
 
     def _measure(self) -> int | str:
+        """Return the size of the batches in bytes, or the reason why a checkpoint cannot hold them."""
         if isinstance(self.batches, Minibatches):
             return sum(column.nbytes for column in self.batches.columns.values())
         if not isinstance(self.batches, list | tuple):
@@ -377,14 +387,14 @@ class Phase:
             kept["columns"] = _to_device(kept["columns"], state["on_device"], device)
             batches = Minibatches.from_state_dict(kept)
         else:
-            # Batches that were already trained are not stored; None takes their places, and nothing reads it.
+            # None takes the places of trained batches that were not stored; nothing reads them.
             batches = [None] * state["trained"] + _to_device(state["batches"], state["on_device"], device)
         place = {name: state[name] for name in ("update_epochs", "update_epoch", "minibatch_index")}
         return cls(batches, **place, is_within_pass=True)
 
 
 def _on_device(batches: Any) -> list[bool]:
-    """Return for each tensor, in the order of a walk, whether it is on a device; empty if all are on the CPU."""
+    """Return for each tensor, in the order of `apply_to_collection`, whether it is on a device; empty if none is."""
     flags: list[bool] = []
     apply_to_collection(batches, torch.Tensor, lambda tensor: flags.append(tensor.device.type != "cpu"))
     return flags if any(flags) else []

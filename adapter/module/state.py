@@ -1,8 +1,8 @@
-"""The state of a trainer class: built by ``configure``, saved in a checkpoint and restored, for each rank.
+"""The state of a trainer class: what ``configure`` built, and how a checkpoint saves and restores it on each rank.
 
-Lightning saves weights, optimizers and the first scheduler of each. The contract's part of a checkpoint has the rest:
-the result of the trainer's own ``state_dict``, further schedulers and scalers, and, for each rank, the values that
-differ from rank zero's.
+Lightning saves weights, optimizers and the first scheduler of each optimizer. The contract's part of a checkpoint has
+the rest: the result of the trainer's own ``state_dict``, further schedulers and scalers, and, for each rank, the values
+that differ from rank zero's.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _FOUND = "found"
 _FOUND_ON_DEVICE = "found_on_device"
 """The member that marks the tensors of `_FOUND` that were on a device."""
 _CHANGED = "changed"
-"""The member that holds fingerprints of the values that training changed, for a warning of those that are lost."""
+"""The member that holds fingerprints of the values that training changed, so that a resume can warn of lost ones."""
 _BUILT = "built"
 """The member that holds the settings with which optimizers, schedulers and scalers were built."""
 _RESIZED = "resized"
@@ -109,7 +109,7 @@ class ConfiguredState:
         plugin: The trainer.
         value: The result of ``configure``.
         discovered: The objects found in that result and on the trainer.
-        keep: Settings that stay as they were built, whatever a checkpoint has; see `BuiltSettings`.
+        keep: Settings that stay as they were built at a resume; see `BuiltSettings`.
 
     Raises:
         ContractError: `keep` names a setting that nothing has.
@@ -141,7 +141,7 @@ class ConfiguredState:
         """Discover the trainer's objects again; refuse modules, optimizers, layers and groups that a step added.
 
         Raises:
-            ContractError: There are some; names the path of each.
+            ContractError: A step added objects; names the path of each.
         """
         return check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
 
@@ -155,7 +155,7 @@ class ConfiguredState:
         return configs
 
     def payload(self) -> dict[str, object]:
-        """Return the result of the trainer's ``state_dict``; sharded tensors are complete in it.
+        """Return the result of the trainer's ``state_dict``, with full tensors in place of shards.
 
         Raises:
             ContractError: It is not a dict.
@@ -178,16 +178,16 @@ class ConfiguredState:
             for path, state in self._replaced.states(now).items():
                 encode(state, TensorTable(), root=path)
             for found in now.optimizers:
-                if not hasattr(found.value, "consolidate_state_dict"):  # all ranks would have to gather its state
+                if not hasattr(found.value, "consolidate_state_dict"):  # such an optimizer has to gather a state first
                     encode(found.value.state_dict(), TensorTable(), root=found.path)
 
     def put_into(self, checkpoint: dict[str, Any], metrics: Mapping[str, Tensor], router: StepRouter | None) -> None:
-        """Add the contract's part to a checkpoint of Lightning's.
+        """Add the contract's part to a checkpoint.
 
         Args:
             checkpoint: The checkpoint that Lightning is about to save.
-            metrics: Metrics of the last step, for monitors that read them at the end of an epoch: a run resumed from
-                the last step of an epoch reaches that end before any step.
+            metrics: Metrics of the last step, for monitors at the end of an epoch: a run that is resumed after the last
+                step of an epoch reaches its end before any step.
             router: The router of the training.
 
         Raises:
@@ -208,19 +208,19 @@ class ConfiguredState:
         if router is not None and router.averaging is not None:
             parts[_AVERAGING] = router.averaging.state_dict()
         if "lr_schedulers" in checkpoint:  # not if only weights are saved
-            kinds = [config.scheduler for config in trainer.lr_scheduler_configs]
-            checkpoint["lr_schedulers"] = list(map(without_functions, kinds, checkpoint["lr_schedulers"]))
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            checkpoint["lr_schedulers"] = list(map(without_functions, schedulers, checkpoint["lr_schedulers"]))
         wrapped = {kept.path: kept.state_dict() for kept in self._kept_by_wrappers}
         parts[_UNMANAGED] = self._replaced.states(now) | wrapped
         parts[_REPLACED] = self._replaced.record(now, logs=self.module.global_rank == 0)
         numbers = {name: value for name, value in metrics.items() if value.numel() == 1}
         parts["metrics"] = {name: float(value) for name, value in numbers.items() if not value.is_complex()}
 
-    def warn_of_ranks(self, checkpoint: Mapping[str, Any]) -> None:
+    def warn_of_rank_differences(self, checkpoint: Mapping[str, Any]) -> None:
         """Warn once, on rank zero, of numbers in ``state_dict`` that differ between ranks and are not `rank_local`."""
         if self._warned_of_ranks:
             return
-        rank_local, of_ranks = rank_local_of(self.plugin), _of_ranks(checkpoint[CONTRACT_KEY])
+        rank_local, of_ranks = rank_local_of(self.plugin), _differences_in(checkpoint[CONTRACT_KEY])
         found = [
             differing
             for of_rank in of_ranks
@@ -241,7 +241,7 @@ class ConfiguredState:
     def take_from(self, checkpoint: dict[str, Any]) -> ToRestore:
         """Return the contract's part of a checkpoint for this rank, and adapt the rest of `checkpoint` to this rank.
 
-        Buffers get the shapes that they had.
+        Buffers get the shapes that they had at the save.
 
         Raises:
             BrokenCheckpointError: The parts of the ranks do not belong together.
@@ -249,8 +249,8 @@ class ConfiguredState:
         """
         trainer = self.module.trainer
         own_weights = take_own_part(checkpoint, trainer.global_rank, trainer.world_size)
-        checkpoint["state_dict"] = _named_as_in(self.module, checkpoint["state_dict"])
-        own_weights, parts = _named_as_in(self.module, own_weights), checkpoint[CONTRACT_KEY]
+        checkpoint["state_dict"] = _rename_as_in(self.module, checkpoint["state_dict"])
+        own_weights, parts = _rename_as_in(self.module, own_weights), checkpoint[CONTRACT_KEY]
         _check_optimizers(self.discovered.optimizers, checkpoint.get("optimizer_states", ()))
         _fit_buffers(self.module, checkpoint["state_dict"], parts.get(_RESIZED, ()))
         kept = {name: part for name, part in parts.items() if name != _RANK_DIFFERENCES}
@@ -265,7 +265,7 @@ class ConfiguredState:
         """
         parts, weights = checkpoint.get(CONTRACT_KEY, {}), checkpoint.get("state_dict")
         if weights is not None:
-            weights = _named_as_in(self.module, weights)
+            weights = _rename_as_in(self.module, weights)
             _fit_buffers(self.module, weights, parts.get(_RESIZED, ()))
             self.module.load_state_dict(weights, strict=strict)
         kept = {name: parts[name] for name in (STATE, _ON_DEVICE) if name in parts}
@@ -294,20 +294,21 @@ class ConfiguredState:
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
-        # After the hooks of the class, which may load an optimizer once more.
+        # This comes after the hooks of the class, which may load an optimizer again.
         restore_optimizers_as_stored(self.optimizers, pending.optimizer_states, parts.get(OPTIMIZER_DEVICES, ()))
         now, is_first = self._discover(), self.module.global_rank == 0
         if _REPLACED in parts:
             made = self._replaced.load(unmanaged, replaced, now, without=loaded)
             driven = {id(getattr(schedule, "optimizer", None)) for schedule in made}
             for optimizer, saved in zip(self.optimizers, pending.optimizer_states, strict=False):
-                if id(optimizer) in driven:  # a hook made the schedule, and its constructor has set the rate
+                if id(optimizer) in driven:  # a hook made the schedule, whose constructor has set the learning rate
                     restore_groups(optimizer, saved.get("param_groups", ()))
             self._replaced.check(replaced, now, logs=is_first)
         if attached_trainer(self.module) is not None:  # otherwise no optimizer was restored
             self.built_settings.reconcile(parts.get(_BUILT), logs=is_first)
         states = dict(parts.get(_GENERATORS, {}))
-        for found in now.generators:  # last: generators that the class restores itself have this state already
+        # This comes last, because the code above may draw numbers, or restore these generators to the same states.
+        for found in now.generators:
             if found.path in states:
                 set_state(found.value, states.pop(found.path))
         if _CHANGED in parts and is_first:
@@ -320,10 +321,10 @@ class ConfiguredState:
             )
 
     def _on_device(self, payload: Mapping[str, Any]) -> list[bool]:
-        """Return for each tensor of the payload whether it must be moved to the device again; empty if none must.
+        """Return for each tensor of the payload whether a resume must move it to the device; empty if none.
 
-        Tensors of modules and optimizers stay in host memory: ``load_state_dict`` of both copies them from any device,
-        and the device may have no room for a second copy. Shards move to their device when they are used.
+        Tensors of modules and optimizers stay in host memory, because the device may have no room for a second copy;
+        their ``load_state_dict`` copies values from any device. Shards move to their device when they are used.
         """
         owned: list[Any] = []
         for found in self.discovered.modules:
@@ -391,8 +392,8 @@ def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def _named_as_in(module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Return `weights` under the names in `module`: a part may be compiled in one attempt and not in another."""
+def _rename_as_in(module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return `weights` under the names in `module`, since a part may be compiled in one attempt and not in another."""
     if not any("_orig_mod" in name for name in (*weights, *(name for name, _ in module.named_modules()))):
         return weights
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
@@ -418,7 +419,7 @@ def _buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 def _fit_buffers(module: nn.Module, weights: Mapping[str, Any], resized: Collection[str]) -> None:
     """Give the buffers of `module` that were `resized` while training their shapes in `weights`.
 
-    For example, `configure` builds an empty queue that training fills, or statistics that get a value in a step.
+    For example, `configure` builds an empty queue that training fills, or statistics whose value a step sets first.
     """
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
     names = {uncompiled_name(name): name for name in weights}
@@ -427,13 +428,14 @@ def _fit_buffers(module: nn.Module, weights: Mapping[str, Any], resized: Collect
         value = weights.get(name)
         owner = module.get_submodule(path)
         built = owner._buffers.get(leaf)
-        # Torch gives a lazy buffer the shape of the value that it loads.
+        # Torch itself gives a lazy buffer the shape of the loaded value.
         if isinstance(value, Tensor) and not isinstance(built, UninitializedBuffer):
             dtype = value.dtype if built is None else built.dtype
             owner.register_buffer(leaf, torch.empty(value.shape, dtype=dtype, device=device))
 
 
 def _warn_of_scripted_modules(discovered: Discovered) -> None:
+    """Warn of modules of TorchScript, which may keep a resume from being bit-equal."""
     scripted = [
         found.path
         for found in discovered.modules
@@ -455,7 +457,7 @@ def rank_channel_of(trainer: pl.Trainer) -> Channel:
 
 
 def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel: Channel) -> None:
-    """Add to `checkpoint`, on rank zero, the values of other ranks that differ from it. Collective.
+    """Add the values of other ranks that differ from rank zero's to `checkpoint` of rank zero. Collective.
 
     Raises:
         UnstorableStateError: A value of this rank cannot be stored; names its path.
@@ -467,7 +469,7 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
     compared = {name: own[name] for name in _CONTRACT_KEYS if name in own}
     compared |= {name: checkpoint[name] for name in _LIGHTNING_KEYS if name in checkpoint}
     if "optimizer_states" in compared:
-        # Only rank zero has a consolidated state. A resume gives all of it to every rank, as Lightning does.
+        # Only rank zero has a consolidated state. A resume gives it to every rank, as Lightning does.
         compared["optimizer_states"] = [
             None if hasattr(optimizer, "consolidate_state_dict") else state
             for optimizer, state in zip(trainer.optimizers, compared["optimizer_states"], strict=True)
@@ -479,14 +481,14 @@ def collect_from_ranks(checkpoint: dict[str, Any], trainer: pl.Trainer, channel:
         ]
 
 
-def _of_ranks(contract: Mapping[str, Any]) -> list[list[RankDifference]]:
+def _differences_in(contract: Mapping[str, Any]) -> list[list[RankDifference]]:
     """Return the values that `collect_from_ranks` added to a checkpoint's contract part, by rank."""
     stored = contract.get(_RANK_DIFFERENCES, [])
     return [[RankDifference(tuple(entry["path"]), entry["value"]) for entry in of_rank] for of_rank in stored]
 
 
 def _has_fractions(value: Any) -> bool:
-    """Whether `value` contains floating-point or complex numbers; generator states and counters are integers."""
+    """Whether `value` contains floating-point or complex numbers, unlike generator states and counters."""
     if isinstance(value, Mapping):
         return any(map(_has_fractions, value.values()))
     if isinstance(value, list | tuple | set | frozenset):
@@ -499,17 +501,17 @@ def _has_fractions(value: Any) -> bool:
 def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     """Put this rank's own values into its copy of a loaded `checkpoint`; warn of values that are lost.
 
-    A checkpoint without such a part, such as an older one, stays as it is.
+    A checkpoint without values of single ranks stays as it is.
 
     Returns:
-        The weights of this rank that differ from rank zero's. They must be loaded again after the weights of all ranks
-        were made equal.
+        The weights of this rank that differ from rank zero's. They must be loaded again after all ranks got the weights
+        of rank zero.
 
     Raises:
         BrokenCheckpointError: The parts do not belong together.
     """
     contract = checkpoint[CONTRACT_KEY]
-    parts = _of_ranks(contract)
+    parts = _differences_in(contract)
     if parts and len(parts) != world_size and rank == 0:
         log.warning("%s", _explain_loss(parts, world_size))
     own = parts[rank] if rank < len(parts) else []
@@ -523,20 +525,19 @@ def take_own_part(checkpoint: dict[str, Any], rank: int, world_size: int) -> dic
 
 
 def _explain_loss(parts: Sequence[Sequence[RankDifference]], world_size: int) -> str:
+    """Describe the values that a resume on another number of ranks cannot restore."""
     head = f"The checkpoint was saved by {len(parts)} ranks and is resumed by {world_size}: "
     if world_size < len(parts):
         lost = [differing for of_rank in parts[world_size:] for differing in of_rank]
-        what = f"the values stored for {_ranks(world_size, len(parts))} are lost: {_list_names(lost)}"
+        what = f"the values stored for {_format_ranks(world_size, len(parts))} are lost: {_list_names(lost)}"
     else:
         shared = [differing for of_rank in parts for differing in of_rank]
-        what = (
-            f"the ranks had different values of {_list_names(shared)}, and {_ranks(len(parts), world_size)} can only "
-            "get those of rank 0"
-        )
+        new = _format_ranks(len(parts), world_size)
+        what = f"the ranks had different values of {_list_names(shared)}, and {new} can only get the values of rank 0"
     return f"{head}{what}. The run will not be bit-equal to one that was never interrupted"
 
 
-def _ranks(begin: int, end: int) -> str:
+def _format_ranks(begin: int, end: int) -> str:
     return f"rank {begin}" if end - begin == 1 else f"ranks {begin} to {end - 1}"
 
 

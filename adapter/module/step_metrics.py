@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..contract.exceptions import ContractError
-from ..contract.types import StepContext, StepResult
+from ..contract.types import StepContext
 
 _ALIASES = {
     "loss": "train/loss",
@@ -24,7 +24,7 @@ _LR = "train/lr"
 
 
 _reported_names: dict[str, str] = {}
-"""Cache of requested names; a dict lookup is cheaper per step than even a cached call."""
+"""Cache of `metric_name`; a dict lookup is cheaper per step than even a cached call."""
 _MOST_NAMES = 1024
 
 
@@ -45,15 +45,15 @@ def metric_name(name: object) -> str:
     return reported
 
 
-def validate_result(result: Any, *, reads_values: bool = False) -> StepResult | Any:
-    """Return the result of ``train_step`` if it has ``metrics``; does not wait for the device.
+def validate_result(result: Any, *, reads_values: bool = False) -> None:
+    """Check that the result of ``train_step`` has ``metrics``; does not wait for the device.
 
     Args:
         result: The result of ``train_step``.
         reads_values: Also check each metric, as `named_scalars` does at a cadence.
 
     Raises:
-        ContractError: It has no metrics, or these or ``debug`` are not a mapping, or a metric is not a number.
+        ContractError: `result` has no metrics, or these or ``debug`` are not a mapping, or a metric is not a number.
     """
     metrics = getattr(result, "metrics", None)
     if metrics is None and not hasattr(result, "metrics"):
@@ -70,7 +70,6 @@ def validate_result(result: Any, *, reads_values: bool = False) -> StepResult | 
         is_lazy = not isinstance(value, numbers.Real) and hasattr(value, "__float__")
         if not is_lazy or (hasattr(value, "shape") and not _may_be_scalar(value)):
             scalar(reported, value)
-    return result
 
 
 def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterable[Any] = ()) -> dict[str, float]:
@@ -82,7 +81,7 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
         result: A validated step result.
         state: The trainer's opaque state.
         ctx: The context of the run.
-        optimizers: Optimizers found in the state; if nothing else has a learning rate, the first one's is reported.
+        optimizers: Optimizers found in the state. If nothing else has a learning rate, the first optimizer's is used.
 
     Raises:
         ContractError: A name is not a string or is empty, or a value is neither a number nor a tensor of one element.
@@ -97,7 +96,7 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
         scalars[reported] = number if type(number) is float else scalar(reported, number)
     if _LR not in scalars:
         rate = None
-        # Fast path: most rates are in an optimizer, and no other place before it has one.
+        # Fast path: usually an optimizer has the rate, and no place that `_learning_rate` searches earlier has one.
         if type(state) is dict and not (
             _LR in state or "learning_rate" in state or "lr" in state or getattr(result, "debug", None)
         ):
@@ -111,7 +110,7 @@ def named_scalars(result: Any, state: Any, ctx: StepContext, optimizers: Iterabl
 
 
 def values_on_device(result: Any, published: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the metrics of a step's `result`, and `published` values of other names; does not wait for the device.
+    """Return the metrics of `result`, and the `published` values of other metrics; does not wait for the device.
 
     Metrics that are neither tensors nor plain numbers are updated only at a cadence, when `named_scalars` reads them.
     """
@@ -155,7 +154,7 @@ def _learning_rate(result: Any, state: Any, ctx: StepContext, optimizers: Iterab
 
 
 def _may_be_scalar(value: Any) -> bool:
-    """Whether a value may be a learning rate, judging by its form; a schedule or a list of rates may not."""
+    """Whether `value` has the form of one number, unlike a schedule or a list of rates."""
     if isinstance(value, numbers.Real):
         return True
     shape = getattr(value, "shape", None)
@@ -170,7 +169,7 @@ def scalar(name: str, value: Any) -> float:
     """Return the value of a metric as a Python number; waits for its device.
 
     Raises:
-        ContractError: It is neither a number nor a tensor of one element; names it.
+        ContractError: `value` is neither a number nor a tensor of one element; names the metric.
     """
     try:
         # A trainer may return its loss undetached; torch warns if `float` gets a tensor with a graph.

@@ -137,11 +137,11 @@ def check_strategy(strategy: Strategy) -> None:
         raise _refusal(name, "genlight does not know how it synchronizes. Use auto, ddp or FSDP2Strategy")
 
 
-def leave_unwrapped(strategy: Strategy) -> None:
-    """Prevent a `DDPStrategy` from wrapping the LightningModule; to be called before ``strategy.setup``.
+def prevent_wrapping(strategy: Strategy) -> None:
+    """Prevent a `DDPStrategy` from wrapping the LightningModule; call this before ``strategy.setup``.
 
-    The wrapper's forward would never run, its buckets would cost the memory of all gradients, and it refuses modules
-    without trainable parameters. `gradients.ddp` does its work. Other strategies stay unchanged.
+    The forward of the wrapper would never run, its buckets would take the memory of all gradients, and it refuses
+    modules without trainable parameters. `gradients.ddp` does its work. Other strategies stay unchanged.
     """
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = types.MethodType(_configure_nothing, strategy)  # type: ignore[method-assign]
@@ -161,8 +161,8 @@ def missing_callbacks(trainer: pl.Trainer, *, metric_every: int) -> list[pl.Call
 def defer_setups(trainer: pl.Trainer) -> None:
     """Postpone ``setup`` of callbacks that copy the weights until `run_deferred_setups`.
 
-    Lightning sets up callbacks before the module, because it expects layers to exist after the module's constructor. A
-    trainer class builds its layers in ``configure``.
+    Lightning sets up callbacks before the module, because it expects the module's constructor to make all layers. A
+    trainer class builds its layers only in ``configure``.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, WEIGHT_AVERAGING):
@@ -170,7 +170,7 @@ def defer_setups(trainer: pl.Trainer) -> None:
 
 
 def run_deferred_setups(trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-    """Restore ``setup`` of the postponed callbacks and call it, in their order."""
+    """Restore ``setup`` of the postponed callbacks and call it, in the order of the callbacks."""
     for callback in callbacks_of(trainer):
         if vars(callback).get("setup") is _postpone:
             del callback.setup

@@ -17,13 +17,13 @@ def check_result(result: Any, output_dir: Path) -> dict[str, Any] | None:
     """Check and return the result of ``save_checkpoint``; paths within `output_dir` become relative to it.
 
     Raises:
-        ContractError: It is not a mapping or None, or its ``primary_path`` does not exist or lies outside.
+        ContractError: It is not a mapping or None, or its ``primary_path`` does not exist or is outside `output_dir`.
     """
     if result is None:
         return None
     if not isinstance(result, Mapping):
         raise ContractError(f"save_checkpoint returned a {type(result).__qualname__}; it must be a mapping or None")
-    paths = {str(name): _relative(value, output_dir) for name, value in result.items()}
+    paths = {str(name): _make_relative(value, output_dir) for name, value in result.items()}
     named = paths.get("primary_path")
     if named is None or named == "":
         paths.pop("primary_path", None)
@@ -33,6 +33,7 @@ def check_result(result: Any, output_dir: Path) -> dict[str, Any] | None:
 
 
 def _check_primary_path(named: Any, output_dir: Path) -> None:
+    """Raise `ContractError` if `named` is no existing file in `output_dir`."""
     if not isinstance(named, str | os.PathLike):
         raise ContractError(
             f"save_checkpoint returned a primary_path that is a {type(named).__qualname__}; it must be a path"
@@ -50,8 +51,8 @@ def _check_primary_path(named: Any, output_dir: Path) -> None:
         )
 
 
-def _relative(value: Any, output_dir: Path) -> Any:
-    """Return `value`; an absolute path below `output_dir` becomes relative to it, since the folder is renamed later."""
+def _make_relative(value: Any, output_dir: Path) -> Any:
+    """Return `value`, but an absolute path below `output_dir` relative to it, since that folder is renamed later."""
     if not isinstance(value, str | os.PathLike) or not os.path.isabs(value):
         return value
     for root in (str(output_dir), os.path.realpath(output_dir)):  # a hook may have resolved the path
@@ -65,14 +66,14 @@ def trainer_directory(checkpoint: str | os.PathLike[str] | None, trainer: object
     """Return the folder with the files that ``save_checkpoint`` wrote for `checkpoint`; None if there is none.
 
     Raises:
-        CheckpointError: The older runtime wrote the checkpoint. Its weights are only in the trainer's own files, and
-            these are gone, or `trainer` cannot read them.
+        CheckpointError: The older runtime wrote the checkpoint, so its weights are only in the trainer's own files; and
+            these files are gone, or `trainer` has no ``load_checkpoint`` to read them.
     """
     if checkpoint is None:
         return None
     try:
         found = find_checkpoint(checkpoint)
-    except FileNotFoundError:  # not a checkpoint of genlight: another plugin for checkpoints may keep it anywhere
+    except FileNotFoundError:  # it is no checkpoint of genlight; another checkpoint plugin may keep its own anywhere
         return None
     if found.suffix != ".json":
         return None
@@ -84,6 +85,7 @@ def trainer_directory(checkpoint: str | os.PathLike[str] | None, trainer: object
 
 
 def _check_old_files(record: CheckpointRecord, folder: Path | None, trainer: object) -> None:
+    """Raise `CheckpointError` if the trainer cannot restore a checkpoint of the older runtime from its files."""
     name = type(trainer).__name__
     if folder is None:
         if record.trainer_checkpoint is not None:

@@ -29,7 +29,7 @@ class AtTheEnd(pl.Callback):
         self.path = path
 
     def on_train_end(self, trainer, pl_module):
-        of_buckets = pl_module.hosted_trainer.router.averaging._managed._bucket_group
+        of_buckets = pl_module.hosted_trainer.router.averaging._parameters._bucket_group
         groups = {"all": dist.group.WORLD, "buckets": of_buckets}
         is_own = of_buckets is not None and of_buckets is not dist.group.WORLD
         found = {name: [dist.get_backend(g), group_timeout(g).total_seconds()] for name, g in groups.items()}

@@ -1,20 +1,20 @@
-"""Averages the gradients over the ranks before anything reads, uses or sends one.
+"""Averages gradients over the ranks before anything reads or uses them.
 
 A trainer calls its modules directly, so their forward does not go through ``DistributedDataParallel`` (DDP). This
 module does the work of DDP for bare tensors, with the same arithmetic but without its conditions: a parameter may be
 unused on one rank, be used twice by a checkpointed segment, or get gradients from several backward calls.
 
-An exchange sends all buckets, always the same ones in the same order. So the messages of two ranks have the same size
-whatever the ranks do, and the header in the first bucket shows whether they are at the same point. During a backward
-call, each bucket is sent as soon as its gradients are complete and the previous bucket was sent; the averages are
-written when the call ends. So code after the call may run on one rank only (a norm that rank 0 logs, a barrier).
+An exchange sends all gradients, packed into the same buckets in the same order. So the messages of two ranks have the
+same size whatever the ranks do, and the header in the first bucket shows whether they are at the same point. During a
+backward call, each bucket is sent as soon as its gradients are complete and the previous bucket was sent; the averages
+are written when the call ends. So code after the call may run on one rank only (a norm that rank 0 logs, a barrier).
 
 If `train_step` calls backward several times before an update, only the last call exchanges gradients; the calls before
 it accumulate. The first updates show how many calls there are; until then, gradients are averaged after each call. If a
 gradient is read or an update is made earlier than expected, gradients are averaged at that point. If another call
 follows, they are averaged again. The result is exact: the complete ``.grad`` is averaged, and the part that was
-averaged before is equal on all ranks. A checkpoint contains the counts: rounding depends on the number of exchanges,
-and a resumed run has to make the same ones.
+averaged before is equal on all ranks. A checkpoint contains the numbers of calls, because a resumed run has to make the
+same exchanges: rounding depends on them.
 
 The gradients of a step are in one of four stages (`_Stage`)::
 
@@ -24,22 +24,22 @@ The gradients of a step are in one of four stages (`_Stage`)::
     LOCAL       accumulated on this rank only      RUNNING          -              exchange, then USED
     AVERAGED    averaged after the last call       RUNNING          -              USED
 
-After the last expected call, an exchange turns LOCAL into AVERAGED at once. A use of LOCAL or AVERAGED gradients
-records how many calls came before it. Gradients that a trainer writes to ``.grad`` itself are averaged in any stage, at
-the first read or at the update.
+After the last expected call, an exchange turns LOCAL into AVERAGED at once. A read or update that uses LOCAL or
+AVERAGED gradients records how many calls came before it. Gradients that a trainer writes to ``.grad`` itself are
+averaged at the first read or at the update, in any stage.
 
 Three designs were compared:
 
-- Averaging at the first read, with buckets that are sent early by a guess, and sent again if the guess was wrong. It
-  supports different numbers of backward calls on each rank. But if only one rank reads, the others wait in whichever
-  collective they are in, so that the collectives of ``torch.distributed`` have to be replaced. The hosts also have to
-  exchange messages about valid buckets, so that none runs ahead of another. It took 1,900 lines.
+- Averaging at the first read, with buckets that are sent early by a guess, and sent again if the guess was wrong. This
+  supports different numbers of backward calls on each rank. But if only one rank reads a gradient, the others wait in
+  another collective, so that the collectives of ``torch.distributed`` have to be replaced. The hosts also have to
+  exchange messages about valid buckets, so that none runs ahead of another. This design took 1,900 lines.
 - One exchange at the first read, without early buckets: 1.13 to 1.16 times the time of bare DDP at 1 and 4 Gbit/s.
-- This one. It refuses different numbers of backward calls on the ranks (with an error that names the rank), and updates
-  during backward. In its first update with several calls, each call costs an exchange.
+- The present design. It refuses updates during backward, and different numbers of backward calls on the ranks (the
+  error names the rank). Before the first update, each of several backward calls costs an exchange.
 
 All three have to replace the class of a parameter (`GradientGuard`), for gradients that a trainer writes and then clips
-(evolution strategies, Reptile, ``torch.func``). This one also needs it for reads between backward calls.
+(evolution strategies, Reptile, ``torch.func``). The present design also needs this for reads between backward calls.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from typing_extensions import override
 from ....callbacks.optimizer_state import parameters_of
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
-from ..rank_check import AFTER_STEP, FIRST_STEPS, ExchangePoint, RankCheck, Trigger, users_line
+from ..rank_check import AFTER_STEP, FIRST_STEPS, ExchangePoint, RankCheck, Trigger, find_user_line
 from ..refused import refused_on_ranks
 from ..step_part import BackwardCall, StepPart
 from ..torch_hooks import GradientGuard, read_gradient, write_gradient
@@ -71,8 +71,8 @@ from .buckets import BUCKET_BYTES, AveragedParameters, Bucket, Plan
 
 log = logging.getLogger(__name__)
 
-_Place = tuple[int, int]
-"""A use of gradients in a step: the number of updates before it in the step, and of uses since the last update."""
+_Use = tuple[int, int]
+"""A read or update of gradients in a step: the number of updates before it, and of uses since the last update."""
 
 _NOTHING_TO_AVERAGE = (
     "The %d ranks train separately: `train_step` changes nothing that genlight could average (no optimizer, and no "
@@ -111,7 +111,7 @@ class Averaging(StepPart):
         group: The argument.
         shared: Ids of the optimizers whose updates are the same on all ranks.
         after_each: Whether to average after each backward call, because a hook of Lightning reads gradients there.
-        averaged: Functions to call each time gradients were averaged.
+        after_average: Functions to call each time after gradients were averaged.
 
     Raises:
         ContractError: An embedding has sparse gradients.
@@ -131,31 +131,34 @@ class Averaging(StepPart):
         _refuse_sparse(discovered)
         self.group = group
         self.after_each = False
-        self.averaged: list[Callable[[], None]] = []
+        self.after_average: list[Callable[[], None]] = []
         self._device = device
         self._is_last_step = is_last_step
-        self._managed = AveragedParameters(discovered, rank_local, group, bucket_bytes=bucket_bytes, wire=wire)
+        self._parameters = AveragedParameters(discovered, rank_local, group, bucket_bytes=bucket_bytes, wire=wire)
         self.shared = {id(found.value) for found in rank_local.shared(discovered)}
         if not any(True for _ in discovered.updated()) and dist.get_rank(group) == 0:
             log.warning(_NOTHING_TO_AVERAGE, dist.get_world_size(group))
         self._guard = GradientGuard(self._on_read, self._on_write)
         self._check = RankCheck(group, self._with_paths)
-        self._last_plan = self._managed.make_plan(most_buckets=1)
+        self._last_plan = self._parameters.make_plan(most_buckets=1)
         """The plan of the previous exchange; at first a plan with a single bucket, only for its header."""
-        self._agreed = {self._last_plan.mark}
-        """Marks of the plans that all ranks share; the initial one is equal because the ranks were built alike."""
+        self._agreed = {self._last_plan.checksum}
+        """Checksums of the plans that all ranks have; the first one is equal because the ranks were built alike."""
 
-        self._step, self._begun = 1, 0
+        self._step = 1
+        self._steps_here = 0
+        """Steps since this object was created; after a resume, `_step` is higher."""
         self._thread, self._has_warned = threading.get_ident(), False
         self._stage = _Stage.USED
-        self._place: _Place = (0, 0)
+        self._use: _Use = (0, 0)
+        """The use of gradients that comes next."""
         self._updates = self._ordinal = 0
         """Updates of this run, and exchanges since the last update."""
         self._calls = 0
         """Backward calls since the last use of gradients."""
-        self._expected: dict[_Place, int] = {}
+        self._expected: dict[_Use, int] = {}
         """Number of backward calls before each use in a step."""
-        self._not_early: set[_Place] = set()
+        self._not_early: set[_Use] = set()
         """Uses for which no bucket is sent early, because gradients changed once after their bucket was sent."""
         self._written: set[int] = set()
         """Ids of the parameters whose gradient the trainer has written since the last exchange."""
@@ -175,27 +178,22 @@ class Averaging(StepPart):
     @override
     def begin(self, step: int) -> None:
         self._step = step
-        self._begun += 1
+        self._steps_here += 1
         self._thread = threading.get_ident()
         self._was_averaged = False
-        self._forget_window()
+        self._reset_stage()
         self._refresh()
-        self._guard.guard(self._managed.all)
+        self._guard.guard(self._parameters.all)
 
     @override
     def before_backward(self, call: BackwardCall) -> None:
         self._refresh()
-        if any(map(post_accumulate_hooks, self._managed.all)):
+        if any(map(post_accumulate_hooks, self._parameters.all)):
             raise refused_on_ranks("post-accumulate hook", "`train_step`")
         self._stage = _Stage.RUNNING
         self._calls += 1
-        plan = self._managed.plan()
-        if (
-            self._is_last_call()
-            and self._early is None
-            and len(plan.buckets) > 1
-            and self._place not in self._not_early
-        ):
+        plan = self._parameters.plan()
+        if self._is_last_call() and self._early is None and len(plan.buckets) > 1 and self._use not in self._not_early:
             self._agree_on(plan)
             self._watch(plan)
             self._early = _EarlyExchange(plan, self._begin_exchange(plan, Trigger.BACKWARD))
@@ -206,21 +204,21 @@ class Averaging(StepPart):
 
     @override
     def after_backward(self) -> None:
-        if not self._guard.guard(self._managed.all) or self._is_last_call():
+        if not self._guard.guard(self._parameters.all) or self._is_last_call():
             self._average(Trigger.BACKWARD)
 
     @override
     def before_update(self, optimizer: Optimizer) -> bool:
-        self._update_line = users_line()
+        self._update_line = find_user_line()
         first = next(parameters_of(optimizer), "nothing")
         self._require_averaged(Trigger.UPDATE, first)
-        if id(optimizer) in self._updated:  # its gradients were written in place since its last update
+        if id(optimizer) in self._updated:  # it updates again: the trainer may have written its gradients in place
             self._average(Trigger.UPDATE, first)
         self._guard.unguard()  # so that the optimizer reads gradients directly
         self._updated.add(id(optimizer))
         self._ordinal = 0
         is_shared = id(optimizer) in self.shared
-        self._place = self._place[0] + is_shared, 0
+        self._use = self._use[0] + is_shared, 0
         if is_shared:
             self._updates += 1
             self._last_update = self._update_line
@@ -231,11 +229,11 @@ class Averaging(StepPart):
     def after_update(self, optimizer: Optimizer) -> None:
         self._in_update = None
         if not self._is_closed:
-            self._guard.guard(self._managed.all)
+            self._guard.guard(self._parameters.all)
 
     @contextlib.contextmanager
     def zeroing(self) -> Iterator[None]:
-        """Zero gradients in this block: directly, without a call for each parameter, if all of them were used."""
+        """Within this block, write gradients without calling the guard for each parameter, if all of them were used."""
         is_used = self._stage is _Stage.USED and not self._written
         if is_used:
             self._guard.unguard()
@@ -243,11 +241,11 @@ class Averaging(StepPart):
             yield
         finally:
             if is_used and not self._is_closed:
-                self._guard.guard(self._managed.all)
+                self._guard.guard(self._parameters.all)
 
     @override
     def map_loss(self, loss: Any) -> Any:
-        """Return the mean of a closure's loss over the ranks: a line search must decide alike on all of them."""
+        """Return the mean of a closure's loss over the ranks, because a line search must decide alike on all ranks."""
         if not isinstance(loss, Tensor | float | int):
             return loss
         mean = torch.as_tensor(loss, dtype=torch.float64, device=self._device).detach().clone()
@@ -256,12 +254,12 @@ class Averaging(StepPart):
 
     @override
     def grad(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse gradients of parameters that no optimizer holds: genlight cannot know when they are used."""
+        """Refuse gradients of parameters that no optimizer holds, because genlight cannot know when they are used."""
         _, create_graph, inputs = (*args, False, False, ())[:3]
         requested = {id(p) for p in inputs}
-        if self._in_update is not None and any(id(p) in requested for p in self._managed.all):
+        if self._in_update is not None and any(id(p) in requested for p in self._parameters.all):
             raise refused_on_ranks("gradients in an update", type(self._in_update).__name__)
-        if not create_graph and not requested.isdisjoint(self._managed.by_hand):
+        if not create_graph and not requested.isdisjoint(self._parameters.by_hand):
             raise refused_on_ranks("gradients by hand", "`train_step`")
         return run(outputs, grads, *args, **kwargs)
 
@@ -272,35 +270,35 @@ class Averaging(StepPart):
         self._guard.unguard()
         if not self._was_averaged:
             self._send_header_only(Trigger.NOTHING)
-        elif self._is_last_step():  # otherwise a rank that still makes an exchange would not be noticed
+        elif self._is_last_step():  # no later exchange would show that a rank makes more exchanges than others
             self._send_header_only(Trigger.LAST)
 
     @override
     def before_save(self) -> None:
-        """Send one more header, to compare the updates of the last step, and read all headers."""
+        """Compare the updates of the last step by an additional header, and read all headers."""
         self._send_header_only(Trigger.SAVE)
         self._check.read_all()
 
     @override
     def abandon(self) -> None:
         self._guard.unguard()
-        self._forget_window()
+        self._reset_stage()
         self._early = None
 
     @override
     def close(self) -> None:
-        """End the training: reading a gradient no longer involves other ranks."""
+        """End the training; from now on a read of a gradient does not involve other ranks."""
         self._is_closed = True
         self._guard.unguard()
         self._unwatch()
 
-    def ended(self) -> None:
-        """Release the process group of the buckets, after a training that ended as planned on all ranks."""
-        self._managed.release_group()
+    def release_group(self) -> None:
+        """Release the process group of the buckets. Collective."""
+        self._parameters.release_group()
 
     def state_dict(self) -> dict[str, list[list[int]]]:
         """Return the state that a resumed run needs to make the same exchanges; equal on all ranks."""
-        return {"expected": [[*place, calls] for place, calls in self._expected.items()]}
+        return {"expected": [[*use, calls] for use, calls in self._expected.items()]}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Restore the state that `state_dict` returned."""
@@ -314,7 +312,7 @@ class Averaging(StepPart):
             return
         if threading.get_ident() == self._thread:
             self._require_averaged(Trigger.READ, parameter)
-        elif not self._has_warned:  # an exchange would need a thread on each rank
+        elif not self._has_warned:  # to average here, every rank would need such a thread
             self._has_warned = True
             log.warning(_READ_ELSEWHERE, self._with_paths(ExchangePoint(what=parameter)).what, self._step)
 
@@ -331,23 +329,23 @@ class Averaging(StepPart):
         is_local = self._stage is _Stage.LOCAL or bool(self._written)
         self._stage = _Stage.USED
         if self._calls:
-            self._expected[self._place] = self._calls
+            self._expected[self._use] = self._calls
             self._calls = 0
-            self._place = self._place[0], self._place[1] + 1
+            self._use = self._use[0], self._use[1] + 1
         if is_local:
             self._average(trigger, what)
 
     def _is_last_call(self) -> bool:
-        """Whether gradients are expected to be used after the running backward call."""
-        return self.after_each or self._calls >= self._expected.get(self._place, 1)
+        """Whether gradients are expected to be used after this backward call and before the next one."""
+        return self.after_each or self._calls >= self._expected.get(self._use, 1)
 
-    def _forget_window(self) -> None:
-        self._stage, self._place = _Stage.USED, (0, 0)
+    def _reset_stage(self) -> None:
+        self._stage, self._use = _Stage.USED, (0, 0)
         self._in_update = None
         self._written.clear()
         self._calls = self._ordinal = 0
 
-    # How they are averaged.
+    # How gradients are averaged.
 
     def _average(self, trigger: Trigger, what: Tensor | str = "") -> None:
         """Replace every ``p.grad`` by its mean over the ranks, if any rank has one.
@@ -361,16 +359,16 @@ class Averaging(StepPart):
         self._written.clear()
         early, self._early = self._early, None
         if early is not None:
-            is_stale = self._is_stale(early)
-            self._finish(early.plan, early.at, lands=not is_stale)
-            if is_stale:  # all ranks send all of them again
-                self._not_early.add(self._place)
+            is_stale = self._send_rest_of_early(early)
+            self._finish(early.plan, early.at, keeps=not is_stale)
+            if is_stale:  # all ranks send all buckets again
+                self._not_early.add(self._use)
                 early, trigger = None, Trigger.AGAIN
         if trigger is not Trigger.BACKWARD:
             self._refresh()
-        self._managed.include_new()
-        plan = self._managed.plan()
-        if early is None or plan is not early.plan:  # the set of trained parameters has changed since that call
+        self._parameters.include_new()
+        plan = self._parameters.plan()
+        if early is None or plan is not early.plan:  # nothing was sent, or other parameters are trained since then
             self._agree_on(plan)
             if plan.buckets:
                 at = self._begin_exchange(plan, trigger, what)
@@ -378,54 +376,54 @@ class Averaging(StepPart):
                 self._finish(plan, at)
         self._updated.clear()
         self._was_averaged = True
-        for call in self.averaged:
+        for call in self.after_average:
             call()
 
     def _begin_exchange(self, plan: Plan, trigger: Trigger, what: Tensor | str = "") -> ExchangePoint:
-        at = self._point(trigger, what, plan.mark)
+        at = self._point(trigger, what, plan.checksum)
         self._ordinal += 1
         self._check.write(plan.header, at)
         self._last_plan = plan
         return at
 
     def _send_rest(self, plan: Plan, sent: Sequence[Any], *, stale: bool = False) -> None:
-        """Send the remaining buckets of an exchange, in order; the last one tells whether a sent one is `stale`."""
+        """Send the remaining buckets of an exchange; the last one reports whether one of those in `sent` is stale."""
         if len(plan.buckets) > 1:
             plan.buckets[-1].extra.fill_(stale)
         for bucket in plan.buckets[len(sent) :]:
             bucket.send([read_gradient(p) for p in bucket.parameters])
 
-    def _is_stale(self, early: _EarlyExchange) -> bool:
+    def _send_rest_of_early(self, early: _EarlyExchange) -> bool:
         """Send the rest of an early exchange; return whether all ranks have to discard and repeat it.
 
-        They have to if a gradient has changed after its bucket was sent, on any rank. On a device, reading the answer
-        of other ranks means waiting for the device. So after the first steps each rank decides by its own gradients,
-        and if only some ranks send theirs again, an error names them.
+        They have to if a gradient has changed on any rank after its bucket was sent. On a device, reading the flags of
+        other ranks means waiting for the device. So after the first steps each rank decides by its own gradients; if
+        only some ranks then send theirs again, an error names them.
         """
-        last, here = early.plan.buckets[-1], early.is_stale()
-        self._send_rest(early.plan, early.sent, stale=here)
-        if self._device.type != "cpu" and self._begun > FIRST_STEPS:
-            return here
+        last, is_stale_here = early.plan.buckets[-1], early.is_stale()
+        self._send_rest(early.plan, early.sent, stale=is_stale_here)
+        if self._device.type != "cpu" and self._steps_here > FIRST_STEPS:
+            return is_stale_here
         self._wait(last, early.at)
         return self._check.read(last.extra, early.at)[0] > 0
 
     @torch.no_grad()
-    def _finish(self, plan: Plan, at: ExchangePoint, *, lands: bool = True) -> None:
-        """Wait for an exchange; if `lands`, write the averages of each bucket while the next one is being exchanged."""
+    def _finish(self, plan: Plan, at: ExchangePoint, *, keeps: bool = True) -> None:
+        """Wait for an exchange; if `keeps`, write the averages of each bucket while the next one is being exchanged."""
         for bucket in plan.buckets:
             self._wait(bucket, at)
             if bucket is plan.buckets[0]:
                 self._check.receive(plan.header, at)
-            for i, gradient in bucket.unpack(lambda tail: self._check.read(tail, at)).items() if lands else ():
+            for i, gradient in bucket.unpack(lambda tail: self._check.read(tail, at)).items() if keeps else ():
                 write_gradient(bucket.parameters[i], gradient)
 
     def _send_header_only(self, trigger: Trigger) -> None:
-        """Exchange only a header, and check that all ranks do so for the same reason.
+        """Exchange only a header.
 
         Raises:
-            ContractError: They do not.
+            ContractError: Another rank makes an exchange for another reason.
         """
-        plan = self._managed.plan()
+        plan = self._parameters.plan()
         if plan.buckets:
             self._agree_on(plan)
             self._send_header(plan, self._begin_exchange(plan, trigger))
@@ -433,7 +431,7 @@ class Averaging(StepPart):
     def _send_header(self, plan: Plan, at: ExchangePoint) -> None:
         """Exchange the first bucket only for its header, and compare it."""
 
-        def join() -> None:  # a rank that sends all buckets waits for them before it compares the header
+        def join() -> None:  # another rank may send all buckets; it waits for them before it compares the header
             for bucket in plan.buckets[1:]:
                 bucket.send_unchanged()
 
@@ -444,39 +442,39 @@ class Averaging(StepPart):
     def _agree_on(self, plan: Plan) -> None:
         """Check that all ranks switch to `plan`, if it is new.
 
-        Otherwise ranks would send tensors of different sizes: gloo ends the process then, and other backends mix up
-        gradients. So the first bucket of the previous plan is sent once more, only for its header.
+        If they did not, they would send tensors of different sizes: gloo would end the process, and other backends
+        would mix up gradients. So the first bucket of the previous plan is sent once more, only for its header.
 
         Raises:
-            ContractError: They train different parameters.
+            ContractError: Ranks train different parameters.
         """
-        if plan.mark in self._agreed:
+        if plan.checksum in self._agreed:
             return
         last = self._last_plan
         if last.buckets:
-            at = self._point(Trigger.UPDATE, mark=plan.mark)
+            at = self._point(Trigger.UPDATE, checksum=plan.checksum)
             self._check.write(last.header, at)
             self._send_header(last, at)
-        self._agreed.add(plan.mark)
+        self._agreed.add(plan.checksum)
 
     def _wait(self, bucket: Bucket, at: ExchangePoint) -> None:
         try:
             bucket.wait()
         except RuntimeError as error:
-            raise self._check.broken(error, at, bucket.parameters[0]) from error
+            raise self._check.explain_broken_exchange(error, at, bucket.parameters[0]) from error
 
     # Parameters and their hooks.
 
     def _refresh(self) -> None:
         """Find parameters that were added or replaced, unless an exchange is in flight."""
-        if self._early is None and self._managed.refresh():
+        if self._early is None and self._parameters.refresh():
             self._unwatch()
 
     def _watch(self, plan: Plan) -> None:
         for parameter in (p for bucket in plan.buckets for p in bucket.parameters):
             if id(parameter) not in self._watched:
-                # This is a hook of the node, not of the tensor: it is not among the hooks of a parameter, and it runs
-                # after the trainer's hooks. A parameter holds its node weakly, so we keep the node.
+                # A hook of the autograd node, not of the tensor: it runs after the trainer's hooks, and code that looks
+                # at a parameter's hooks does not find it. A parameter holds its node weakly, so we keep the node.
                 node = get_gradient_edge(parameter).node
                 self._watched[id(parameter)] = (parameter, node, node.register_hook(self._make_hook(id(parameter))))
 
@@ -494,14 +492,16 @@ class Averaging(StepPart):
 
     # The point of this rank.
 
-    def _point(self, trigger: Trigger, what: Tensor | str = "", mark: int = 0) -> ExchangePoint:
-        where = self._update_line if trigger is Trigger.UPDATE else "" if trigger in AFTER_STEP else users_line()
-        return ExchangePoint(trigger, self._step, self._ordinal, self._updates, mark, what, where, self._last_update)
+    def _point(self, trigger: Trigger, what: Tensor | str = "", checksum: int = 0) -> ExchangePoint:
+        where = self._update_line if trigger is Trigger.UPDATE else "" if trigger in AFTER_STEP else find_user_line()
+        return ExchangePoint(
+            trigger, self._step, self._ordinal, self._updates, checksum, what, where, self._last_update
+        )
 
     def _with_paths(self, point: ExchangePoint) -> ExchangePoint:
         """Return `point` with the paths of its parameters, for a message."""
-        paths = {id(p): path for path, p in self._managed.named()}
-        what, trained = point.what, (paths.get(id(p), "a parameter") for p in self._managed.trained())
+        paths = {id(p): path for path, p in self._parameters.named()}
+        what, trained = point.what, (paths.get(id(p), "a parameter") for p in self._parameters.trained())
         name = what if isinstance(what, str) else paths.get(id(what), "a parameter")
         return point._replace(what=name, trained=tuple(trained))
 
@@ -529,7 +529,7 @@ class _EarlyExchange:
         self.sent: list[list[tuple[Tensor | None, int]]] = []
         self._missing = [{id(p) for p in bucket.parameters} for bucket in plan.buckets]
         self._missing_with = {key: missing for missing in self._missing for key in missing}
-        """The set that had a parameter at first, by the parameter's id."""
+        """For each parameter, by its id, the set of `_missing` that had it at first."""
         self._lock = threading.Lock()
 
     def on_accumulated(self, key: int) -> None:
@@ -540,7 +540,7 @@ class _EarlyExchange:
         missing.discard(key)
         if not missing:
             with self._lock:
-                self._send_complete()  # a separate method, because tests/test_locks.py allows no loop under a lock
+                self._send_complete()  # a separate method, because the tests allow no loop under a lock
 
     def _send_complete(self) -> None:
         # The last bucket is sent after the backward call; it tells whether gradients in the others have changed.

@@ -19,24 +19,25 @@ from ....callbacks.lightning_internals import ddp_settings
 from ....callbacks.optimizer_state import parameters_of
 from ...discovery.discover import Discovered, Found
 from ...discovery.rank_local import RankLocal
-from ..rank_check import MARKS, NUMBERS
+from ..rank_check import CHECKSUMS, NUMBERS
 from ..torch_hooks import read_gradient
 from ..torch_internals import group_timeout
 
 BUCKET_BYTES = 25 * 2**20
-"""Size of a bucket; one is exchanged while the gradients of the next are computed (the default of DDP)."""
+"""Size of a bucket, the default of DDP. A bucket is exchanged while the gradients of the next one are computed."""
 FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket, so that the exchange begins early (the default of DDP)."""
 
 ALIGNMENT_BYTES = {"cpu": 64}
 OTHER_ALIGNMENT_BYTES = 512
-"""Alignment of a gradient in the flat tensor by the type of the device, equal to that in torch's allocators.
+"""Alignment of a gradient in the flat tensor by the type of the device, as torch's allocators align tensors.
 
-Kernels choose by the address how they add up a norm or multiply: other alignments could change bits of results.
+The address of a tensor decides how kernels multiply and add up a norm, so another alignment could change bits of
+results.
 """
 
 SMALL_NUMBERS = 8192
-"""For gradients of fewer numbers on average, one call for each costs more than a second pass over the memory."""
+"""Average number of elements below which a call per gradient costs more than a second pass over the memory."""
 
 WIRE_TYPES = {"allreduce_hook": None, "fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 """Torch's communication hooks that only send gradients in another type, and that type."""
@@ -47,9 +48,9 @@ Gradients = Sequence[Tensor | None]
 class Bucket:
     """Parameters whose gradients are averaged together, and the flat tensor in which they are sent.
 
-    The tensor is kept, as in DDP: memory that was never touched is several times slower to write. After the gradients,
-    it has a flag per parameter that tells whether this rank has a gradient: a parameter that no rank used gets none, as
-    with one process. Extra numbers of the caller follow; they are summed, not averaged.
+    The flat tensor is kept between exchanges, as in DDP, since writing to new memory is several times slower. After the
+    gradients, it has a flag per parameter: whether this rank has a gradient. A parameter that no rank used gets none,
+    as with one process. Extra numbers of the caller follow; they are summed, not averaged.
 
     Args:
         parameters: Parameters of one dtype, on one device.
@@ -89,7 +90,7 @@ class Bucket:
 
     @torch.no_grad()
     def send(self, gradients: Gradients) -> None:
-        """Pack the gradients of the parameters and start to average them; `extra` is not changed before it is sent."""
+        """Pack the gradients of the parameters and start to average them; `extra` is sent as it is."""
         self._missing = [i for i, gradient in enumerate(gradients) if gradient is None]
         self._used.fill_(1)
         for i in self._missing:
@@ -132,13 +133,13 @@ class Bucket:
         return {i: self._views[i].to(self.parameters[i].dtype, copy=True) for i in self._missing if used[i] > 0}
 
 
-def grouped(
+def group_tensors(
     tensors: Sequence[Tensor], full_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
 ) -> Iterator[list[Tensor]]:
     """Yield `tensors`, in order, in groups of one device and dtype, as DDP makes its buckets.
 
-    The tensor that makes a group reach its size is its last one: an additional message costs more than a larger
-    message.
+    The tensor with which a group reaches its size is the group's last one, because a larger message costs less than an
+    additional one.
 
     Args:
         tensors: Tensors on any devices, of any dtypes.
@@ -162,10 +163,10 @@ class Plan:
     """The buckets for one set of trained parameters."""
 
     buckets: list[Bucket]
-    mark: int
-    """Equal on ranks with the same set."""
+    checksum: int
+    """Equal on ranks that train the same parameters."""
     header: Tensor
-    """Numbers in the first bucket by which `RankCheck` compares the ranks."""
+    """The numbers in the first bucket with which `RankCheck` compares the ranks."""
 
 
 class AveragedParameters:
@@ -217,7 +218,7 @@ class AveragedParameters:
         self._bucket_group = self._new_group()  # here, because all ranks have to make it together
 
     def refresh(self) -> bool:
-        """Find parameters that were added, or that replaced others of the same name; return whether there are any."""
+        """Find parameters that were added, or that replaced others of the same name; return whether any were found."""
         in_groups = [p for found in self._discovered.optimizers for p in parameters_of(found.value)]
         before = self._in_groups
         if (
@@ -260,11 +261,11 @@ class AveragedParameters:
             self._plans.clear()
 
     def trained(self) -> list[Tensor]:
-        """Return the tensors that are averaged now: those that require a gradient, without candidates."""
+        """Return the tensors that are averaged now: all that require a gradient, except for candidates."""
         return [p for p in self.all if p.requires_grad and id(p) not in self._candidates]
 
     def plan(self) -> Plan:
-        """Return the plan for the parameters that require gradients now; a GAN may switch between several."""
+        """Return the plan for the parameters that require gradients now; a GAN may alternate between two sets."""
         pattern = tuple([p.requires_grad for p in self.all])
         plan = self._plans.get(pattern)
         if plan is None:
@@ -274,21 +275,22 @@ class AveragedParameters:
     def make_plan(self, *, most_buckets: int | None = None) -> Plan:
         """Return a new plan, of at most `most_buckets` buckets."""
         trained, numbers = self.trained(), {id(p): i for i, p in enumerate(self.all)}
-        mark = crc32(str([(numbers[id(p)], p.shape, p.dtype) for p in trained]).encode()) % MARKS
+        checksum = crc32(str([(numbers[id(p)], p.shape, p.dtype) for p in trained]).encode()) % CHECKSUMS
         # Backward computes the gradients of the last parameters first, so their bucket is the first.
-        groups = list(grouped(trained[::-1], self._bucket_bytes))[:most_buckets]
+        groups = list(group_tensors(trained[::-1], self._bucket_bytes))[:most_buckets]
+        # The first bucket has the header; the last of several has a flag for changed gradients.
         extras = [self._header_size] + [0] * (len(groups) - 2) + [1] * (len(groups) > 1)
         group = self._bucket_group or self._group
         buckets = [Bucket(each, group, extra, self._wire) for each, extra in zip(groups, extras, strict=False)]
-        return Plan(buckets, mark, buckets[0].extra if buckets else torch.empty(0))
+        return Plan(buckets, checksum, buckets[0].extra if buckets else torch.empty(0))
 
     def _new_group(self) -> dist.ProcessGroup | None:
-        """Return a separate group of the same ranks for the buckets, if there are several.
+        """Return a separate process group of the same ranks for the buckets, if there are several buckets.
 
-        Buckets are sent during backward, before or after collectives of the trainer (of a synchronized BatchNorm, for
+        They are sent during backward, before or after collectives of the trainer (a synchronized BatchNorm, for
         example). In a separate group this order does not matter.
         """
-        if len(list(grouped(self.all, self._bucket_bytes))) < 2:
+        if len(list(group_tensors(self.all, self._bucket_bytes))) < 2:
             return None
         parent = self._group or dist.group.WORLD
         assert parent is not None
@@ -309,7 +311,7 @@ class AveragedParameters:
         return self._discovered.current(self._bare) if self._bare else []
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters of modules and bare tensors with their paths; skips tensors that only an optimizer has."""
+        """Yield parameters of modules and bare tensors with their paths, without tensors that only an optimizer has."""
         for found in self._discovered.modules:
             yield from self._rank_local.parameters(found)
         yield from self._rank_local.bare(self._discovered)
@@ -319,7 +321,7 @@ def wire_type(strategy: Any) -> torch.dtype | None:
     """Return the type in which `strategy` sends gradients; None if it keeps their type.
 
     Raises:
-        ValueError: Its communication hook does something else; the message has the way out.
+        ValueError: Its communication hook does more than that; the message has the way out.
     """
     if not isinstance(strategy, DDPStrategy):
         return None

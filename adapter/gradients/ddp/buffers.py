@@ -5,11 +5,10 @@ step ends, so that code outside of a step finds them equal on all ranks. This in
 (the centre of DINO's loss, the running statistics of observations, copies with moving averages), since the comparison
 of replicas includes them.
 
-They are not sent earlier, with the last bucket of gradients, because a forward may follow that exchange (of a target
-network or a moving average), on some ranks and not on others. They are not sent later, when the next forward begins, as
-in DDP, because code between the steps (an evaluation, a checkpoint, a callback) reads them. A step may also read them
-without calling their module (in a tensor that it keeps, by ``torch.func``, in a compiled graph), and genlight would not
-notice that.
+They are not sent earlier, with the last bucket of gradients, because some ranks may call a module after that exchange
+(a target network or a moving average). They are not sent later, when the next forward begins, as in DDP, because code
+between the steps (an evaluation, a checkpoint, a callback) reads them. A step may also read them without calling their
+module (in a tensor that it keeps, by ``torch.func``, in a compiled graph), and genlight would not notice that.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ...contract.exceptions import ContractError
 from ...discovery.discover import Discovered
 from ...discovery.rank_local import EVERYTHING_SHARED, RankLocal
 from ...plumbing.devices import gather_objects
-from ..lost_ranks import lost_in_buffers
+from ..lost_ranks import explain_broken_broadcast
 from ..step_part import StepPart
 from .buckets import BUCKET_BYTES
 
@@ -53,7 +52,7 @@ class BufferSync(StepPart):
     ) -> None:
         self._group = group
         self._owners: dict[int, tuple[nn.Module, set[str]]] = {}
-        """Modules with buffers (a buffer may still be None), and the names of their rank-local buffers."""
+        """Modules with buffers, and the names of their rank-local buffers; a buffer may still be None."""
         for found in discovered.modules:
             for prefix, owner in found.value.named_modules(prefix=found.path):
                 if owner._buffers:
@@ -71,7 +70,7 @@ class BufferSync(StepPart):
 
     @override
     def end(self) -> None:
-        """Send the present buffers of rank 0; they may have been replaced, resized or cast in the step.
+        """Send the buffers that rank 0 has now; the step may have replaced, resized or cast them.
 
         Raises:
             RankFailedError: Another rank is lost.
@@ -81,7 +80,7 @@ class BufferSync(StepPart):
         try:
             broadcast_from_zero(buffers.values(), self._group)
         except RuntimeError as error:
-            raise lost_in_buffers(error, self._step, self._group) from error
+            raise explain_broken_broadcast(error, self._step, self._group) from error
 
 
 @torch.no_grad()
@@ -144,6 +143,7 @@ def start_equal(
 
 
 def _inventory(discovered: Discovered, rank_local: RankLocal) -> list[str]:
+    """Return a line for each tensor and optimizer, to compare the ranks."""
     tensors = rank_local.tensors(discovered)
     frozen = {id(p) for found in discovered.modules for p in found.value.parameters() if not p.requires_grad}
     lines = [f"{path} {tuple(t.shape)} {t.dtype}{' frozen' if id(t) in frozen else ''}" for path, t in tensors]

@@ -5,11 +5,11 @@ parameters. Each module with a ``forward`` becomes a unit, also inside a contain
 whose class `units` lists. Parameters that no call of a unit gathers stay unsharded, and their gradients are averaged as
 under DDP: scalars, parameters of the container itself, modules that share parameters, and names in `Sharding.ignored`.
 
-State dicts of sharded modules and optimizers: within a training step they have the weights themselves, as in torch, so
-that a write changes the weights and another sharded module can load them. Outside of a step they have full tensors, for
-files and for code without support for sharding, and full tensors can be loaded into shards; there all ranks must call
-``state_dict`` and ``load_state_dict`` together. For a checkpoint, tensors stay sharded and nothing is gathered; when
-one is loaded, each rank reads only the values of its shards.
+A state dict of a sharded module or optimizer has shards within a training step, as in torch: a write to them changes
+the weights, and another sharded module can load them. Outside of a step it has full tensors, for files and for code
+without support for sharding, and shards can load full tensors; all ranks must call ``state_dict`` and
+``load_state_dict`` together there. When a checkpoint is saved, nothing is gathered; when one is loaded, each rank reads
+only the values of its shards.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def shard(
 ) -> None:
     """Shard the trained modules and their EMA copies over `mesh`, starting from the weights of its first rank.
 
-    An EMA copy is an untrained module whose parameters have the names and shapes of a trained one's; other untrained
-    modules stay unsharded. State that an optimizer already holds is sharded with its parameter.
+    An EMA copy is an untrained module whose parameters have the shapes and dtypes of a trained module's parameters.
+    Other untrained modules stay unsharded. State that an optimizer already holds is sharded with its parameter.
 
     Args:
         discovered: The trainer's objects.
@@ -124,10 +124,10 @@ def shard(
     sharding, device = sharding or Sharding(), device or torch.device("cpu")
     require_fsdp(unused_parameters=sharding.unused_parameters)
     optimizers = with_inner_optimizers(discovered)
-    modules = [*discovered.trained, *_averages(discovered)]
-    kept = _kept_by_themselves(discovered, optimizers)
-    called = [unit for found in modules for unit in _called(found.path, found.value)]
-    whole = _to_stay_whole(modules, called, sharding)
+    modules = [*discovered.trained, *_ema_copies(discovered)]
+    kept = _tensors_outside_modules(discovered, optimizers)
+    called = [unit for found in modules for unit in _callable_parts(found.path, found.value)]
+    whole = _unsharded_parameters(modules, called, sharding)
     units = _units(called, sharding, whole)
     faults = [*_faults(discovered, modules, kept), *_faults_of_settings(modules, units, sharding)]
     if faults:
@@ -146,14 +146,14 @@ def shard(
     for found in modules:
         after = _by_place(found.value)
         replaced |= {id(old): after[place] for place, old in before[found.path].items() if after[place] is not old}
-        whole_state_dicts(found.value)
+        _convert_state_dicts(found.value)
     _keep_compiled_code_apart(replaced.values())
     for alias in kept:
         if alias.put is not None and id(alias.value) in replaced:
             alias.put(replaced[id(alias.value)])
     for optimizer in optimizers:
         _repoint(optimizer.value, replaced)
-        whole_optimizer_states(optimizer.value)
+        _convert_optimizer_state_dicts(optimizer.value)
 
 
 def _shard_unit(unit: nn.Module, mesh: DeviceMesh, sharding: Sharding, whole: Collection[nn.Parameter]) -> None:
@@ -173,19 +173,20 @@ def _shard_unit(unit: nn.Module, mesh: DeviceMesh, sharding: Sharding, whole: Co
     _shardings[unit] = sharding
 
 
-def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _callable_parts(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules that can be called: `module`, or the ones in it if it has no ``forward``."""
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     if is_scripted or type(module).forward is not nn.Module.forward or "forward" in vars(module):
         yield path, module
     else:
         for name, child in module.named_children():
-            yield from _called(f"{path}.{name}", child)
+            yield from _callable_parts(f"{path}.{name}", child)
 
 
-def _to_stay_whole(
+def _unsharded_parameters(
     modules: Sequence[Found[nn.Module]], called: Sequence[tuple[str, nn.Module]], sharding: Sharding
 ) -> set[nn.Parameter]:
+    """Return the parameters that stay unsharded; the docstring of the module has the reasons."""
     owners = Counter(p for _, module in called for p in set(module.parameters()))
     shared = [path for path, module in called if any(owners[p] > 1 for p in module.parameters())]
     if shared:
@@ -206,7 +207,7 @@ def _to_stay_whole(
 def _units(
     called: Sequence[tuple[str, nn.Module]], sharding: Sharding, whole: Collection[nn.Parameter]
 ) -> list[tuple[str, nn.Module]]:
-    """Return the units, inner ones first: ``fully_shard`` shards the parameters that no inner unit has."""
+    """Return the units, inner ones first, because ``fully_shard`` shards the parameters that no inner unit has."""
     units: dict[nn.Module, str] = {}
     for path, module in called:
         if all(p in whole for p in module.parameters()):
@@ -227,12 +228,12 @@ def _is_tied_outside(part: nn.Module, module: nn.Module) -> bool:
     return any(p in inside for other in module.modules() if other not in parts for p in other._parameters.values())
 
 
-def _averages(discovered: Discovered) -> list[Found[nn.Module]]:
-    """Return the untrained modules that are copies: each called part has the parameter shapes of a trained part."""
+def _ema_copies(discovered: Discovered) -> list[Found[nn.Module]]:
+    """Return the untrained modules that are EMA copies: each called part has the shapes of a trained part."""
     trained = {_shapes(part) for found in discovered.trained for part in found.value.modules()}
 
     def is_copy(module: nn.Module) -> bool:
-        called = [part for _, part in _called("", module) if next(part.parameters(), None) is not None]
+        called = [part for _, part in _callable_parts("", module) if next(part.parameters(), None) is not None]
         return bool(called) and all(_shapes(part) in trained or _shapes(module) in trained for part in called)
 
     return [found for found in discovered.untrained if is_copy(found.value)]
@@ -243,12 +244,12 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _by_place(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """Return the parameters of `module` by their places; a shared one has several."""
+    """Return the parameters of `module` by their places; a shared parameter has several places."""
     return {(m, name): p for m in module.modules() for name, p in m._parameters.items() if p is not None}
 
 
-def _kept_by_themselves(discovered: Discovered, optimizers: Sequence[Found[Optimizer]]) -> list[Reference]:
-    """Return the places outside of modules at which trainer and optimizers keep tensors."""
+def _tensors_outside_modules(discovered: Discovered, optimizers: Sequence[Found[Optimizer]]) -> list[Reference]:
+    """Return the tensors that the trainer and its optimizers keep outside of modules, with their places."""
     places = [*discovered.aliases]
     for each in optimizers:
         list(walk_optimizer(each, tensors=places))
@@ -281,6 +282,7 @@ def _faults(discovered: Discovered, modules: Sequence[Found[nn.Module]], kept: S
 def _faults_of_settings(
     modules: Sequence[Found[nn.Module]], units: Sequence[tuple[str, nn.Module]], sharding: Sharding
 ) -> Iterator[str]:
+    """Yield a message for each name in the settings that matches nothing."""
     parts = {type(part).__name__ for _, unit in units for part in unit.modules()}
     names = [name for found in modules for name, _ in found.value.named_parameters()]
     for missing in sorted(set(sharding.units) - parts):
@@ -296,7 +298,7 @@ def _faults_of_settings(
 
 @torch.no_grad()
 def _repoint(optimizer: Optimizer, replaced: dict[int, Tensor]) -> None:
-    """Replace parameters in `optimizer` by their shards, together with their state."""
+    """Replace parameters in `optimizer` by their shards, and shard their state."""
     for group in optimizer.param_groups:
         for i, old in enumerate(group["params"]):
             new = replaced.get(id(old))
@@ -304,7 +306,7 @@ def _repoint(optimizer: Optimizer, replaced: dict[int, Tensor]) -> None:
                 continue
             group["params"][i] = new
             if old in optimizer.state:
-                optimizer.state[new] = map_values(functools.partial(like, parameter=new), optimizer.state.pop(old))
+                optimizer.state[new] = map_values(functools.partial(_shard_like, new), optimizer.state.pop(old))
 
 
 def _keep_compiled_code_apart(tensors: Collection[Tensor]) -> None:
@@ -330,7 +332,7 @@ def _is_uneven(tensor: DTensor) -> bool:
 def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `metrics` with full tensors in place of sharded ones, such as a norm from clipping. Collective.
 
-    If only one rank read such a value, for a log, it would wait forever.
+    If only rank 0 reads a sharded value, for a log, it waits forever.
     """
     if not any(isinstance(value, DTensor) for value in metrics.values()):
         return metrics
@@ -343,8 +345,8 @@ def whole_payload(payload: dict[str, Any]) -> dict[str, Any]:
     return complete
 
 
-def like(value: Any, parameter: Tensor) -> Any:
-    """Return `value` sharded like `parameter` if it is a tensor of the same shape, such as a moment."""
+def _shard_like(parameter: Tensor, value: Any) -> Any:
+    """Return `value` sharded like `parameter` if it is a tensor of the same shape, such as a moment of Adam."""
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:
@@ -355,15 +357,15 @@ def like(value: Any, parameter: Tensor) -> Any:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
-def whole_state_dicts(module: nn.Module) -> None:
-    """Make state dicts of `module` and its parts return full tensors outside of a step."""
+def _convert_state_dicts(module: nn.Module) -> None:
+    """Let state dicts of `module` and its parts have full tensors outside of a step."""
     for part in module.modules():
         part.register_state_dict_post_hook(_whole_module_state)  # type: ignore[no-untyped-call]
         part.register_load_state_dict_pre_hook(_sharded_module_state)  # type: ignore[no-untyped-call]
 
 
-def whole_optimizer_states(optimizer: Optimizer) -> None:
-    """Make state dicts of `optimizer` return full tensors outside of a step."""
+def _convert_optimizer_state_dicts(optimizer: Optimizer) -> None:
+    """Let state dicts of `optimizer` have full tensors outside of a step."""
     # A wrapper around another optimizer may keep its hooks in plain dicts, or have none.
     for name in ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"):
         hooks = getattr(optimizer, name, None)
@@ -382,7 +384,7 @@ def _whole_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: s
 def _sharded_module_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module._parameters.items():
         if prefix + name in state_dict and parameter is not None:
-            state_dict[prefix + name] = like(state_dict[prefix + name], parameter)
+            state_dict[prefix + name] = _shard_like(parameter, state_dict[prefix + name])
 
 
 def _whole_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

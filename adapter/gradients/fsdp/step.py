@@ -48,7 +48,7 @@ from . import tensors
 from .shard import sharding_of
 
 WATCHED_CALLS = 3
-"""After so many first calls of a unit, its gathered weights are compared with its shards, to find lost writes."""
+"""After each of its first so many calls, a unit's gathered weights are compared with its shards to find lost writes."""
 
 
 def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
@@ -79,9 +79,9 @@ class _Unit:
             (part, name)
             for part in _parts(module)
             for name, parameter in part._parameters.items()
-            if _is_sharded(parameter)
+            if isinstance(parameter, DTensor)  # type: ignore[redundant-expr]  # torch: always a Parameter
         ]
-        """Places of the shards, and during a call of the gathered tensors; a tied shard has several."""
+        """Places of the shards. Gathered tensors replace the shards during a call. A tied shard has several places."""
         self.shards: list[DTensor] = []
         self.gathered: list[Tensor] = []
         """The full tensors that replace the shards during calls; the same objects each time, empty in between."""
@@ -127,7 +127,7 @@ class _Unit:
                 self._undo.append(note.remove)
 
     def _take_direct(self, index: int, gradient: DTensor | None) -> DTensor | None:
-        """Return a gradient that no call of a unit made, as of a penalty, with the placement of FSDP 2's gradients."""
+        """Return the gradient of a shard that no call of its unit used (in a penalty), placed like the shard."""
         if gradient is None:  # an autograd function of the trainer may return None
             return None
         self.used.add(index)
@@ -135,13 +135,15 @@ class _Unit:
         return gradient.redistribute(placements=self.shards[index].placements)
 
     def close(self) -> None:
-        """Remove the hooks; from now on weights are never kept."""
+        """Remove the hooks; from now on gathered weights are not kept for backward."""
         self.module.reshard()
         self.module.set_reshard_after_forward(True, recurse=False)
         while self._undo:
             self._undo.pop()()
 
     def _as_call(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return one of `forward_methods` such that it counts as a call of the unit."""
+
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._begin()
@@ -152,7 +154,8 @@ class _Unit:
         return call
 
     def _begin(self, *_: Any) -> None:
-        if current_graph_task_id() != -1:  # a checkpoint or an adjoint calls it within backward
+        """Begin a call of the unit: refuse foreign parameters, and ranks that call another unit."""
+        if current_graph_task_id() != -1:  # a call within backward, as of a checkpointed segment or an adjoint
             return
         self.depth += 1
         if self.depth > 1:
@@ -161,7 +164,7 @@ class _Unit:
             if id(part._parameters.get(name)) != id(shard):
                 raise refusal("other parameters", f"{self.path} in `train_step`")
         if self.keeps:
-            self.module.reshard()  # weights may have changed since
+            self.module.reshard()  # weights may have changed since they were gathered
         self.agree(f"call {self.path}")
 
     def _check(self, *_: Any) -> None:
@@ -180,6 +183,7 @@ class _Unit:
         self._versions = versions
 
     def _end(self, *_: Any) -> None:
+        """End a call of the unit: keep gathered weights for backward, or free them."""
         if current_graph_task_id() != -1:
             return
         self.depth -= 1
@@ -189,12 +193,12 @@ class _Unit:
             self.module.reshard()
 
     def show_shards(self) -> None:
-        """Replace the tensors that are kept for backward by shards, so that the trainer never writes to the former."""
+        """Put the shards in the place of the tensors kept for backward, so that the trainer writes only to shards."""
         if self.keeps:
             self._put(self.shards)
 
     def show_kept(self) -> None:
-        """Replace the shards by the tensors that are kept for backward, as FSDP 2 needs it during backward."""
+        """Put the tensors kept for backward in the place of the shards, as FSDP 2 needs it during backward."""
         is_kept = any(gathered.untyped_storage().size() for gathered in self.gathered)
         if is_kept and self.keeps:
             self._put(self.gathered)
@@ -206,16 +210,12 @@ class _Unit:
 
 @torch.no_grad()
 def _has_part(gathered: Tensor, shard: DTensor) -> bool:
-    """Whether a gathered weight still has the values of a shard; nan equals nan, since training may have diverged."""
+    """Whether a gathered weight still has the values of its shard; nan equals nan, since training may have diverged."""
     if gathered.untyped_storage().size() == 0:
         return True
     part = view_of_part(slice_of(shard), gathered, of=Box((0,) * gathered.dim(), tuple(gathered.shape)))
     own = shard.to_local().to(part.device)
     return bool(((part == own) | ((part != part) & (own != own))).all())
-
-
-def _is_sharded(parameter: Any) -> bool:
-    return isinstance(parameter, DTensor)
 
 
 def _parts(unit: nn.Module) -> list[nn.Module]:
@@ -226,6 +226,7 @@ def _parts(unit: nn.Module) -> list[nn.Module]:
 
 
 def _units_of(discovered: Discovered) -> list[_Unit]:
+    """Return the units among the trainer's modules, outer ones first."""
     units: dict[int, _Unit] = {}
 
     def visit(module: nn.Module, path: str, *, is_inside: bool) -> None:
@@ -240,7 +241,7 @@ def _units_of(discovered: Discovered) -> list[_Unit]:
 
 
 class ShardedStep(StepPart):
-    """The part of a step that only sharded modules need; false if nothing is sharded.
+    """The part of a step that only sharded modules need; its truth value is False if nothing is sharded.
 
     Args:
         discovered: The trainer's objects.
@@ -263,10 +264,11 @@ class ShardedStep(StepPart):
         self._by_shard: dict[int, tuple[DTensor, Tensor]] = {}
         """Each shard and the tensor that replaces it during calls, by the shard's id."""
         self._keeps_graph = False
-        """Whether this step has a graph of gradients, so that each call of torch's engine may read weights."""
+        """Whether this step has a graph of gradients, through which each call of torch's engine may read weights."""
         self._backward = contextlib.ExitStack()
         """Contexts that end with the running backward call."""
-        self._had: list[bool] = []
+        self._had_gradients: list[bool] = []
+        """Whether each shard had a gradient before the running backward call."""
         self._updates_shards = any(isinstance(p, DTensor) for each in optimizers for p in parameters_of(each))
         self._agree = RankAgreement(group, device, several_ranks=several_ranks)
         self._has_failed = False
@@ -310,7 +312,7 @@ class ShardedStep(StepPart):
         for unit in self._units:
             if unit.depth:
                 raise refusal("failed call", f"{unit.path} in `train_step`")
-            unit.module.reshard()  # it is still gathered after a forward without a backward
+            unit.module.reshard()  # a unit is still gathered after a forward without a backward
         self._agree(END_OF_STEP)
         self._agree.end_step(failed=False)
 
@@ -332,8 +334,8 @@ class ShardedStep(StepPart):
         gathers = tensors.gathers_behind(call.outputs) if self._agree.compares_each else []
         self._agree(f"{BACKWARD} with gradients for {', '.join(gathers)} of weights" if gathers else BACKWARD)
         if self._keeps_graph:
-            self._backward.enter_context(self._gathered_throughout())
-        self._had = [_grad(shard) is not None for unit in self._units for shard in unit.shards]
+            self._backward.enter_context(self._keep_gathered())
+        self._had_gradients = [_gradient_of(shard) is not None for unit in self._units for shard in unit.shards]
         for unit in self._units:
             unit.note_gradients()
             unit.show_kept()
@@ -348,36 +350,36 @@ class ShardedStep(StepPart):
     def after_backward(self) -> None:
         """Finish a backward call: when this returns, gradients are averaged over all ranks."""
         is_unreduced = any(gathered.grad is not None for unit in self._units for gathered in unit.gathered)
-        if is_unreduced:  # after a backward call within this one, as of a reversible layer
+        if is_unreduced:  # a backward call within this one, as of a reversible layer, leaves gradients unreduced
             self._agree("reduce gradients that backward left")
         for unit in self._units:
             if unit.is_root and (is_unreduced or self._keeps_graph):
                 reduce_sharded_gradients(unit.module)
             if not unit.keeps:
-                unit.module.reshard()  # after a call within the backward call it is still gathered
-        had = iter(self._had)
+                unit.module.reshard()  # a unit that was called within the backward call is still gathered
+        had_gradient = iter(self._had_gradients)
         used = []
         for unit in self._units:
             for index, (shard, gathered) in enumerate(zip(unit.shards, unit.gathered, strict=True)):
                 if gathered.grad is not None:
                     raise refusal("not reduced", f"{unit.path} in `train_step`")
-                if not next(had) and index not in unit.used and not unit.sharding.unused_parameters:
-                    shard.grad = None  # zeros: ranks reduce a gradient in case another rank has used the parameter
+                if not next(had_gradient) and index not in unit.used and not unit.sharding.unused_parameters:
+                    shard.grad = None  # FSDP 2 left zeros, in case another rank has used the parameter
             if not unit.sharding.unused_parameters:
                 used += [f"{unit.path} {index}" for index in sorted(unit.used)]
         self._agree(f"{USED} {len(used)} sharded parameters ({zlib.crc32(' '.join(used).encode()):08x})")
 
     @override
     def grad(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of ``torch.autograd.grad``; `run` is torch's engine and the other arguments are the engine's.
+        """Make a call of ``torch.autograd.grad``.
 
         Raises:
-            ContractError: It computes gradients of sharded parameters, or ranks diverged.
+            ContractError: The call computes gradients of sharded parameters, or ranks diverged.
         """
         _, create_graph, inputs = (*args, ())[:3]
         self._refuse_shards(inputs)
         self._agree("call torch.autograd.grad")
-        with self._gathered_throughout() if self._keeps_graph else contextlib.nullcontext():
+        with self._keep_gathered() if self._keeps_graph else contextlib.nullcontext():
             self._keeps_graph |= create_graph
             return run(outputs, grads, *args, **kwargs)
 
@@ -433,7 +435,7 @@ class ShardedStep(StepPart):
             raise refusal("gradients by parameters", "`train_step`")
 
     def _shard_behind(self, tensor: Tensor) -> tuple[DTensor, Tensor] | None:
-        """Return the shard and its gathered tensor, if autograd takes `tensor` for a shard."""
+        """Return the shard that `tensor` is for autograd, with its gathered tensor; None if it is not a shard."""
         if id(tensor) not in self._by_shard and tensor.is_leaf and tensor.requires_grad:
             # Within a checkpoint, autograd returns saved tensors as new objects with the same node.
             tensor = getattr(get_gradient_edge(tensor).node, "variable", tensor)
@@ -445,12 +447,12 @@ class ShardedStep(StepPart):
                 take_data(unit.module, shard)
 
     @contextlib.contextmanager
-    def _gathered_throughout(self) -> Iterator[None]:
+    def _keep_gathered(self) -> Iterator[None]:
         """Keep all weights gathered during a call of torch's engine that may use a graph of gradients (a penalty).
 
-        That graph reads weights without running a hook that could gather them. And FSDP's hook at the inputs of a
-        module may run before all gradients of its weights exist. On a device it always does, because backward runs in
-        another thread. So all weights are gathered before the call, and gradients are reduced after it.
+        That graph reads weights without running a hook that could gather them. Besides, FSDP's hook at the inputs of a
+        module may run before all gradients of its weights exist; on a device, where backward runs in another thread, it
+        always does. So all weights are gathered before the call, and gradients are reduced after it.
         """
         modules = [unit.module for unit in self._units]
         for module in modules:
@@ -466,6 +468,6 @@ class ShardedStep(StepPart):
                 module.reshard()
 
 
-def _grad(shard: DTensor) -> Tensor | None:
+def _gradient_of(shard: DTensor) -> Tensor | None:
     with without_torch_function_of_subclasses():
         return shard.grad

@@ -22,7 +22,7 @@ from .shard import Sharding, shard
 class FSDP2Strategy(ModelParallelStrategy):
     """Shards the modules of a trainer class over all ranks by torch's ``fully_shard``.
 
-    Lightning's `ModelParallelStrategy` does the same with the defaults.
+    Lightning's `ModelParallelStrategy` shards a trainer class, too, with the defaults of these settings.
 
     Args:
         units: Class names of parts of modules that are gathered separately, such as the blocks of a transformer, and
@@ -32,8 +32,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         output_dtype: Type to which outputs of units are cast; None keeps their type.
         cast_forward_inputs: Whether inputs of units are cast to `param_dtype`.
         reshard_after_forward: Whether units free gathered weights after their forward and gather them again in
-            backward: this costs time and saves memory. None, the default, means all units but the outermost ones, as
-            in torch: backward needs the weights of an outermost unit right after its forward.
+            backward, which costs time and saves memory. None, the default, means all units except for the outermost
+            ones, as in torch, since backward needs the weights of an outermost unit right after its forward.
         cpu_offload: Whether shards, their gradients and optimizer states are kept in host memory.
         replicas: Number of copies of the weights. With more than one, each copy is sharded over a part of the ranks
             (HSDP), for example over the ranks of a node; the first `world_size / replicas` ranks have the first copy.

@@ -17,7 +17,8 @@ rank's share, a maximum fails on a rank with an empty shard, noise is equal in e
     p.register_hook(...)                        refused
 
 The gradient of a gathered tensor is the mean of the ranks' gradients, as for the parameters of a module in FSDP 2. All
-ranks must read or gather a value together, so nothing is gathered outside of a step; the other rules hold there too.
+ranks must read or gather a value together. Outside of a step they may not act together, so only the rules for ``add_``,
+``copy_``, ``p.data`` and ``p.grad`` hold.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _NATIVE = frozenset({"add", "sub", "mul", "div", "neg", "pow", "square", "abs", 
 _NATIVE |= {"clone", "to", "__rsub__", "__rdiv__"}
 """Operations on shards whose gradients torch computes correctly."""
 _ENGINE = frozenset({"backward", "grad"})
-"""Calls of autograd; they need the tensors themselves."""
+"""Calls of autograd; they need the shards themselves, not gathered tensors."""
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _SETTERS: dict[Any, str] = {vars(TensorBase)[name].__set__: name for name in ("data", "grad")}
 
@@ -68,22 +69,25 @@ _take_data: Callable[[DTensor], None] | None = None
 _is_saving = False
 _original = DTensor.__dict__["__torch_function__"]
 _stand_ins: dict[int, tuple[DTensor, weakref.ref[Tensor]]] = {}
-"""Shards whose ``.data`` was set to a full tensor, with that tensor, by id; a write to one does not reach the other."""
+"""Shards whose ``.data`` was set to a full tensor, and that tensor, by the shard's id.
+
+A write to one of the two does not reach the other.
+"""
 
 
 def hold(take_data: Callable[[DTensor], None] | None = None) -> None:
-    """Route operations on shards through this module; training begins.
+    """Begin a training: route operations on shards through this module.
 
     Args:
         take_data: Called with a shard whose local tensor was replaced, so that FSDP 2 gathers the new one.
     """
     global _take_data
     _take_data = take_data
-    DTensor.__torch_function__ = classmethod(_function)  # type: ignore[assignment]
+    DTensor.__torch_function__ = classmethod(_dispatch)  # type: ignore[assignment]
 
 
 def release() -> None:
-    """Restore torch's operations on shards; training has ended."""
+    """End the training: restore torch's operations on shards."""
     global _take_data
     end_step()
     _take_data = None
@@ -112,13 +116,13 @@ def end_step() -> None:
 
 @contextlib.contextmanager
 def whole_numbers() -> Iterator[None]:
-    """Read numbers from full tensors instead of shards within this context, as in a step.
+    """Within this context, read numbers from full tensors instead of shards, as in a step. Collective.
 
-    For the ``state_dict`` of a class: without it, the sum of a shard would be only this rank's part. Collective.
+    The ``state_dict`` of a class needs this: otherwise the sum of a shard would be only this rank's part.
     """
     global _is_saving
     before = DTensor.__dict__["__torch_function__"]
-    DTensor.__torch_function__ = classmethod(_function)  # type: ignore[assignment]
+    DTensor.__torch_function__ = classmethod(_dispatch)  # type: ignore[assignment]
     _is_saving = True
     try:
         yield
@@ -128,7 +132,7 @@ def whole_numbers() -> Iterator[None]:
 
 
 def gathers_behind(outputs: Iterable[Tensor]) -> list[str]:
-    """Return the names of the operations on gathered shards whose gradients a backward call from `outputs` computes."""
+    """Return the names of the operations on gathered shards in the graph of `outputs`, for which gradients are sent."""
     if not _Gather.count:
         return []
     names: list[str] = []
@@ -150,29 +154,32 @@ def is_in_step() -> bool:
     return _agree is not None
 
 
-def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG001  # torch's
-    if WholeTensor in types:  # its own handler calls this function again with the complete tensor
+def _dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG001  # torch's
+    """Replace ``DTensor.__torch_function__``; the docstring of the module has the rules."""
+    if WholeTensor in types:  # the handler of `WholeTensor` calls this function again with the complete tensor
         return NotImplemented
     kwargs = kwargs or {}
     name, first = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     with without_torch_function_of_subclasses():
         if _agree is not None and name.startswith("_foreach_"):
-            return _by_kind(name, func, args, kwargs) if _mixes_in_lists(args) else func(*args, **kwargs)
+            return _run_by_kind(name, func, args, kwargs) if _mixes_in_lists(args) else func(*args, **kwargs)
         if isinstance(first, DTensor):
             if _agree is not None:
                 _refuse(func, name, first)
             if name == "__set__" and func in _SETTERS:
                 return _assign(func, first, args[1])
             if args and name in _READS and (_agree is not None or _is_saving):
-                return func(_gathered(name, first), *args[1:], **kwargs)
-            if args and _is_written(name):
+                return func(_gather_shard(name, first), *args[1:], **kwargs)
+            if args and _is_in_place_write(name):
                 if _agree is not None:
                     _agree.note(f"{name} {tuple(first.shape)}")
                 takes_whole = name in _ELEMENTWISE
-                args = (first, *(_placed(other, first, takes_whole=takes_whole) for other in args[1:]))
+                args = (first, *(_place_like(other, first, takes_whole=takes_whole) for other in args[1:]))
             if args and _agree is not None and name in _EXTREMES and _leaves_a_rank_empty(first):
-                args = (_gathered(name, first), *args[1:])
-        is_write = name == "__setitem__" or _is_written(name) or kwargs.get("out") is not None or kwargs.get("inplace")
+                args = (_gather_shard(name, first), *args[1:])
+        is_write = (
+            name == "__setitem__" or _is_in_place_write(name) or kwargs.get("out") is not None or kwargs.get("inplace")
+        )
         if (_agree is None and not _is_saving) or name in _ENGINE or (is_write and isinstance(first, DTensor)):
             return func(*args, **kwargs)  # a write to a gathered tensor would be lost
         tensors = list(_leaves((*args, *kwargs.values())))
@@ -184,12 +191,13 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
                 result = func(*args, **kwargs)
                 if not any(tensor.grad_fn is not None for tensor in _leaves((result,))):
                     return result
-        args = tuple(_whole(name, arg) for arg in args)
-        kwargs = {keyword: _whole(name, value) for keyword, value in kwargs.items()}
+        args = tuple(_gather_all(name, arg) for arg in args)
+        kwargs = {keyword: _gather_all(name, value) for keyword, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def _refuse(func: Any, name: str, first: DTensor) -> None:
+    """Refuse random numbers and hooks of shards."""
     if name in _RANDOM or (getattr(func, "__module__", "") == "torch.nn.init" and name not in _CONSTANTS):
         raise refusal("random", f"`{name}` in `train_step`")
     if name in _HOOKS and first.is_leaf and first.requires_grad:
@@ -211,7 +219,8 @@ def _has_gradient(tensors: Iterable[Tensor]) -> bool:
 def _mixes(tensors: Sequence[Tensor]) -> bool:
     """Whether an operation mixes shards with full tensors in a way that torch does not support.
 
-    Torch supports scalars, but they may differ by rank. So scalars count too if one of the tensors has a gradient.
+    Torch supports scalars together with shards, but they may differ by rank. So they count as full tensors if one of
+    `tensors` requires a gradient.
     """
     whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     if len(whole) in (0, len(tensors)):
@@ -219,10 +228,11 @@ def _mixes(tensors: Sequence[Tensor]) -> bool:
     return _has_gradient(tensors) or any(tensor.dim() for tensor in whole)
 
 
-def _whole(name: str, value: Any) -> Any:
+def _gather_all(name: str, value: Any) -> Any:
+    """Return `value`, an argument of the operation `name`, with full tensors in place of its shards."""
     if isinstance(value, list | tuple):
-        return type(value)(_whole(name, each) for each in value) if type(value) in (list, tuple) else value
-    return _gathered(name, value) if isinstance(value, DTensor) else value
+        return type(value)(_gather_all(name, each) for each in value) if type(value) in (list, tuple) else value
+    return _gather_shard(name, value) if isinstance(value, DTensor) else value
 
 
 def _mixes_in_lists(args: Iterable[Any]) -> bool:
@@ -230,7 +240,7 @@ def _mixes_in_lists(args: Iterable[Any]) -> bool:
     return DTensor in kinds and len(kinds) > 1 and _mixes(list(_leaves(args)))
 
 
-def _by_kind(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+def _run_by_kind(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """Run one operation on lists twice: for the shards in the first list, and for its other tensors."""
     targets = args[0]
     results: list[Any] = [None] * len(targets)
@@ -240,12 +250,12 @@ def _by_kind(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             continue
 
         def operand(value: Any, target: Tensor) -> Any:
-            return _placed(value, target) if isinstance(target, DTensor) else _whole(name, value)
+            return _place_like(value, target) if isinstance(target, DTensor) else _gather_all(name, value)
 
         def part(value: Any, chosen: list[int] = chosen, is_shard: bool = is_shard) -> Any:
             if isinstance(value, list | tuple) and len(value) == len(targets):
                 return [operand(value[index], targets[index]) for index in chosen]
-            return value if is_shard else _whole(name, value)
+            return value if is_shard else _gather_all(name, value)
 
         partial = func(*map(part, args), **{keyword: part(value) for keyword, value in kwargs.items()})
         for index, result in zip(chosen, partial or (), strict=False):
@@ -253,7 +263,7 @@ def _by_kind(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return None if results[0] is None else results
 
 
-def _is_written(name: str) -> bool:
+def _is_in_place_write(name: str) -> bool:
     """Whether the operation `name` changes its first tensor in place."""
     is_in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return is_in_place and name != "requires_grad_"
@@ -289,7 +299,8 @@ def mean_over_ranks(value: Tensor, like: DTensor) -> DTensor:
     return parts.redistribute(placements=[p if isinstance(p, Shard) else Replicate() for p in like.placements])
 
 
-def _gathered(name: str, tensor: DTensor) -> Tensor:
+def _gather_shard(name: str, tensor: DTensor) -> Tensor:
+    """Return the full tensor for the operation `name`, in the graph if it needs a gradient. Collective."""
     if _agree is not None and not all(placement.is_replicate() for placement in tensor.placements):
         _agree(f"compute `{name}` of a sharded tensor of shape {tuple(tensor.shape)}")
     if torch.is_grad_enabled() and tensor.requires_grad and name not in _READS:
@@ -307,6 +318,7 @@ def _gathered(name: str, tensor: DTensor) -> Tensor:
 
 
 def _assign(setter: Any, target: DTensor, value: Any) -> None:
+    """Set ``target.data`` or ``target.grad``, according to `setter`; a full gradient is averaged over the ranks."""
     if _SETTERS[setter] == "data":
         _assign_data(target, value)
         return
@@ -321,6 +333,7 @@ def _assign(setter: Any, target: DTensor, value: Any) -> None:
 
 @torch.no_grad()
 def _check_stand_in(shard: DTensor) -> None:
+    """Refuse a shard whose values differ from the full tensor that was assigned to its ``.data``."""
     whole = _stand_ins[id(shard)][1]()
     if whole is None:
         del _stand_ins[id(shard)]
@@ -343,7 +356,7 @@ def _assign_data(target: DTensor, value: Tensor) -> None:
         _agree.note(f"assign data {tuple(target.shape)}")
     if id(target) in _stand_ins:
         _check_stand_in(target)
-    shard = _placed(value, target)
+    shard = _place_like(value, target)
     target._local_tensor = shard.to_local().contiguous()
     if _take_data is not None:
         _take_data(target)
@@ -354,8 +367,10 @@ def _assign_data(target: DTensor, value: Tensor) -> None:
         _stand_ins[id(target)] = target, weakref.ref(value)
 
 
-def _placed(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
-    """Return the operand `value` of a write to `target` with the placement of `target`; torch would move `target`.
+def _place_like(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
+    """Return the operand `value` of a write to `target` with the placement of `target`.
+
+    Otherwise torch would change the placement of `target`.
 
     Raises:
         ContractError: `value` is a full tensor that differs between ranks.
@@ -373,10 +388,12 @@ def _placed(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
 
 
 def _slice(whole: Tensor, shard: DTensor) -> Tensor:
+    """Return the part of a full tensor that `shard` has on this rank."""
     return view_of_part(slice_of(shard), whole, of=Box((0,) * whole.dim(), tuple(whole.shape))).to(shard.device)
 
 
 def _leaves_a_rank_empty(tensor: DTensor) -> bool:
+    """Whether a rank has no values of `tensor`."""
     for placement, ranks in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if isinstance(placement, Shard):
             rows = tensor.shape[placement.dim]

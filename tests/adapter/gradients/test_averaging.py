@@ -16,7 +16,13 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import Discovered, discover
 from genlight.adapter.gradients import rank_check
 from genlight.adapter.gradients.ddp.averaging import Averaging
-from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, AveragedParameters, Bucket, grouped
+from genlight.adapter.gradients.ddp.buckets import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    AveragedParameters,
+    Bucket,
+    group_tensors,
+)
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
 from support.messages import refusal
@@ -480,7 +486,7 @@ def test_a_training_that_has_ended_leaves_no_threads_of_its_buckets(averaged):
             run.backward()
             run.optimizer.step()
         run.router.close()
-        run.router.ended()
+        run.router.release_group()
         del run
         gc.collect()
 
@@ -526,7 +532,7 @@ def test_each_tensor_is_weighed_once():
             return 8
 
     tensors = [Weighed() for _ in range(50)]
-    assert [len(group) for group in grouped(tensors, full_bytes=160, first_bytes=80)] == [10, 20, 20]
+    assert [len(group) for group in group_tensors(tensors, full_bytes=160, first_bytes=80)] == [10, 20, 20]
     assert weighed == tensors
 
 
@@ -537,6 +543,6 @@ def test_buckets_equal_the_buckets_of_ddp():
 
     indices, _ = dist._compute_bucket_assignment_by_size(parameters, [FIRST_BUCKET_BYTES, BUCKET_BYTES])
 
-    ours = [[id(p) for p in group] for group in grouped(parameters)]
+    ours = [[id(p) for p in group] for group in group_tensors(parameters)]
     assert ours == [[id(parameters[i]) for i in group] for group in indices]
     assert len(indices) == 4

@@ -180,7 +180,7 @@ def test_values_that_another_number_of_ranks_cannot_keep_are_named(tmp_path):
     assert 'state["nested"]' in said
 
     _, more = run(tmp_path / "three", tmp_path / "copy", "resume", world_size=3)
-    assert more.count("rank 2 can only get those of rank 0") == 1
+    assert more.count("rank 2 can only get the values of rank 0") == 1
 
 
 class Declares:
@@ -205,9 +205,9 @@ def test_numbers_that_training_may_depend_on_are_named_once_with_a_remedy(caplog
     state = ConfiguredState(nn.Module(), Declares(), {}, discover({}))
     checkpoint = {CONTRACT_KEY: {"of_ranks": [[], [{"path": list(path), "value": value}]]}}
 
-    state.warn_of_ranks({CONTRACT_KEY: {}})
-    state.warn_of_ranks(checkpoint)
-    state.warn_of_ranks(checkpoint)
+    state.warn_of_rank_differences({CONTRACT_KEY: {}})
+    state.warn_of_rank_differences(checkpoint)
+    state.warn_of_rank_differences(checkpoint)
 
     assert len(caplog.messages) == names
     if names:

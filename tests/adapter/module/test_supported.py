@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from genlight.adapter.contract.exceptions import StartupContractError
-from genlight.adapter.module.supported import check_strategy, check_trainer_arguments, leave_unwrapped
+from genlight.adapter.module.supported import check_strategy, check_trainer_arguments, prevent_wrapping
 from support.messages import refusal
 
 
@@ -82,8 +82,8 @@ def test_ddp_does_not_wrap_the_module_and_other_strategies_stay_unchanged():
     strategy, other = DDPStrategy(), SingleDeviceStrategy("cpu")
     strategy.model = model = object()
 
-    leave_unwrapped(strategy)
-    leave_unwrapped(other)
+    prevent_wrapping(strategy)
+    prevent_wrapping(other)
     strategy.configure_ddp()
 
     assert strategy.model is model

@@ -333,7 +333,7 @@ def test_a_step_gathers_the_weights_of_an_outermost_unit_once(mesh, monkeypatch,
     unsharded = FSDPParamGroup._to_unsharded
     monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", lambda group: gathered.append(group) or unsharded(group))
     part = ShardedStep(discovered, [state["opt"]], several_ranks=False, group=None, device=torch.device("cpu"))
-    call = BackwardCall((), (), retain_graph=False, create_graph=False)
+    call = BackwardCall((), (), create_graph=False)
     part.open()
     try:
         del gathered[:]

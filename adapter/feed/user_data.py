@@ -1,7 +1,7 @@
 """The data that a user's function returns, as batches of this rank with a position.
 
-Rows that have numbers come in genlight's own order. Other sources are read again after a resume, up to their position.
-`feed_of` lists the cases.
+Rows of a map-style dataset come in genlight's own order. Sources without a position are read again after a resume, up
+to the batch of the checkpoint. `feed_of` lists the cases.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..plumbing.text import shortened
 from .arrow_feed import ArrowFeed
 from .batching import Spec
 from .position import Position
-from .workers import draw_from, entropy_of, made_by_workers
+from .workers import make_in_workers, seed_generators, seed_of_step
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_OF_ARROW = ("columns", "filesystem", "readahead", "shuffle_window")
+_ARROW_OPTIONS = ("columns", "filesystem", "readahead", "shuffle_window")
 """Options of a feed that apply only to Arrow data."""
 _END = object()
 
@@ -54,7 +54,7 @@ def call_with_context(function: Callable[..., Any], ctx: StepContext) -> Any:
     """Call `function`, which takes ``ctx`` or nothing.
 
     Raises:
-        InputError: It requires something else.
+        InputError: It requires other arguments.
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
@@ -78,88 +78,87 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
     - a plain ``DataLoader`` over a map-style dataset: the loader itself on one process, in the order of a plain loop;
       on several ranks its dataset as above, with its batch size, workers and collate function;
     - a table or a data frame: an `ArrowFeed`;
-    - an object with ``state_dict`` and ``load_state_dict``: the object itself, which begins a pass at its first batch;
+    - an object with ``state_dict`` and ``load_state_dict``: the object itself; see `_BeginsAtFirstBatch`;
     - another iterable, or a callable that returns the next batch: `RepeatedRead`.
 
     Args:
-        function: Takes ``ctx``, or nothing. If it returns an iterator, it is called again for each pass.
+        function: A function of ``ctx``, or of nothing. If it returns an iterator, it is called again for each pass.
         ctx: Context of this rank.
         options: Options of `ArrowFeed`, for rows that are not yet in batches.
 
     Raises:
         InputError: The function returned something else, or data that several ranks cannot share.
     """
-    given = call_with_context(function, ctx)
+    data = call_with_context(function, ctx)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     ranks: dict[str, Any] = {"rank": ctx.rank, "world_size": ctx.world_size}
-    if hasattr(given, "__arrow_c_stream__"):
-        return ArrowFeed(given, **ranks, **options)
-    is_batch = isinstance(given, str | bytes | tuple | Mapping | torch.Tensor | np.ndarray)
-    is_dataset = (
-        hasattr(given, "__getitem__") and hasattr(given, "__len__") and not is_batch and type(given) is not list
-    )
-    unused = [option for option in options if option in _OF_ARROW] if is_dataset else sorted({*options} - {"seed"})
+    if hasattr(data, "__arrow_c_stream__"):
+        return ArrowFeed(data, **ranks, **options)
+    is_batch = isinstance(data, str | bytes | tuple | Mapping | torch.Tensor | np.ndarray)
+    is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not is_batch and type(data) is not list
+    unused = [option for option in options if option in _ARROW_OPTIONS] if is_dataset else sorted({*options} - {"seed"})
     if unused and ctx.rank == 0:
         what = "rows that are not Arrow data" if is_dataset else "batches, not rows"
         log.warning("%s: no effect, because `%s` returns %s", ", ".join(map("`{}`".format, unused)), name, what)
     if is_dataset:
-        return _dataset_feed(given, {**options, **ranks})
-    if isinstance(given, DataLoader) and not isinstance(given.dataset, IterableDataset):
-        return given if ctx.world_size == 1 else _shared_loader(given, name, {"seed": options.get("seed", 0), **ranks})
-    if type(given) is DataLoader and given.persistent_workers:
-        # The numbers that workers drew in earlier epochs could not be drawn again.
+        return _dataset_feed(data, {**options, **ranks})
+    if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
+        return data if ctx.world_size == 1 else _shared_loader(data, name, {"seed": options.get("seed", 0), **ranks})
+    if type(data) is DataLoader and data.persistent_workers:
+        # A resume could not draw the numbers again that persistent workers drew in earlier epochs.
         log.info(
             "`persistent_workers` of the DataLoader of `%s` has no effect, because a resume reads its epoch again", name
         )
-        vars(given).update(persistent_workers=False)
-    if is_stateful(given) and hasattr(given, "__iter__"):
-        is_own = not isinstance(given, DataLoader | ArrowFeed) and hasattr(given, "__dict__")
-        return extend_loader(given, _BeginsAtFirstBatch) if is_own else given
-    if is_batch or not (hasattr(given, "__iter__") or callable(given)):
+        vars(data).update(persistent_workers=False)
+    if is_stateful(data) and hasattr(data, "__iter__"):
+        is_own = not isinstance(data, DataLoader | ArrowFeed) and hasattr(data, "__dict__")
+        return extend_loader(data, _BeginsAtFirstBatch) if is_own else data
+    if is_batch or not (hasattr(data, "__iter__") or callable(data)):
         raise InputError(
-            f"The data function `{name}` returned {shortened(repr(given), 100)}, a {type(given).__name__}. Return a "
+            f"The data function `{name}` returned {shortened(repr(data), 100)}, a {type(data).__name__}. Return a "
             "source of batches: a dataset, a DataLoader, an iterable, or a function that returns the next one."
         )
-    if ctx.world_size > 1 and hasattr(given, "__iter__") and "ctx" not in inspect.signature(function).parameters:
+    if ctx.world_size > 1 and hasattr(data, "__iter__") and "ctx" not in inspect.signature(function).parameters:
         raise InputError(
             f"Each of {ctx.world_size} ranks would train the batches that `{name}` returns. Give it a parameter `ctx` "
             "and share them by `ctx.rank` and `ctx.world_size`, or return a map-style dataset, which genlight shares."
         )
-    return RepeatedRead(given, lambda: call_with_context(function, ctx), name, ctx, seed=options.get("seed", 0))
+    return RepeatedRead(data, lambda: call_with_context(function, ctx), name, ctx, seed=options.get("seed", 0))
 
 
 class _BeginsAtFirstBatch:
-    """A loader whose passes begin at their first batch; Lightning makes an iterator earlier that it does not use.
+    """A loader whose pass begins when its first batch is requested, not when ``__iter__`` is called.
 
-    A loader that shuffles, or counts its passes, in ``__iter__`` would otherwise begin with its second pass. Its state
-    also has the random states from the start of the pass: most loaders draw the order of a resumed pass again.
+    Lightning makes one more iterator than it uses. A loader that shuffles, or counts its passes, in ``__iter__`` would
+    begin with its second pass. The state of this loader also has the random states from the start of the pass, because
+    most loaders draw the order of a resumed pass again.
     """
 
-    _begun: dict[str, Any] | None = None
+    _states_at_start: dict[str, Any] | None = None
     """Random states at the start of the pass; None between passes."""
     _resumes = False
 
     def __iter__(self) -> Iterator[Any]:
         resumes, self._resumes = self._resumes, False
         with isolated_random_numbers() if resumes else nullcontext():
-            if resumes and self._begun:
-                restore_rng(self._begun)
+            if resumes and self._states_at_start:
+                restore_rng(self._states_at_start)
             else:
-                self._begun = {**capture_rng(), "held": held_states(self)}
+                self._states_at_start = {**capture_rng(), "held": held_states(self)}
             batches = super().__iter__()  # type: ignore[misc]
         yield from batches
-        self._begun = None
+        self._states_at_start = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, and the random states from the start of the pass."""
-        return {"begun": self._begun, "loader": super().state_dict()}  # type: ignore[misc]
+        return {"begun": self._states_at_start, "loader": super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`."""
-        self._begun = state["begun"]
-        self._resumes = self._begun is not None
-        if self._begun is not None:
-            set_held_states(self, self._begun["held"])
+        self._states_at_start = state["begun"]
+        self._resumes = self._states_at_start is not None
+        if self._states_at_start is not None:
+            set_held_states(self, self._states_at_start["held"])
         super().load_state_dict(state["loader"])  # type: ignore[misc]
 
 
@@ -170,10 +169,10 @@ def _dataset_feed(dataset: Any, options: Mapping[str, Any]) -> ArrowFeed:
 
 
 def _shared_loader(loader: DataLoader[Any], name: str, options: Mapping[str, Any]) -> Any:
-    """Return the share of one rank in `loader`, whose rows have numbers.
+    """Return the share of one rank in `loader`, whose dataset is map-style.
 
     Raises:
-        InputError: Its order is torch's own, the same on all ranks, and cannot be shared.
+        InputError: Its sampler is one of torch's that ranks cannot share.
     """
     sampler = loader.sampler
     is_plain = type(loader) is DataLoader and type(loader.batch_sampler) is BatchSampler
@@ -197,62 +196,64 @@ def _shared_loader(loader: DataLoader[Any], name: str, options: Mapping[str, Any
 class RepeatedRead:
     """Batches of an iterable, or of a callable that returns the next batch, without a position.
 
-    A resume reads the batches of the pass again, with the random states from its start, and logs that. A callable that
-    draws random numbers is not called again, because the random states of the checkpoint determine its next batch. On
-    several ranks, random numbers come from the seed, the rank and the number of the batch.
+    A resume reads the batches of the pass again, with the random states from the start of the pass, and logs that. If a
+    callable draws random numbers, its batches are not read again, because the random states of the checkpoint determine
+    the next one. On several ranks, random numbers come from the seed, the rank and the number of the batch.
 
     Args:
-        given: The iterable or the callable.
-        again: Returns it again, for the next pass of an iterator and after a resume.
+        source: The iterable or the callable.
+        make_source: Returns a new `source`, for the next pass of an iterator and after a resume.
         name: Name in messages.
         ctx: Context of this rank.
         seed: Seed of the random numbers on several ranks.
     """
 
-    def __init__(self, given: Any, again: Callable[[], Any], name: str, ctx: StepContext, *, seed: int = 0) -> None:
-        self._given, self._again, self._name = given, again, name
-        self._is_callable = not hasattr(given, "__iter__")
-        self._built, self._objects = _pass_state(given), _object_ids(given)
-        self._at_start: dict[str, Any] = self._built
-        """The state of `given` itself at the start of the pass."""
+    def __init__(
+        self, source: Any, make_source: Callable[[], Any], name: str, ctx: StepContext, *, seed: int = 0
+    ) -> None:
+        self._source, self._make_source, self._name = source, make_source, name
+        self._is_callable = not hasattr(source, "__iter__")
+        self._built, self._objects = _pass_state(source), _object_ids(source)
+        self._source_at_start: dict[str, Any] = self._built
+        """The state of the source itself at the start of the pass."""
         self._rank, self._world_size, self._seed = ctx.rank, ctx.world_size, seed
         self._passes = self._taken = 0
-        self._begun: dict[str, Any] | None = None
+        self._random_states: dict[str, Any] | None = None
         """Random states at the start of the pass, on one process; None between passes."""
         self._draws = False
         """Whether the callable draws random numbers."""
         self._resumes = False
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        # All of this happens at the first batch: Lightning makes an iterator earlier that it does not use.
+        # All of this happens when the first batch is requested, since Lightning makes one more iterator than it uses.
         taken, self._resumes = self._taken if self._resumes else 0, False
         if not taken:
-            self._passes, self._at_start = self._passes + 1, _pass_state(self._given)
-            self._begun = capture_rng() if self._world_size == 1 else {}
+            self._passes, self._source_at_start = self._passes + 1, _pass_state(self._source)
+            self._random_states = capture_rng() if self._world_size == 1 else {}
         if not taken or self._draws:
-            self._taken, batches = taken, self._anew()
+            self._taken, batches = taken, self._start_pass()
         else:
             batches = self._read_again(taken)
-        for batch in self._drawn(batches):
+        for batch in self._draw(batches):
             self._taken += 1
             yield batch
-        self._begun, self._taken = None, 0
+        self._random_states, self._taken = None, 0
 
-    def _anew(self) -> Iterator[Any]:
-        given = self._again() if self._given is None else self._given
-        batches: Iterator[Any] = _calls(given) if self._is_callable else iter(given)
-        self._given = None if batches is given else given  # an iterator can be read only once
+    def _start_pass(self) -> Iterator[Any]:
+        source = self._make_source() if self._source is None else self._source
+        batches: Iterator[Any] = _call_repeatedly(source) if self._is_callable else iter(source)
+        self._source = None if batches is source else source  # an iterator can be read only once
         return batches
 
-    def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield `batches`, drawn from the random numbers of this rank."""
+    def _draw(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield `batches`; on several ranks, each is made with the random numbers of this rank."""
         while True:
             with isolated_random_numbers() if self._world_size > 1 else nullcontext():
                 if self._world_size > 1:
-                    draw_from((self._seed, 3, self._passes, self._taken, self._rank))
+                    seed_generators((self._seed, 3, self._passes, self._taken, self._rank))
                 before = _host_states() if self._is_callable and not self._taken else None
                 batch = next(batches, _END)
                 self._draws = self._draws or (before is not None and _host_states() != before)
@@ -264,15 +265,15 @@ class RepeatedRead:
         """Read and drop `taken` batches; return the following ones.
 
         Raises:
-            InputError: There are fewer than `taken`.
+            InputError: The source returns fewer batches than `taken`.
         """
         self._taken = 0
         states: list[Any] = []
         with isolated_random_numbers():
-            if self._begun:
-                restore_rng(self._begun)
-            batches = self._anew()
-            for _ in islice(self._drawn(batches), taken):
+            if self._random_states:
+                restore_rng(self._random_states)
+            batches = self._start_pass()
+            for _ in islice(self._draw(batches), taken):
                 self._taken += 1
                 states = [*states[:1], _host_states()]
         if self._taken < taken:
@@ -292,25 +293,25 @@ class RepeatedRead:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches taken from the pass, and the states from its start."""
+        """Return the number of batches that the pass has handed out, and the states from its start."""
         return {
             "passes": self._passes,
             "taken": self._taken,
-            "begun": self._begun,
+            "begun": self._random_states,
             "draws": self._draws,
             "world_size": self._world_size,
-            "source": self._at_start if self._taken and not self._draws else _pass_state(self._given),
+            "source": self._source_at_start if self._taken and not self._draws else _pass_state(self._source),
             "built": self._built,
             "replaced": self._list_replaced(),
         }
 
     def _list_replaced(self) -> list[str]:
         """Return the names of attributes of the source that hold other objects than when it was built."""
-        now = _object_ids(self._given)
+        now = _object_ids(self._source)
         return sorted(name for name, built in self._objects.items() if now.get(name) != built)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batches that were taken.
+        """Continue after the batches that the pass had handed out.
 
         Raises:
             InputError: The state was saved within a pass on another number of ranks, or by another kind of source.
@@ -323,10 +324,10 @@ class RepeatedRead:
                 f"does not apply to {self._world_size}. Resume with as many ranks, or return a map-style dataset."
             )
         self._passes, self._taken = state["passes"], state["taken"]
-        self._begun, self._draws = state["begun"], state["draws"]
+        self._random_states, self._draws = state["begun"], state["draws"]
         self._resumes = self._taken > 0
-        self._at_start = state["source"]
-        numbers = _put_pass_state(self._given, state["built"], self._at_start)
+        self._source_at_start = state["source"]
+        numbers = _put_pass_state(self._source, state["built"], self._source_at_start)
         if numbers and state["replaced"]:
             log.warning(
                 "`%s` continues with the values that the checkpoint has of %s, but the checkpoint does not hold %s, "
@@ -339,16 +340,16 @@ class RepeatedRead:
 
 
 def _pass_state(source: Any) -> dict[str, Any]:
-    """Return what may change in `source` from pass to pass: its generators of random numbers and its counters."""
+    """Return the state of `source` that may change from pass to pass: its random number generators and its counters."""
     numbers = {name: value for name, value in _attributes(source).items() if type(value) is int}
     return {"generators": held_states(source), "numbers": numbers}
 
 
 def _put_pass_state(source: Any, built: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Restore a result of `_pass_state`, except for numbers that were then as they had been `built`.
+    """Restore a result of `_pass_state`; a counter that had not changed since `built` keeps its present value.
 
     Returns:
-        The names of the numbers that were restored.
+        The names of the counters that were restored.
     """
     set_held_states(source, saved["generators"])
     changed = {name: value for name, value in saved["numbers"].items() if built["numbers"].get(name) != value}
@@ -367,7 +368,7 @@ def _attributes(source: Any) -> dict[str, Any]:
     return attributes
 
 
-def _calls(function: Callable[[], Any]) -> Iterator[Any]:
+def _call_repeatedly(function: Callable[[], Any]) -> Iterator[Any]:
     while True:
         try:
             batch = function()
@@ -385,7 +386,8 @@ class DatasetSource:
     """Rows of a dataset with ``__getitem__`` and ``__len__``, shuffled over the complete dataset.
 
     Args:
-        dataset: Sent to workers, if there are any. Its ``__getitems__``, if it has one, gets a list of row numbers.
+        dataset: The dataset; it is sent to workers, if there are any. If it has a ``__getitems__``, this gets lists of
+            row numbers.
     """
 
     fingerprint = "dataset"
@@ -403,11 +405,11 @@ class DatasetSource:
         return pa.schema([])
 
     def batches(self, spec: Spec, position: Position, workers: int, *, opened: ExitStack) -> Iterator[Any]:
-        """Return the batches of an epoch from `position` on. Changes of the dataset reach workers in the next epoch."""
+        """Return the batches of an epoch from `position` on. Workers see changes of the dataset in the next epoch."""
         steps, seed = _rows_of_steps(spec, position), spec.layout.order.seed
         make = partial(_batch, self.dataset, spec.collate, of_worker=workers > 0)
         if workers:
-            return made_by_workers(make, steps, workers, ahead=2, seed=seed, opened=opened)
+            return make_in_workers(make, steps, workers, ahead=2, seed=seed, opened=opened)
         return map(make, steps)
 
 
@@ -421,16 +423,16 @@ def _rows_of_steps(spec: Spec, position: Position) -> Iterator[tuple[tuple[int, 
     rows = np.concatenate(spans)
     intervals = share.intervals(position.step, share.steps, spec.rank)
     for step, (first, end) in enumerate(intervals, position.step):
-        yield entropy_of(spec, position, step), rows[first:end].tolist()
+        yield seed_of_step(spec, position, step), rows[first:end].tolist()
 
 
 def _batch(
     dataset: Any, collate: Callable[[Any], Any] | None, step: tuple[tuple[int, ...], list[int]], *, of_worker: bool
 ) -> Any:
-    """Return the batch of a step; in a worker its random numbers depend on neither a resume nor other workers."""
+    """Return the batch of a step; in a worker, its random numbers depend only on the step."""
     entropy, rows = step
     if of_worker:
-        draw_from(entropy)
+        seed_generators(entropy)
     fetch = getattr(dataset, "__getitems__", None)
     found = fetch(rows) if callable(fetch) else [dataset[row] for row in rows]
     return found if collate is None else collate(found)

@@ -12,7 +12,7 @@ from genlight.adapter import StepContext, TrainingJobSpec
 from genlight.adapter.check.checks import CHECKS
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import InputError
-from genlight.adapter.feed.given import RepeatedRead, feed_of
+from genlight.adapter.feed.user_data import RepeatedRead, feed_of
 from support.forked import run_forked
 from support.messages import refusal
 
