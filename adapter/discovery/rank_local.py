@@ -46,12 +46,6 @@ class RankLocal:
             if (path := f"{found.path}.{name}") not in self:
                 yield path, parameter
 
-    def buffers(self, found: Found[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the present buffers of a module that are equal on all ranks, with their paths."""
-        for name, buffer in found.value.named_buffers():
-            if (path := f"{found.path}.{name}") not in self:
-                yield path, buffer
-
     def bare(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained tensors outside of modules that are equal on all ranks, with their paths."""
         found = (*discovered.parameters, *discovered.currently_trained())
@@ -62,8 +56,8 @@ class RankLocal:
         for found in discovered.modules:
             yield from self.parameters(found)
         yield from self.bare(discovered)
-        for found in discovered.modules:
-            yield from self.buffers(found)
+        buffers = ((f"{f.path}.{name}", buffer) for f in discovered.modules for name, buffer in f.value.named_buffers())
+        yield from ((path, buffer) for path, buffer in buffers if path not in self)
 
     def replicated(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors that must be equal on all ranks, by path: `tensors`, then `optimizer_states`."""

@@ -40,12 +40,12 @@ def find_lost(step: int, group: dist.ProcessGroup | None) -> str:
     Each rank whose exchange of `step` broke off calls this and announces itself. The others count as lost.
     """
     here, key = dist.get_rank(group), f"genlight/exchange that broke off in step {step}"
-    ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
     if announce(f"{key}/{here}"):
-        silent = find_silent(key, here, len(ranks))
+        silent = find_silent(key, group)
     else:  # the rank that hosts the store is gone: under torchrun and Lightning that is the first one
-        silent = [0] if here != 0 else list(range(1, len(ranks)))
-    return describe_lost([ranks[rank] for rank in silent], ANSWERED_WITHIN_S)
+        first, *others = dist.get_process_group_ranks(group)
+        silent = others if here == 0 else [first]
+    return describe_lost(silent, ANSWERED_WITHIN_S)
 
 
 def describe_lost(lost: Sequence[int], seconds: float) -> str:
@@ -56,10 +56,11 @@ def describe_lost(lost: Sequence[int], seconds: float) -> str:
     return f"{names} did not answer within {seconds:.0f} s: lost, or waiting for a lost rank"
 
 
-def find_silent(key: str, here: int, world_size: int) -> list[int]:
-    """Return the other ranks that have not announced themselves under `key`."""
-    deadline = time.monotonic() + ANSWERED_WITHIN_S
-    return [rank for rank in range(world_size) if rank != here and not _answers(f"{key}/{rank}", deadline)]
+def find_silent(key: str, group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global numbers of the other ranks of `group` that have not announced themselves under `key`."""
+    here, deadline = dist.get_rank(group), time.monotonic() + ANSWERED_WITHIN_S
+    ranks = enumerate(dist.get_process_group_ranks(group))
+    return [number for rank, number in ranks if rank != here and not _answers(f"{key}/{rank}", deadline)]
 
 
 def _answers(key: str, deadline: float) -> bool:

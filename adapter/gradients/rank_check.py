@@ -131,7 +131,6 @@ class RankCheck:
         self._group = group
         self._with_paths = with_paths
         self._rank = dist.get_rank(group)
-        self._world_size = dist.get_world_size(group)
         self._key = f"genlight/ranks/{next(_runs)}"
         self._in_flight: deque[_Header] = deque()
         self._previous: ExchangePoint | None = None
@@ -215,16 +214,12 @@ class RankCheck:
             if waited > 1.0 and not is_announced:
                 is_announced = announce(f"{key}/{self._rank}")
             if waited > most:
-                silent = find_silent(key, self._rank, self._world_size)
+                silent = find_silent(key, self._group)
                 raise RankFailedError(
                     f"the exchange of gradients did not end within {most:.0f} s in step {at.step}, in which rank "
-                    f"{dist.get_rank()} {self._with_paths(at)}; {describe_lost(self._global_ranks(silent), most)}"
+                    f"{dist.get_rank()} {self._with_paths(at)}; {describe_lost(silent, most)}"
                 )
             time.sleep(min(0.05, 0.0001 + waited / 10))
-
-    def _global_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Return the global numbers of these ranks of the group."""
-        return list(ranks) if self._group is None else [dist.get_global_rank(self._group, rank) for rank in ranks]
 
     def explain_broken_exchange(self, error: RuntimeError, at: ExchangePoint, what: Tensor) -> RankFailedError:
         """Return the error for an exchange that broke off; waits some seconds for answers of the other ranks.

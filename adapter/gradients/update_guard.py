@@ -139,7 +139,9 @@ class UpdateGuard(StepPart):
         is_finite = are_finite(gradients)
         needs_loss = self._recover.judges_losses or not is_finite
         loss = self._largest_loss(self._losses) if needs_loss else None
-        if id(optimizer) in self._shared and (needs_loss or any(map(self._has_own_gradient, parameters))):
+        if id(optimizer) in self._shared and (  # gradients of shards and of rank-local parameters differ between ranks
+            needs_loss or any(isinstance(p, DTensor) or id(p) in self._rank_local for p in parameters)
+        ):
             sound, loss = self._max_over_ranks([0.0 if is_finite else math.nan, loss])
             is_finite = sound == 0
         return self._ask_recover(is_finite=is_finite, loss=loss)
@@ -164,10 +166,6 @@ class UpdateGuard(StepPart):
         tensor = torch.tensor(sent, dtype=torch.float64, device=next(parameters_of(self._optimizers[0])).device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [None if each == -math.inf else math.nan if each == math.inf else each for each in tensor.tolist()]
-
-    def _has_own_gradient(self, parameter: Tensor) -> bool:
-        """Whether each rank has another gradient for `parameter`, a shard or a rank-local one; others are averaged."""
-        return isinstance(parameter, DTensor) or id(parameter) in self._rank_local
 
     @override
     @torch.no_grad()

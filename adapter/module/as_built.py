@@ -72,7 +72,8 @@ class BuiltSettings:
         self._keep = frozenset(keep)
         self.kept: list[str] = []
         """Descriptions of the settings that the last resume kept as built."""
-        known = {name for path, _ in self._optimizers for each in self._group_paths(path) for name in self._built[each]}
+        groups = [path for each in self._optimizers for path, _ in _groups_of(*each)]
+        known = {name for path in groups for name in self._built[path]}
         unknown = sorted(self._keep - known - {SCHEDULE, SCALER})
         if unknown:
             raise ContractError(
@@ -120,19 +121,14 @@ class BuiltSettings:
         """Return the settings that the objects have now, by path and name."""
         settings: dict[str, dict[str, Any]] = {}
         for path, optimizer in self._optimizers:
-            for each, group in zip(self._group_paths(path), optimizer.param_groups, strict=True):
+            for group_path, group in _groups_of(path, optimizer):
                 plain = {name: _number(value) for name, value in group.items() if name not in _NO_SETTING}
                 if "lr" in plain:
                     plain["lr"] = _number(group.get("initial_lr", group["lr"]))  # a warm-up begins at another rate
-                settings[each] = {name: value for name, value in plain.items() if _is_plain(value)}
+                settings[group_path] = {name: value for name, value in plain.items() if _is_plain(value)}
         for path, stateful, _ in self._stateful:
             settings[path] = dict(_settings("", stateful.state_dict()))
         return settings
-
-    def _group_paths(self, path: str) -> list[str]:
-        """Return the paths of the parameter groups of the optimizer at `path`."""
-        count = next(len(optimizer.param_groups) for at, optimizer in self._optimizers if at == path)
-        return [path] if count == 1 else [f"{path}.param_groups[{index}]" for index in range(count)]
 
     def _put(self, path: str, name: str, value: Any) -> None:
         """Set one setting of the object or the parameter group at `path`."""
@@ -142,8 +138,8 @@ class BuiltSettings:
                 _put_into(state, name, value)
                 stateful.load_state_dict(state)
         for at, optimizer in self._optimizers:
-            for each, group in zip(self._group_paths(at), optimizer.param_groups, strict=True):
-                if each != path:
+            for group_path, group in _groups_of(at, optimizer):
+                if group_path != path:
                     continue
                 if name == "lr":
                     _set_rate(group, value)
@@ -160,6 +156,12 @@ class BuiltSettings:
                 scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
             if hasattr(scheduler, "_last_lr"):
                 scheduler._last_lr = [_number(group["lr"]) for group in optimizer.param_groups]
+
+
+def _groups_of(path: str, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
+    """Return the parameter groups of the optimizer at `path`, with their paths."""
+    groups = optimizer.param_groups
+    return [(f"{path}.param_groups[{i}]" if len(groups) > 1 else path, group) for i, group in enumerate(groups)]
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

@@ -202,8 +202,8 @@ class ConfiguredState:
         parts[_CHANGED] = self._found.changed_values(now)
         parts[_BUILT] = self.built_settings.record()
         parts[_GENERATORS] = {found.path: state_of(found.value) for found in now.generators}
-        resized = [name for name, shape in _buffer_shapes(self.module).items() if self._was_resized(name, shape)]
-        if resized:
+        shapes = _buffer_shapes(self.module).items()
+        if resized := [name for name, shape in shapes if self._built_buffers.get(name, "absent") != shape]:
             parts[_RESIZED] = resized
         if router is not None and router.averaging is not None:
             parts[_AVERAGING] = router.averaging.state_dict()
@@ -338,9 +338,6 @@ class ConfiguredState:
 
     def _discover(self) -> Discovered:
         return discover(self.value, self.plugin, reserved=dir(self.module), host=self.module)
-
-    def _was_resized(self, name: str, shape: tuple[int, ...] | None) -> bool:
-        return name not in self._built_buffers or self._built_buffers[name] != shape
 
 
 def _memory(tensor: Tensor) -> tuple[torch.device, int] | None:
