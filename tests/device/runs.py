@@ -17,6 +17,7 @@ from genlight.adapter.module.module import ContractModule
 from support.device import PROCESS_GROUP, Wait, waits
 from support.device.training import SimDDPStrategy, one_device
 from support.rank import Ranks
+from support.trainers import quiet_trainer
 
 
 class Regression(Trainer):
@@ -82,17 +83,8 @@ def fit(
     plugin: Any, kind: str, *, steps: int, callbacks: Sequence[Any] = (), precision: str = "32-true", **more: Any
 ) -> ContractModule:
     """Train on the device; `more` goes to ``Trainer.fit``."""
-    trainer = pl.Trainer(
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=any(isinstance(each, pl.callbacks.Checkpoint) for each in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=list(callbacks),
-        **strategy_of(kind),
-        **precision_of(precision, "sim"),
-    )
+    settings = {"use_distributed_sampler": False, **strategy_of(kind), **precision_of(precision, "sim")}
+    trainer = quiet_trainer(*callbacks, max_steps=steps, **settings)
     module = ContractModule(plugin, TrainingJobSpec(run_id="device", max_steps=steps, metric_every=0))
     trainer.fit(module, Pinned(steps), **more)
     return module
