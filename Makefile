@@ -43,8 +43,8 @@ messages: $(INSTALLED)  ## tests/messages.json, after the wording of errors was 
 reference: $(INSTALLED)  ## the parts of the package READMEs that are made from docstrings and types
 	$(BIN)/python examples/make_reference.py
 
-zoo: $(INSTALLED)  ## every class of tests/zoo in every mode, with its resume; and on the simulated device; writes adapter/classes.md
-	cd tests && ../$(BIN)/python -W ignore -m zoo.table && ../$(BIN)/python -W ignore -m zoo.table --device
+zoo: $(INSTALLED)  ## every class of tests/zoo in every mode, with its resume; writes adapter/classes.md
+	cd tests && ../$(BIN)/python -W ignore -m zoo.table
 
 faults: $(INSTALLED)  ## the long fault-injection runs
 	GENLIGHT_LONG_FAULTS=1 $(BIN)/python -m pytest -m "not gpu" tests/faults

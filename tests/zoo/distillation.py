@@ -39,33 +39,6 @@ class FeatureDistilled(Distilled):
         return base + mse_loss(state["bridge"](state["student"](batch["x"])), self.caught.pop("features"))
 
 
-class MagnitudePruning(Base):
-    """Applies masks to the weights after each update."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        masks = [(p.detach().abs() > p.detach().abs().median()).float() for p in state["model"].parameters()]
-        return {**state, "masks": masks}
-
-    @torch.no_grad()
-    def after_update(self, batch, state, ctx):
-        for p, mask in zip(state["model"].parameters(), state["masks"], strict=True):
-            p.mul_(mask)
-
-
-class QuantizationAware(Base):
-    """Rounds weights in the forward pass, with straight-through gradients."""
-
-    class Rounded(nn.Linear):
-        def forward(self, x):
-            scale = self.weight.detach().abs().max() / 7
-            rounded = (self.weight / scale).round() * scale
-            return nn.functional.linear(x, self.weight + (rounded - self.weight).detach(), self.bias)
-
-    def model(self):
-        return nn.Sequential(self.Rounded(6, 12), nn.Tanh(), self.Rounded(12, 1))
-
-
 class FloatMasters(Base):
     """A model in bf16, fp32 master copies in the optimizer, gradients copied over by hand."""
 
@@ -104,11 +77,14 @@ class OwnScaler(Base):
     tolerance = 1e-2
 
     def configure(self, ctx):
-        return {**super().configure(ctx), "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)}
+        return {
+            **super().configure(ctx),
+            "scaler": torch.amp.GradScaler(torch.device(ctx.device).type, init_scale=1024.0, growth_interval=2),
+        }
 
     def train_step(self, batch, state, ctx):
         scaler = state["scaler"]
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(torch.device(ctx.device).type, dtype=torch.float16):
             out = state["model"](batch["x"])
         state["optimizer"].zero_grad()
         scaler.scale(mse_loss(out.float(), batch["y"])).backward()
@@ -119,29 +95,8 @@ class OwnScaler(Base):
         return StepResult({"scale": scaler.get_scale()})
 
 
-class OverflowsOnce(Base):
-    """The loss of the second step overflows fp16; its update must be skipped and counted."""
-
-    kept = ("steps",)
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "steps": 0}
-
-    def train_step(self, batch, state, ctx):
-        state["steps"] += 1
-        out = state["model"](batch["x"])
-        loss = mse_loss(out.float(), batch["y"])
-        if ctx.dtype == "fp16" and state["steps"] == 2:
-            loss = loss * torch.inf
-        state["optimizer"].zero_grad()
-        loss.backward()
-        if ctx.run_state is not None or state["steps"] != 2 or ctx.dtype != "fp16":
-            state["optimizer"].step()
-        return StepResult({"loss": loss.detach()})
-
-
 class OverflowsBesideUpdatesByHand(Base):
-    """The same with a head that the trainer updates itself; no scaler skips that update."""
+    """The loss of the second step overflows fp16; no scaler skips the update that the trainer makes itself."""
 
     kept = ("steps",)
 

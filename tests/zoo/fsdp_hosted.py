@@ -1,51 +1,16 @@
 """Classes whose modules, copies, hooks and optimizers are difficult to shard."""
 
 import copy
-import math
 
 import torch
 from torch import distributed as dist, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import mse_loss, normalize
+from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
 
 from .base import mlp, trainers
 from .small import Base
-
-
-class Clip(Base):
-    """Two towers and a trained temperature; each row has a separate loss, so that ranks can share the rows."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.image, self.text = mlp(6, 4), mlp(6, 4)
-            self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-
-        def encode_image(self, x):
-            return normalize(self.image(x), dim=-1)
-
-        def encode_text(self, x):
-            return normalize(self.text(x), dim=-1)
-
-    def model(self):
-        return self.Model()
-
-    def optimizer(self, parameters):
-        return torch.optim.AdamW(parameters, 0.01)
-
-    def loss(self, batch, state):
-        model, x = state["model"], batch["x"]
-        similarity = (model.encode_image(x) * model.encode_text(x.flip(1))).sum(1)
-        return (model.logit_scale.exp() * similarity - batch["y"].squeeze(1)).square().mean()
-
-    def change_gradients(self, state, ctx):
-        self.norm = float(nn.utils.clip_grad_norm_(state["model"].parameters(), 0.5))
-
-    @torch.no_grad()
-    def after_update(self, batch, state, ctx):
-        state["model"].logit_scale.clamp_(0, math.log(100))
 
 
 class FormattedNorms(Base):

@@ -114,23 +114,6 @@ class RestoresBestWeights(Base):
             state["model"](batch["x"])
 
 
-class PenalisesWeights(Base):
-    """An L1 and an L2 term in the loss, over parameters that a forward call has already used."""
-
-    def loss(self, batch, state):
-        loss = super().loss(batch, state)
-        loss = loss + 0.01 * sum(p.square().sum() for p in state["model"].parameters())
-        return loss + 0.001 * sum(p.abs().sum() for p in state["model"].parameters())
-
-
-class PenalisesWeightsFirst(Base):
-    """Computes the penalty before any forward call of the step."""
-
-    def loss(self, batch, state):
-        penalty = 0.01 * sum(p.square().sum() for p in state["model"].parameters())
-        return super().loss(batch, state) + penalty
-
-
 class RenormalisedRows(Base):
     """Scales the rows of the first layer to unit length after each update (an nGPT-like constraint)."""
 

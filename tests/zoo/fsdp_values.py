@@ -54,18 +54,6 @@ class HeadsInPythonList(HeadsByRank):
         return {"body": body, "heads": heads}
 
 
-class HeadOnOneRank(HeadsInPythonList):
-    """One rank uses a module that the other does not use at all."""
-
-    def train_step(self, batch, state, ctx):
-        self.rank = ctx.rank
-        return super().train_step(batch, state, ctx)
-
-    def loss(self, batch, state):
-        out = state["body"](batch["x"])
-        return out.square().mean() + (state["heads"][0](out).square().mean() if self.rank == 0 else 0)
-
-
 class ReadsNormOnOneRank(Base):
     """A norm for the log, computed only on rank 0."""
 
@@ -182,6 +170,5 @@ REFUSED = {
         r".*\.py:\d+, in train_step\. `train_step` must update on all ranks or on none.*on_nonfinite to skip"
     ),
     "HeadsInPythonList": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
-    "HeadOnOneRank": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call backward',
     "ReadsNormOnOneRank": r"rank 0 is about to compute `__float__` of a sharded tensor .* rank 1 to update by Adam",
 }

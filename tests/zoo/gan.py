@@ -91,12 +91,3 @@ class ToggledGan(Gan):
     def critic_loss(self, d, real, fake):
         d.requires_grad_(True)
         return super().critic_loss(d, real, fake)
-
-
-class DetachedCritic(Gan):
-    """The critic's value scales the generator's loss and gets no gradient: a forward call without backward."""
-
-    def generator_loss(self, d, fake):
-        with torch.no_grad():
-            weight = d(fake).sigmoid()
-        return (weight * fake.square().mean(1, keepdim=True)).mean()

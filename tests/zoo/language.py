@@ -4,8 +4,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from genlight.adapter.contract.types import StepResult
-
 from .base import Base, LowRank, tokens
 
 
@@ -56,24 +54,6 @@ class LmWithDropout(CausalLm):
         return nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.2), nn.Linear(8, 11))
 
 
-class TruncatedBackprop(Language):
-    """Carries a detached recurrent state over steps; each rank has the state of its own rows."""
-
-    kept = ("hidden",)
-
-    per_rank = ("hidden",)
-
-    def configure(self, ctx):
-        rnn, embed, head = nn.GRU(8, 8, batch_first=True), nn.Embedding(11, 8), nn.Linear(8, 11)
-        optimizer = torch.optim.Adam([*rnn.parameters(), *embed.parameters(), *head.parameters()], lr=0.01)
-        return {"rnn": rnn, "embed": embed, "head": head, "optimizer": optimizer, "hidden": None}
-
-    def loss(self, batch, state):
-        out, hidden = state["rnn"](state["embed"](batch["x"]), state["hidden"])
-        state["hidden"] = hidden.detach()
-        return next_token_loss(state["head"](out), batch["x"])
-
-
 class LowRankAdapter(Language):
     def configure(self, ctx):
         model = TinyLm()
@@ -109,11 +89,5 @@ class SparseEmbeddings(Language):
         optimizers = [torch.optim.SparseAdam(embed.parameters(), 0.01), torch.optim.Adam(head.parameters(), 0.01)]
         return {"embed": embed, "head": head, "optimizers": optimizers}
 
-    def train_step(self, batch, state, ctx):
-        loss = cross_entropy(state["head"](state["embed"](batch["x"]).flatten(1)), batch["y"])
-        for optimizer in state["optimizers"]:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in state["optimizers"]:
-            optimizer.step()
-        return StepResult({"loss": loss.detach()})
+    def loss(self, batch, state):
+        return cross_entropy(state["head"](state["embed"](batch["x"]).flatten(1)), batch["y"])

@@ -143,31 +143,6 @@ class ClippedPolicy(Base):
         return StepResult({"gain": gain.detach()})
 
 
-class NormalizedObservations(Base):
-    """Running moments of each rank's own observations, in buffers of an untrained module."""
-
-    differs = "observations are normalized by each rank's own moments"
-    per_rank = ("moments",)
-    rank_local = ("moments",)
-
-    class Moments(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(6))
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x):
-            self.count += len(x)
-            self.mean += (x - self.mean).sum(0) / self.count
-            return x - self.mean
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "moments": self.Moments()}
-
-    def loss(self, batch, state):
-        return mse_loss(state["model"](state["moments"](batch["x"])), batch["y"])
-
-
 class EvolutionStrategy(Base):
     """No autograd: updates by finite differences along directions that are equal on all ranks."""
 

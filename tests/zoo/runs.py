@@ -108,8 +108,6 @@ def weights(state: Any, trainer: Any) -> Weights:
                 collect(f"{path}.{index}", member)
         elif isinstance(value, SimpleNamespace) or is_dataclass(value):
             collect(path, vars(value))
-        elif path == "state.weights":
-            collect("closures", value())
 
     collect("state", state)
     collect("trainer", vars(trainer) if trainer is not None else {})

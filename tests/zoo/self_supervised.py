@@ -17,29 +17,6 @@ def two_views(x):
     return x + 0.1 * x.flip(1), x - 0.1 * x.roll(1, 1)
 
 
-class Clip(Base):
-    """Two towers and a learned temperature, a parameter without dimensions."""
-
-    differs = NEGATIVES
-
-    class Towers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.image, self.text = mlp(6, 4), mlp(6, 4)
-            self.logit_scale = nn.Parameter(torch.tensor(1.0))
-
-        def forward(self, a, b):
-            return self.logit_scale.exp() * normalize(self.image(a), dim=1) @ normalize(self.text(b), dim=1).t()
-
-    def model(self):
-        return self.Towers()
-
-    def loss(self, batch, state):
-        logits = state["model"](*two_views(batch["x"]))
-        target = torch.arange(len(logits), device=logits.device)
-        return (cross_entropy(logits, target) + cross_entropy(logits.t(), target)) / 2
-
-
 class Byol(Base):
     """An online encoder and a momentum target; the trainer calls parts of a network separately."""
 
@@ -95,59 +72,20 @@ class MomentumContrast(Base):
 
 
 class Autoencoder(Base):
-    """The trainer calls parts of one module separately."""
+    """The trainer calls parts of one module separately, and reads a parameter without dimensions."""
 
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.encoder, self.decoder = mlp(6, 3), mlp(3, 6)
+            self.scale = nn.Parameter(torch.tensor(1.0))
 
         def forward(self, x):
-            return self.decoder(self.encoder(x))
+            return self.decoder(self.encoder(x) * self.scale)
 
     def model(self):
         return self.Net()
 
     def loss(self, batch, state):
-        code = state["model"].encoder(batch["x"])
+        code = state["model"].encoder(batch["x"]) * state["model"].scale
         return mse_loss(state["model"].decoder(code), batch["x"]) + 0.01 * code.abs().mean()
-
-
-class VectorQuantized(Base):
-    """A codebook that gets gradients through the straight-through estimator."""
-
-    def configure(self, ctx):
-        encoder, decoder, codes = mlp(6, 2), mlp(2, 6), nn.Embedding(5, 2)
-        optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters(), *codes.parameters()], lr=0.01)
-        return {"encoder": encoder, "decoder": decoder, "codes": codes, "optimizer": optimizer}
-
-    def loss(self, batch, state):
-        z = state["encoder"](batch["x"])
-        nearest = (z[:, None].float() - state["codes"].weight).square().sum(-1).argmin(1)
-        q = state["codes"](nearest)
-        commit = mse_loss(z, q.detach()) + mse_loss(q, z.detach())
-        return mse_loss(state["decoder"](z + (q - z).detach()), batch["x"]) + commit
-
-
-class KMeansCodebook(Base):
-    """A codebook that moves to the means of its assigned rows, without autograd."""
-
-    differs = "means over a rank's rows differ from means over all rows"
-    per_rank = ("codes",)
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "codes": torch.randn(4, 6).to(ctx.device)}
-
-    def train_step(self, batch, state, ctx):
-        with torch.no_grad():
-            nearest = torch.cdist(batch["x"], state["codes"]).argmin(1)
-            for k in range(4):
-                if (nearest == k).any():
-                    state["codes"][k].lerp_(batch["x"][nearest == k].mean(0), 0.5)
-        return super().train_step({"x": batch["x"] - state["codes"][nearest], "y": batch["y"]}, state, ctx)
-
-    def state_dict(self, state):
-        return {"codes": state["codes"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["codes"].copy_(payload["codes"])

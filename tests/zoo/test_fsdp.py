@@ -37,14 +37,12 @@ SHARDINGS = [
     *((name, settings) for settings in (BLOCKS, KEPT, FREED, EACH) for name in ODD),
     *((name, settings) for settings in (BLOCKS, KEPT, FREED) for name in STALE),
     ("zoo.self_supervised:Autoencoder", {"units": ["Sequential"]}),
-    ("zoo.fsdp_hosted:Clip", BLOCKS),
     ("zoo.fsdp_hosted:ModuleListOfBlocks", KEPT),
     ("zoo.fsdp_hosted:FeaturesOfAHook", KEPT),
     ("zoo.fsdp_hosted:ModuleListOfBlocks", {"ignored": ["1.*"]}),
     ("zoo.fsdp_hosted:ModuleListOfBlocks", EACH),
 ]
 RESUMED = {
-    "zoo.fsdp_hosted:Clip": {},
     "zoo.fsdp_hosted:AveragesInWholeModules": {},
     # Their state is sharded and has another shape than a parameter, or belongs to no module and no optimizer.
     "zoo.optimizers:RowwiseAdagrad": {"durable": True},

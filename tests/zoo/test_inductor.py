@@ -1,12 +1,8 @@
 """A module compiled by inductor trains under every strategy as it does uncompiled with plain torch."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
-import torch
 
 from zoo import runs
 
@@ -30,24 +26,6 @@ def cache(tmp_path_factory):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         yield
-
-
-ALONE = """
-import sys, torch
-from zoo import runs
-module, _ = runs.hosted_run(sys.argv[1])
-torch.save(runs.weights(module.contract_state, module.plugin), sys.argv[2])
-"""
-
-
-def test_on_one_device(tmp_path):
-    """Run in a separate process, because inductor leaves threads and variables behind."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-W", "ignore", "-c", ALONE, COMPILED, str(tmp_path / "weights.pt")]
-    subprocess.run(command, env=environ, check=True, timeout=240)
-
-    actual = torch.load(tmp_path / "weights.pt", weights_only=True)
-    runs.assert_close(actual, runs.plain_run("Accumulating"), TOLERANCE)
 
 
 @pytest.mark.timeout(400)

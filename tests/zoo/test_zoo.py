@@ -24,8 +24,8 @@ alone, index = sys.argv[1] == "one", {name: i for i, name in enumerate(zoo())}
 # resumed, under one of the two strategies. `make zoo` runs everything.
 half = {"bf16-mixed": 0, "16-mixed": 6}
 hard = {
-    "SamTwoSteps", "SamWithClosure", "FirstOrderMaml", "PerSampleGradients", "QuantizationAware", "DoublePrecision",
-    "CompiledStep", "LbfgsClosure", "OwnMomentumList", "ComplexWeights",
+    "SamTwoSteps", "SamWithClosure", "FirstOrderMaml", "DoublePrecision", "CompiledStep",
+    "LbfgsClosure", "OwnMomentumList", "ComplexWeights",
 }
 jobs = [
     job for job in jobs_of(index)
@@ -51,16 +51,13 @@ print(json.dumps(found))
 FACTS = """
 import json
 from zoo.harness import zoo
-from zoo.table import BEGIN, CELLS, DEVICE_CELLS, END, MODES, PAGE, section
+from zoo.table import BEGIN, CELLS, END, MODES, PAGE, section
 
-cells, on_device = json.loads(CELLS.read_text()), json.loads(DEVICE_CELLS.read_text())
+cells = json.loads(CELLS.read_text())
 print(json.dumps({
     "classes": len(zoo()),
     "complete": all(set(cells.get(name, ())) == {" ".join(mode) for mode in MODES} for name in zoo()),
-    "wrong": [
-        f"{name}, {mode}" for table in (cells, on_device) for name, row in table.items()
-        for mode, text in row.items() if text == "wrong"
-    ],
+    "wrong": [f"{name}, {mode}" for name, row in cells.items() for mode, text in row.items() if text == "wrong"],
     "written": PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip() == section(cells).strip(),
 }))
 """
@@ -85,7 +82,7 @@ def in_worker(program: str, *arguments: str) -> dict:
 def test_table_is_true(processes):
     found = in_worker(PROGRAM, processes)
 
-    assert found["ran"] > {"one": 120, "two": 240}[processes]
+    assert found["ran"] > {"one": 90, "two": 160}[processes]
     assert not found["untrue"], "run `python -m zoo.table` in tests/ after a look at:\n" + "\n".join(found["untrue"])
 
 
@@ -93,7 +90,7 @@ def test_table_is_true(processes):
 def test_table_is_complete_and_has_no_wrong_cell():
     facts = in_worker(FACTS)
 
-    assert facts["classes"] >= 100
+    assert facts["classes"] >= 80
     assert facts["complete"]
     assert not facts["wrong"]
     assert facts["written"], "adapter/classes.md is not what `python -m zoo.table` writes"
