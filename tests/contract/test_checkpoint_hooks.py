@@ -11,19 +11,16 @@ import pytest
 from genlight.adapter import (
     ContractError,
     ContractModule,
-    MockDataModule,
     StepContext,
     TrainingJobSpec,
     run_training_loop,
 )
 from genlight.adapter.module.trainer_files import check_result
 from genlight.adapter.training_loop import BatchStream
-from genlight.callbacks import Checkpoint, DurableCheckpointIO, UploadArtifacts
+from genlight.callbacks import DurableCheckpointIO
 from genlight.callbacks.checkpoint import read_record, verify
-from genlight.reporters import EventLogger, read_events
 from support.messages import refusal
 from support.trainer_class import Counts
-from support.upload_server import TOKEN
 
 pytestmark = pytest.mark.promise(name="checkpoint")
 
@@ -339,38 +336,3 @@ def test_load_checkpoint_gets_the_folder_that_belongs_to_the_path(
     trainer = Loads()
     loop(trainer, resume_checkpoint_path=str(tmp_path / given))
     assert trainer.loaded == (str(tmp_path / expected), {})
-
-
-def test_a_plain_trainer_reports_the_primary_path_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chaos: Any
-) -> None:
-    """It is in the events of an `EventLogger`, in each upload of a checkpoint, and in the terminal payload."""
-
-    class Exports(Counts):
-        def save_checkpoint(self, *, state: Any, step: int, output_dir: str, final: bool, ctx: Any) -> Any:
-            Path(output_dir, "weights.bin").write_bytes(b"w")
-            return {"primary_path": "weights.bin"}
-
-    monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", TOKEN)
-    for kind in ("CHECKPOINT", "TERMINAL"):
-        monkeypatch.setenv(f"TRAINER_UPLOAD_{kind}_URL", f"{chaos.url}/{kind.lower()}")
-    logger = EventLogger(tmp_path / "log", run_id="r")
-    trainer = pl.Trainer(
-        max_steps=4,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        callbacks=[Checkpoint(tmp_path / "made", every_n_steps=2), UploadArtifacts(run_id="r", owner="me")],
-        logger=logger,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(ContractModule(Exports()), datamodule=MockDataModule([1, 2, 3, 4]))
-    named = [
-        str(tmp_path / "made" / name / "trainer" / "weights.bin")
-        for name in ("step-00000002", "step-00000004", "final")
-    ]
-    log = list(read_events(logger.path))
-    assert [event["path"] for event in log if event["event"] == "checkpoint"] == named
-    assert log[-1]["final_checkpoint"] == named[-1]
-    assert [message["local_path"] for message in chaos.messages("/checkpoint")] == named
-    assert [message["final_checkpoint"] for message in chaos.messages("/terminal")] == named[-1:]

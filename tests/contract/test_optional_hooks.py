@@ -1,4 +1,4 @@
-"""`generate_sample`, `rollout`, `evaluate`: times, arguments, results and errors."""
+"""`generate_sample`: its requests, and the samples of a job whose class has none."""
 
 import json
 from collections.abc import Mapping
@@ -75,54 +75,3 @@ def test_a_job_without_a_generator_reports_a_sample_for_each_prompt(project: Any
     ]
     assert {fact["negative_prompt"] for fact in facts} == {""}
     assert {fact["source_image"] for fact in facts} == {fact["seed"] for fact in facts} == {None}
-
-
-ROLLOUT = """
-    def rollout(self, state, ctx):
-        returned = self.act("rollout", state=state, ctx=ctx)
-        return [10, 20] if returned is ... else returned
-"""
-
-EVALUATE = """
-    def evaluate(self, state, ctx):
-        returned = self.act("evaluate", state=state, ctx=ctx)
-        return {"score": 1.0} if returned is ... else returned
-"""
-
-
-def test_a_rollout_is_called_before_each_training_phase_and_feeds_it(project: Any) -> None:
-    """It gets the state and the context; the dataset is None, because nothing else feeds the run."""
-    assert project.run(project.source() + ROLLOUT, max_steps=3, mock_batches=None) == 0
-    assert [name for name, _ in project.notes if name in ("rollout", "train_step")] == [
-        *("rollout", "train_step", "train_step"),
-        *("rollout", "train_step"),
-    ]
-    assert [facts["raw_batch"] for facts in project.calls("prepare_batch")] == [10, 20, 10]
-    assert {facts["ctx"].dataset for facts in project.calls("rollout")} == {None}
-
-
-@pytest.mark.parametrize("returned", [[10], [[10], {"reward": 1.0}], {"x": 1}, 5])
-def test_a_rollout_returns_batches_or_a_pair_of_them_and_statistics(project: Any, returned: Any) -> None:
-    """Anything else is a `train-step` failure that names what it was."""
-    hyperparams = {"returns": {"rollout": returned}}
-    source = project.source() + ROLLOUT.replace(
-        "else returned", "else tuple(returned) if len(returned) > 1 else returned"
-    )
-    if isinstance(returned, list):
-        assert project.run(source, max_steps=1, mock_batches=None, hyperparams=hyperparams) == 0
-        assert project.calls("prepare_batch")[0]["raw_batch"] == 10
-        statistics = [event["value"] for event in project.events if event.get("name") == "rollout/reward"]
-        assert statistics == ([1.0] if len(returned) > 1 else [])
-    else:
-        source = project.source() + ROLLOUT
-        assert project.run(source, max_steps=1, mock_batches=None, hyperparams=hyperparams) == 1
-        text = f"rollout returned a {type(returned).__name__}; it must be an iterable of raw batches"
-        assert text in project.events[-1]["error"]
-
-
-def test_evaluate_is_called_at_its_cadence_and_its_scores_are_metrics(project: Any) -> None:
-    """It gets the state and the context; scores are reported at the step that was evaluated."""
-    assert project.run(project.source() + EVALUATE, max_steps=4, validate={"every_n_steps": 2}) == 0
-    assert [facts["state"]["steps"] for facts in project.calls("evaluate")] == [4, 4]  # one object, at its end by now
-    scores = [(event["step"], event["value"]) for event in project.events if event.get("name", "").endswith("score")]
-    assert scores == [(2, 1.0), (4, 1.0)]

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import runpy
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +42,6 @@ def test_the_data_is_scikit_learns_digits_in_five_row_groups(examples, table):
     assert hashlib.sha256(pixels.tobytes() + labels.tobytes()).hexdigest() == LOAD_DIGITS
     assert table.schema.field("image").type == pa.list_(pa.uint8(), 64)
     assert pq.ParquetFile(examples / "digits" / "digits.parquet").num_row_groups == 5
-
-
-def test_the_data_can_be_written_again(examples, table):
-    """scikit-learn is not among the packages of the tests: each import of Lightning would take a second longer."""
-    pytest.importorskip("sklearn", reason="needs scikit-learn")
-    assert runpy.run_path(str(examples / "digits" / "make_dataset.py"))["digits_table"]().equals(table)
 
 
 def test_the_trainer_knows_nothing_of_what_runs_it(examples):

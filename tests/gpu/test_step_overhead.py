@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
-from genlight.adapter import StepResult
-
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 pytestmark = [
@@ -39,17 +37,6 @@ def test_no_step_waits_for_the_device_between_metric_cadences(device):
     assert sum(waits["at_cadence"].values()) == 10, "one metric every 10 steps"
 
 
-def test_a_wait_of_the_trainer_in_every_step_is_found(device):
-    class Reads(device.Transformer):
-        def train_step(self, batch, state, ctx):
-            return StepResult(metrics={"loss": super().train_step(batch, state, ctx).metrics["loss"].item()})
-
-    ((place, count),) = device.waits(Reads(), "cuda", 20)["elsewhere"].items()
-
-    assert place.startswith("tests/gpu/test_step_overhead.py:")
-    assert count == 17
-
-
 @pytest.mark.skipif(ProfilerActivity.CUDA not in supported_activities(), reason="torch cannot trace this device")
 def test_a_trace_of_ten_steps_between_cadences_shows_no_call_that_waits(device, tmp_path):
     assert device.traced(device.Transformer(), "cuda", tmp_path / "trace.json") == {}
@@ -57,10 +44,3 @@ def test_a_trace_of_ten_steps_between_cadences_shows_no_call_that_waits(device, 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
     assert sum(str(event.get("name")).startswith("step ") for event in events) >= 9
-
-
-def test_host_and_device_time_are_measured_alternately_with_the_bare_loop(device):
-    times = device.times("cuda", device.LITTLE, steps=40, block=20)
-
-    assert times["floor_device_us"]["median"] > 0
-    assert times["floor_host_us"]["median"] > 0

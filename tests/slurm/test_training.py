@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from genlight.callbacks.checkpoint import newest_valid
-from genlight.reporters.events.validation import validate_events
 
 pytestmark = [
     pytest.mark.slurm,
@@ -110,18 +109,6 @@ def limited(slurm, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def uneven(slurm, tmp_path_factory):
-    """A job with two tasks on one node and one on the other, and the same with all three on one."""
-    jobs = Jobs(slurm, tmp_path_factory.mktemp("uneven"))
-    ids = []
-    for name, nodes in (("uneven", 2), ("even", 1)):
-        command = f"srun {sys.executable} -m genlight.adapter.cli run {jobs.write(name, max_steps=20)}"
-        options = (f"--nodes={nodes}", "--ntasks=3", f"--output={name}-%j.out", f"--wrap={command}")
-        ids.append(slurm.submit(*options, cwd=jobs.folder))
-    return jobs, *ids
-
-
-@pytest.fixture(scope="module", autouse=True)
 def apart(slurm, tmp_path_factory):
     """A job whose nodes have separate folders and separate code."""
     jobs = Jobs(slurm, tmp_path_factory.mktemp("apart"))
@@ -210,30 +197,6 @@ def test_a_job_whose_node_is_set_down_or_dies_comes_back_and_the_cause_is_named(
     assert events[-1] == "completed"
     failed = [event["error"] for event in jobs.events("dying") if event["event"] == "failed"]
     assert "RankFailedError: rank 1 on n10 ended without a report" in failed[-1]
-
-
-def test_a_rank_that_is_killed_while_its_job_is_requeued_changes_nothing(jobs):
-    straight = jobs.submit(jobs.write("straight"), "--nodes=2")
-    requeued = jobs.submit(jobs.write("requeued", checkpoint_every=2, hyperparams={"hold": "go"}), "--nodes=2")
-    pids = jobs.until_reached()
-    jobs.slurm.call("scontrol", "requeue", requeued)
-    os.kill(pids[0], signal.SIGKILL)
-    (jobs.folder / "go").touch()
-
-    jobs.slurm.until(lambda: jobs.slurm.job(requeued, "Restarts") == "1", "the job runs again")
-    assert [jobs.slurm.wait(job) for job in (requeued, straight)] == [("COMPLETED", 0)] * 2
-    assert jobs.weights("requeued") == jobs.weights("straight")
-    assert validate_events(jobs.folder / "runs/requeued/metrics/events.jsonl") == []
-    assert [event["event"] for event in jobs.events("requeued")].count("completed") == 1
-
-
-def test_uneven_tasks_per_node_train_like_the_same_number_on_one_node(uneven):
-    jobs, apart, together = uneven
-    assert [jobs.slurm.wait(job) for job in (apart, together)] == [("COMPLETED", 0)] * 2, jobs.output("uneven")
-
-    places = [json.loads((jobs.folder / f"place-uneven-{rank}").read_text()) for rank in range(3)]
-    assert places == [[0, 3, "n9", 0, apart], [1, 3, "n9", 1, apart], [2, 3, "n10", 0, apart]]
-    assert jobs.weights("uneven") == jobs.weights("even")
 
 
 def test_the_end_of_its_time_leaves_a_durable_checkpoint_and_is_no_preemption(limited):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from genlight.adapter.contract.types import StepResult
+from support.trainer_class import Stateless
 
 COUNT = 4
 """Batches of a job."""
@@ -19,18 +20,13 @@ def batches(count: int = COUNT) -> list[dict[str, list[list[float]]]]:
     ]
 
 
-class Plain:
+class Plain(Stateless):
     """Draws its weights without seeding, has dropout and a schedule, and changes the raw batch."""
 
     lr = 0.01
 
-    def setup(self, ctx):
-        pass
-
     def configure(self, ctx):
-        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(ctx.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=self.lr)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ctx.job.max_steps)
+        model, optimizer, schedule = build(ctx.job.max_steps, ctx.device, self.lr)
         return {"model": model, "optimizer": optimizer, "scheduler": schedule}
 
     def prepare_batch(self, raw, state, ctx):
@@ -47,11 +43,12 @@ class Plain:
     def loss(self, error):
         return error.square().mean()
 
-    def state_dict(self, state):
-        return {}
 
-    def load_state_dict(self, state, payload, ctx):
-        pass
+def build(steps, device, lr):
+    """Return a network, its optimizer and its schedule."""
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
 
 class Sums(Plain):
@@ -144,9 +141,7 @@ LOCKED = HasALock()
 def old_loop(batches, steps, device, *, lr=0.01, scale=1.0, first=lambda: None):
     """The same training, as somebody had it before."""
     first()
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    model, optimizer, schedule = build(steps, device, lr)
     for batch in batches:
         loss = (model(torch.tensor(batch["x"])) - torch.tensor(batch["y"])).square().mean() * scale
         optimizer.zero_grad()
@@ -193,9 +188,7 @@ def wants_more(batches, config_file, verbose=False):
 
 def with_a_closure(batches, steps, device):
     """Steps like Lightning's automatic optimization."""
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    model, optimizer, schedule = build(steps, device, 0.01)
     for batch in batches:
 
         def closure(batch=batch):

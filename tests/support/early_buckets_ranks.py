@@ -59,11 +59,6 @@ def a_layer_that_one_rank_leaves_out(net, step, rank):
     net(rows(step, rank), aside=rank == 0 or step == 2).backward()
 
 
-def a_layer_that_comes_and_goes(net, step, rank):
-    net.aside.requires_grad_(step % 2 == 0)
-    net(rows(step, rank)).backward()
-
-
 def frozen_after_backward(net, step, rank):
     net.requires_grad_(True)
     net(rows(step, rank)).backward()
@@ -107,14 +102,6 @@ def a_gradient_that_is_kept(net, step, rank):
         net.kept = [p.grad for p in net.parameters()]
 
 
-def differentiated_by_hand_as_well(net, step, rank):
-    loss = net(rows(step, rank))
-    loss.backward(retain_graph=True)
-    gradients = torch.autograd.grad(loss, list(net.last.parameters()))
-    for parameter, gradient in zip(net.last.parameters(), gradients, strict=True):
-        parameter.grad = parameter.grad + gradient
-
-
 def checkpointed_segments_that_share_a_layer(net, step, rank):
     from torch.utils.checkpoint import checkpoint
 
@@ -122,23 +109,6 @@ def checkpointed_segments_that_share_a_layer(net, step, rank):
     for _ in range(2):
         hidden = checkpoint(net.first, hidden, use_reentrant=True)
     net.last(net.second(hidden)).square().mean().backward()
-
-
-def a_checkpointed_segment_that_one_rank_uses_twice(net, step, rank):
-    from torch.utils.checkpoint import checkpoint
-
-    hidden = rows(step, rank).requires_grad_()
-    for _ in range(2 if rank == 0 or step == 3 else 1):
-        hidden = checkpoint(net.first, hidden, use_reentrant=True)
-    net.last(net.second(hidden)).square().mean().backward()
-
-
-def a_gradient_that_a_hook_of_one_rank_changes(net, step, rank):
-    def change(grad):
-        if rank == 1:
-            net.last.weight.grad.mul_(2)
-
-    net(rows(step, rank), around=lambda hidden: (hidden.register_hook(change), hidden)[1]).backward()
 
 
 def a_gradient_that_a_hook_replaces_in_a_late_step(net, step, rank):
@@ -177,15 +147,11 @@ SCENARIOS: dict[str, Callable[[nn.Module, int, int], None]] = {
         one_call,
         more_calls_and_fewer,
         a_layer_that_one_rank_leaves_out,
-        a_layer_that_comes_and_goes,
         frozen_after_backward,
         a_call_that_fails,
         a_collective_inside_of_backward,
         a_gradient_that_is_kept,
-        differentiated_by_hand_as_well,
         checkpointed_segments_that_share_a_layer,
-        a_checkpointed_segment_that_one_rank_uses_twice,
-        a_gradient_that_a_hook_of_one_rank_changes,
         a_gradient_that_a_hook_replaces_in_a_late_step,
         phases_whose_gradients_stay,
         added_to_after_a_look,
