@@ -70,12 +70,13 @@ class Rank:
         yield
         dist.destroy_process_group()
 
-    def strategy(self, kind: str = "ddp", **settings: Any) -> Strategy:
+    def strategy(self, kind: str = "ddp", tensor_parallel: int = 1, **settings: Any) -> Strategy:
         """Lightning's strategy: ``ddp``, or ``sharded`` for a module that shards itself."""
         environment = Ranks(self.number, self.world_size)
         if kind == "ddp":
             return DDPStrategy(cluster_environment=environment, process_group_backend="gloo", **settings)
-        strategy = ModelParallelStrategy(self.world_size, 1, process_group_backend="gloo", **settings)
+        sizes = (self.world_size // tensor_parallel, tensor_parallel)
+        strategy = ModelParallelStrategy(*sizes, process_group_backend="gloo", **settings)
         strategy.cluster_environment = environment
         return strategy
 

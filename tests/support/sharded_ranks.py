@@ -18,14 +18,14 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from rank import Ranks
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from rank import Rank
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trainer_class import TrainsAndCounts
 
-from genlight.adapter.contract.types import StepResult, TrainingJobSpec
+from genlight.adapter.contract.types import TrainingJobSpec
 from genlight.adapter.module.module import ContractModule
 from genlight.callbacks.checkpoint import Checkpoint, capture as host_buffer, newest_valid
 from genlight.callbacks.checkpoint.loading import StoredSlices
@@ -40,17 +40,21 @@ def network():
     return torch.nn.Sequential(first, torch.nn.BatchNorm1d(WIDTH + 1), torch.nn.Dropout(0.5), second)
 
 
-class Toy:
+class Toy(TrainsAndCounts):
     """A trainer class that knows nothing of sharding; draws its data and its dropout from each rank's own generator."""
 
     def setup(self, ctx):
         self.rank = ctx.rank
+        super().setup(ctx)
+
+    def model(self):
+        return network()
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.01)
 
     def configure(self, ctx):
-        torch.manual_seed(0)
-        state = {"model": network(), "ema": network(), "step": 0}
-        state["ema"].requires_grad_(False)
-        state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), lr=0.01)
+        state = {**super().configure(ctx), "ema": network().requires_grad_(False)}
         torch.manual_seed(1 + self.rank)
         return state
 
@@ -58,15 +62,11 @@ class Toy:
         return torch.randn(6, 8)
 
     def train_step(self, batch, state, ctx):
-        loss = state["model"](batch).square().mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
+        result = super().train_step(batch, state, ctx)
         with torch.no_grad():
             for mine, theirs in zip(state["ema"].parameters(), state["model"].parameters(), strict=True):
                 mine.lerp_(theirs, 0.1)
-        state["step"] += 1
-        return StepResult({"loss": loss.detach()})
+        return result
 
     def state_dict(self, state):
         weights = state["model"].state_dict()
@@ -80,10 +80,9 @@ class Toy:
         }
 
     def load_state_dict(self, state, payload, ctx):
-        state["model"].load_state_dict(payload["model"])
-        state["ema"].load_state_dict(payload["ema"])
-        state["optimizer"].load_state_dict(payload["optimizer"])
-        state["step"] = payload["step"]
+        super().load_state_dict(state, payload, ctx)
+        for part in ("model", "ema", "optimizer"):
+            state[part].load_state_dict(payload[part])
         assert abs(float(payload["model"]["3.weight"].sum()) - payload["total"]) < 1e-6
         assert torch.equal(payload["half"]["0.weight"] + 0, payload["model"]["0.weight"].half())
 
@@ -226,19 +225,15 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def strategy_of(name, rank, world_size):
-    environment = Ranks(rank, world_size)
+def strategy_of(name, rank):
     if name == "single":
-        return "auto"
+        return SingleDeviceStrategy("cpu")
     if name == "ddp":
-        return DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
-    tensor = 2 if name == "fsdp in pairs" else 1
-    strategy = ModelParallelStrategy(world_size // tensor, tensor, process_group_backend="gloo")
-    strategy.cluster_environment = environment
-    return strategy
+        return rank.strategy()
+    return rank.strategy("sharded", tensor_parallel=2 if name == "fsdp in pairs" else 1)
 
 
-def run(job, rank, world_size, counters):
+def run(job, rank, counters):
     messages = Messages()
     logging.getLogger("genlight").addHandler(messages)
     checkpoint = Checkpoint(
@@ -249,16 +244,11 @@ def run(job, rank, world_size, counters):
         asynchronous=job.get("asynchronous", True),
         on_error=job.get("on_error", "stop"),
     )
-    trainer = pl.Trainer(
-        strategy=strategy_of(job["strategy"], rank, world_size),
-        accelerator="cpu",
-        devices=1 if job["strategy"] == "single" else world_size,
+    trainer = rank.trainer(
+        *(Act(job, checkpoint), checkpoint),
+        strategy=strategy_of(job["strategy"], rank),
+        devices=1 if job["strategy"] == "single" else rank.world_size,
         max_steps=job["steps"],
-        callbacks=[Act(job, checkpoint), checkpoint],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         accumulate_grad_batches=job.get("accumulate", 1),
     )
     if job["kind"] == "contract":
@@ -279,7 +269,7 @@ def run(job, rank, world_size, counters):
     logging.getLogger("genlight").removeHandler(messages)
     if not result["problem"]:
         result["weights"] = weights_of(module)
-        if rank and job["kind"] != "contract":
+        if rank.number and job["kind"] != "contract":
             # Rank zero saves everything that is not sharded, and nobody makes these statistics equal.
             result["weights"] = {name: t for name, t in result["weights"].items() if "running" not in name}
         result["moments"] = moments_of(trainer.optimizers[0])
@@ -307,17 +297,15 @@ def held_by(module, optimizer):
     return sum(t.to_local().nbytes for t in tensors if isinstance(t, DTensor))
 
 
-def rank_main(rank, phase, folder):
+def rank_main(number, phase, folder):
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    store = f"file://{folder}/{phase['name']}-store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=phase["world_size"])
-    counters = Counters()
-    results = {job["key"]: run(job, rank, phase["world_size"], counters) for job in phase["jobs"]}
-    torch.save(results, folder / f"{phase['name']}-rank{rank}.pt")
-    dist.destroy_process_group()
+    rank, counters = Rank(number, phase["world_size"], folder), Counters()
+    with rank.group(f"{phase['name']}-store"):
+        results = {job["key"]: run(job, rank, counters) for job in phase["jobs"]}
+        torch.save(results, folder / f"{phase['name']}-rank{number}.pt")
 
 
 def fork(rank, phase, folder):
