@@ -71,7 +71,7 @@ def hostile_server():
 
 TRAINER = '''
 import logging, threading, warnings
-from genlight.adapter import StepResult
+from support.trainer_class import Counts
 
 
 class Unspeakable(Exception):
@@ -79,29 +79,17 @@ class Unspeakable(Exception):
         raise RuntimeError("no words")
 
 
-class Trainer:
-    """Counts its steps; at the one that a hyperparameter names it does what another one says."""
+class Trainer(Counts):
+    """Counts its steps; in the second one it does what a hyperparameter says."""
 
     def setup(self, ctx):
         self.p = ctx.job.hyperparams
 
-    def configure(self, ctx):
-        return {"steps": 0}
-
-    def prepare_batch(self, raw, state, ctx):
-        return raw
-
     def train_step(self, batch, state, ctx):
-        state["steps"] += 1
-        if state["steps"] == self.p.get("at", 2):
+        result = super().train_step(batch, state, ctx)
+        if state["steps"] == 2:
             exec(self.p.get("does", ""), {**globals(), "p": self.p, "ctx": ctx, "state": state})
-        return StepResult(metrics={"loss": 1.0})
-
-    def state_dict(self, state):
-        return state
-
-    def load_state_dict(self, state, payload, ctx):
-        state.update(payload)
+        return result
 '''
 
 
@@ -112,22 +100,13 @@ class Job:
         self.folder, self.out, self.module = folder, folder / "out", module
         self.environ = {"HOME": "/nowhere"}
 
-    def run(self, does="", *overrides, hyperparams=None, **fields):
-        from genlight.adapter.run.run import RunOptions, run_job
+    def run(self, does="", *, hyperparams=None, **fields):
+        from support.jobs import run, write_job
 
-        job = {
-            "run_id": "r",
-            "trainer": f"{self.module}:Trainer",
-            "max_steps": 4,
-            "metric_every": 2,
-            "mock_batches": [1, 2, 3, 4],
-            "hyperparams": {"does": does, **(hyperparams or {})},
-            "lightning": {"accelerator": "cpu", "enable_progress_bar": False},
-            **fields,
-        }
-        (self.folder / "job.json").write_text(json.dumps(job))
-        settings = (f"artifacts_dir={self.out}", *overrides)
-        return run_job(RunOptions(self.folder / "job.json", settings, environ=self.environ))
+        usual = {"max_steps": 4, "metric_every": 2, "mock_batches": [1, 2, 3, 4]}
+        usual["lightning"] = {"accelerator": "cpu", "enable_progress_bar": False}
+        given = {"trainer": f"{self.module}:Trainer", "hyperparams": {"does": does, **(hyperparams or {})}}
+        return run(write_job(self.folder, **usual | given | fields), environ=self.environ)
 
     @property
     def events(self):

@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from genlight.adapter.contract.exceptions import StartupContractError, UploadError
-from genlight.callbacks.checkpoint import RecordMeta, save
-from genlight.callbacks.checkpoint.format import record as record_module
 from genlight.callbacks.checkpoint.format.record import record_paths
-from genlight.callbacks.checkpoint.listing import list_checkpoints
 from genlight.callbacks.checkpoint.selection import MOST_WARNINGS, newest_valid
-from genlight.callbacks.checkpoint.storage import sweep
 from genlight.reporters.uploads import UploadConfig, Uploader
 from genlight.reporters.uploads.queue import DELIVERED, Entry, Queue, pack, read_entries
 from support.messages import refusal
@@ -253,47 +249,6 @@ def test_a_byte_that_is_wrong(sound, name, place, byte, cut):
         assert str(damaged) in refusal
     else:
         assert {entry.kind for entry in read_entries(folder / "uploads")} <= {"checkpoint", "metrics", "terminal"}
-
-
-FOREIGN = {
-    "notes.json": b'{"a": 1}',
-    "list.json": b"[1, 2]",
-    "empty.json": b"",
-    "step-7x.json": b"{}",
-    "x.txt": b"text",
-    "\udcff.json": b"\xff",
-}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    for name, data in FOREIGN.items():
-        (tmp_path / name).write_bytes(data)
-    (tmp_path / "theirs").mkdir()
-    return tmp_path
-
-
-def test_files_of_others_are_passed_over(folder):
-    assert list_checkpoints(folder) == []
-    assert newest_valid(folder) == (None, [])
-    assert sweep(folder) == []
-    assert {path.name for path in folder.iterdir()} == {*FOREIGN, "theirs"}
-
-
-def test_records_are_found_among_them(folder):
-    save(folder / "of-any-name", {"global_step": 2}, meta=RecordMeta(run_id="r"))
-    (folder / "step-00000001.json").write_text(json.dumps({"step": 1, "state": {"a": 1}}, indent=2))
-
-    assert [listed.path.name for listed in list_checkpoints(folder)] == ["step-00000001.json", "of-any-name.json"]
-    assert newest_valid(folder)[0].step == 2
-
-
-def test_of_many_files_of_others_none_is_parsed(tmp_path, monkeypatch):
-    for number in range(2000):
-        (tmp_path / f"foreign-{number}.json").write_text('{"a": 1}')
-    monkeypatch.delattr(record_module.json, "loads")
-
-    assert newest_valid(tmp_path) == (None, [])
 
 
 def test_of_many_broken_records_a_few_are_named_and_the_others_counted(tmp_path):

@@ -304,52 +304,36 @@ def _reference(folder, **changes):
     return {"$tensor": {**weights["$tensor"], **changes}}
 
 
-VALUES = [
-    {"$int": "0x" + "f" * 2_000_000 + "g"},
-    {"$int": 7},
-    {"$float": []},
-    {"$dict": [[1]]},
-    {"$dict": [[[], 1]]},
-    {"$dict": 7},
-    {"$tuple": 7},
-    {"$set": [[]]},
-    {"$bytes": "not base64"},
-    {"$complex": [1, 2, 3]},
-    {"$path": 7},
-    {"$default": ["eval", []]},
-    {"$deque": [-1, []]},
-    {"$arguments": {"a": {"$set": [{}]}}},
-    {"$arguments": 7},
-    {"$namedtuple": [7, []]},
-    {"$dataclass": ["x"]},
-    {"$enum": [1, 2]},
-    {"$torch": 7},
-    {"$torch": "load"},
-    {"$unheard": 1},
-    {"$enum": ["enum:Flag", "NONE"]},
-    {"$dataclass": ["dataclasses:Field", {}]},
-    {"$namedtuple": ["os:stat_result", []]},
-    {"$wrapper": ["os:PathLike", {}]},
-    {"$device": "cuda:99999999999"},
-    {"$device": "nowhere"},
-    {"$device": []},
-    {"$size": "x"},
-    {"$size": [-1]},
-    {"$size": [2**70]},
-    {"$npscalar": ["<f4", "00"]},
-    {"$npscalar": ["|O", "0000000000000000"]},
-    {"$npscalar": ["((((", "00"]},
-    {"$tensor": 7},
-    {"$ndarray": {}},
-    {"$ndarray": ["<i8", [4], 7]},
-    {"$sparse": []},
-    {"$sparse": [1, 2, [3], True]},
-    {"$sparse": 7},
-    {"$tensor": {"file": "model.safetensors", "key": "w", "sharded": {"dtype": "float32", "shape": [1 << 40]}}},
-]
+VALUES = {
+    "$int": ["0x" + "f" * 2_000_000 + "g", 7],
+    "$float": [[]],
+    "$dict": [[[1]], [[[], 1]], 7],
+    "$tuple": [7],
+    "$set": [[[]]],
+    "$bytes": ["not base64"],
+    "$complex": [[1, 2, 3]],
+    "$path": [7],
+    "$default": [["eval", []]],
+    "$deque": [[-1, []]],
+    "$arguments": [{"a": {"$set": [{}]}}, 7],
+    "$namedtuple": [[7, []], ["os:stat_result", []]],
+    "$dataclass": [["x"], ["dataclasses:Field", {}]],
+    "$enum": [[1, 2], ["enum:Flag", "NONE"]],
+    "$wrapper": [["os:PathLike", {}]],
+    "$torch": [7, "load"],
+    "$unheard": [1],
+    "$device": ["cuda:99999999999", "nowhere", []],
+    "$size": ["x", [-1], [2**70]],
+    "$npscalar": [["<f4", "00"], ["|O", "0000000000000000"], ["((((", "00"]],
+    "$tensor": [7, {"file": "model.safetensors", "key": "w", "sharded": {"dtype": "float32", "shape": [1 << 40]}}],
+    "$ndarray": [{}, ["<i8", [4], 7]],
+    "$sparse": [[], [1, 2, [3], True], 7],
+}
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:60])
+@pytest.mark.parametrize(
+    "value", [{tag: content} for tag, found in VALUES.items() for content in found], ids=lambda value: repr(value)[:60]
+)
 def test_a_malformed_value_is_a_broken_checkpoint(checkpoints, value):
     _with_state(checkpoints, {"a": value})
     _passed_over(checkpoints)
@@ -552,7 +536,7 @@ def test_a_tensor_whose_elements_overlap_is_stored_by_its_values(tmp_path):
     assert torch.equal(load(tmp_path / "step-00000001")["genlight"]["state"]["a"], overlapping)
 
 
-TAGS = st.sampled_from([next(iter(value)) for value in VALUES] + ["$ndarray", "$ordered", "$counter", "$slice", "$new"])
+TAGS = st.sampled_from([*VALUES, "$ordered", "$counter", "$slice", "$new"])
 SHAPES = st.lists(NUMBERS, max_size=3)
 REFERENCES = st.fixed_dictionaries(
     {
@@ -604,38 +588,38 @@ SLICED = {
 SIZES = {"rank-00000/model.safetensors": 80, "rank-00001/model.safetensors": 80}
 
 
+WRONG_TENSORS = {
+    "shape": [[], [TIB, TIB], "42"],
+    "dtype": [["float32"], "float99", "float64"],
+    "file": [None, "../model.safetensors"],
+    "slices": [[]],
+}
+WRONG_SLICES = {
+    "rank": [1, -1, 7],
+    "box": [
+        *({"offset": offset, "shape": [2] * len(offset)} for offset in ([0], [1, 0])),
+        *({"offset": [0, 0], "shape": shape} for shape in ([-2, -2], [0, 2])),
+    ],
+    "begin": [-1, 65, 2**70],
+    "xxh3_128": [None, 7],
+}
+
+
 @pytest.mark.parametrize(
-    ("tensor", "part"),
+    ("is_slice", "member", "value"),
     [
-        ({"shape": []}, {}),
-        ({"shape": [TIB, TIB]}, {}),
-        ({"shape": "42"}, {}),
-        ({"dtype": ["float32"]}, {}),
-        ({"dtype": "float99"}, {}),
-        ({"dtype": "float64"}, {}),
-        ({"file": None}, {}),
-        ({"file": "../model.safetensors"}, {}),
-        ({"slices": []}, {}),
-        ({}, {"rank": 1}),
-        ({}, {"rank": -1}),
-        ({}, {"rank": 7}),
-        ({}, {"box": {"offset": [0], "shape": [2]}}),
-        ({}, {"box": {"offset": [0, 0], "shape": [-2, -2]}}),
-        ({}, {"box": {"offset": [1, 0], "shape": [2, 2]}}),
-        ({}, {"box": {"offset": [0, 0], "shape": [0, 2]}}),
-        ({}, {"begin": -1}),
-        ({}, {"begin": 65}),
-        ({}, {"begin": 2**70}),
-        ({}, {"xxh3_128": None}),
-        ({}, {"xxh3_128": 7}),
+        (wrong is WRONG_SLICES, member, value)
+        for wrong in (WRONG_TENSORS, WRONG_SLICES)
+        for member, values in wrong.items()
+        for value in values
     ],
     ids=repr,
 )
-def test_a_malformed_index_of_slices_is_refused(tensor, part):
+def test_a_malformed_index_of_slices_is_refused(is_slice, member, value):
     first, second = SLICED["slices"]
-    data = json.dumps([SLICED | {"slices": [first | part, second]} | tensor]).encode()
+    change = {"slices": [first | {member: value}, second]} if is_slice else {member: value}
     with pytest.raises(ValueError, match=r"'w'|Expected"):
-        parse_slices(data, SIZES)
+        parse_slices(json.dumps([SLICED | change]).encode(), SIZES)
 
 
 @given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))

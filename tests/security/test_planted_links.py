@@ -1,6 +1,5 @@
 """A neighbour who was in the folder first: with links, pipes, devices, locks and directories."""
 
-import contextlib
 import fcntl
 import os
 import socket
@@ -278,17 +277,6 @@ def test_a_planted_folder_of_samples_is_refused(config_of, tmp_path, stranger):
     os.lchown(tmp_path / "out" / "samples", stranger, -1)
     with refusal(StartupContractError):
         prepare_artifact_dirs(config_of())
-
-
-def test_what_a_run_makes_is_for_this_user_alone(config_of, tmp_path):
-    config = config_of()
-    prepare_artifact_dirs(config)
-    with lock_artifacts(config), contextlib.closing(Queue(tmp_path / "out" / "uploads")):
-        modes = {
-            str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode)
-            for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]
-        }
-    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 
 
 def test_a_failed_start_writes_no_event_into_a_folder_of_others(config_of, tmp_path):

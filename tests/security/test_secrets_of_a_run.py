@@ -14,6 +14,7 @@ from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.adapter.cli import main
 from genlight.callbacks import Checkpoint, Heartbeat, SystemMonitor
 from genlight.reporters import EventLogger, read_events
+from support import SUPPORT
 from support.forked import run_forked
 from support.plain_module import Plain
 from support.trainer_class import Counts
@@ -82,6 +83,26 @@ def test_whatever_a_trainer_does_with_its_secrets_none_leaves_the_process(job, r
     assert leaks(*files, bodies, shown.encode()) == set()
     assert "<hidden>" in shown
     assert receiver.posts
+
+
+@pytest.mark.parametrize(("path", "status"), [("/files/x.parquet", 403), ("/checkpoint", 401), ("/terminal", 422)])
+def test_a_request_that_a_server_refuses_shows_no_secret_of_its_url(job, receiver, capfd, caplog, path, status):
+    caplog.set_level(logging.DEBUG)
+    receiver.status[path] = status
+    job.environ["TRAINER_CAPABILITY_TOKEN"] = CANARIES["token"]
+
+    def url(path):
+        address = receiver.url.removeprefix("http://")
+        return f"http://me:{CANARIES['url']}@{address}{path}?sig={CANARIES['signature']}"
+
+    fields = {"uploads": {f"{kind}_url": url(f"/{kind}") for kind in ("metrics", "checkpoint", "terminal")}}
+    if path.startswith("/files"):
+        fields |= {"mock_batches": ..., "dataset": {"batch_size": 4}, "inputs": {"dataset_parquet_urls": [url(path)]}}
+    assert job.run(**fields) == 1
+
+    shown = "".join([caplog.text, *capfd.readouterr(), str(receiver.posts)])
+    assert leaks(*(path.read_bytes() for path in job.out.rglob("*") if path.is_file()), shown.encode()) == set()
+    assert path in shown
 
 
 def test_loggers_are_told_hyperparameters_without_secrets(job):
@@ -177,9 +198,13 @@ def fit_config(job, does, events):
 @pytest.mark.parametrize("saying", ["exception", "log", "thread"])
 def test_neither_does_a_fit_show_them(job, saying):
     """A separate process, so that its interpreter prints uncaught exceptions."""
-    path = fit_config(job, SAYINGS[saying], job.folder / "events")
-    environ = {**os.environ, "PYTHONPATH": str(job.folder), "MY_API_KEY": CANARIES["variable"]}
-    done = run_forked("fit", "--config", path, folder=job.folder, environ=environ)
+    config = fit_config(job, SAYINGS[saying], job.folder / "events")
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{job.folder}{os.pathsep}{SUPPORT.parent}",
+        "MY_API_KEY": CANARIES["variable"],
+    }
+    done = run_forked("fit", "--config", config, folder=job.folder, environ=environ)
 
     raises = saying.startswith("exception")
     assert done.returncode == (1 if raises else 0), done.stderr
