@@ -98,14 +98,6 @@ class ClipsEachCall(Sound):
         return StepResult({"loss": loss.detach()})
 
 
-class ClipsAndSumsUp(ClipsEachCall):
-    def between(self, state):
-        super().between(state)
-        for parameter in state["model"].parameters():
-            parameter.summed = parameter.grad + getattr(parameter, "summed", 0)
-        state["optimizer"].zero_grad()
-
-
 class WritesBetweenCalls(ClipsEachCall):
     def between(self, state):
         for parameter in state["model"].parameters():
@@ -116,12 +108,6 @@ class ClearsBetweenCalls(ClipsEachCall):
     def between(self, state):
         torch.nn.utils.get_total_norm([parameter.grad for parameter in state["model"].parameters()])
         state["optimizer"].zero_grad(set_to_none=state["count"] % 2 == 0)
-
-
-class ClipsAndUpdates(ClipsEachCall):
-    def between(self, state):
-        super().between(state)
-        state["optimizer"].step()
 
 
 class Misspells(Sound):
@@ -312,17 +298,6 @@ class ForgetsAverage(Sound):
             state["shadow"][name].lerp_(p.detach(), 0.1)
 
 
-class ForgetsLateCounter(Sound):
-    """A counter that decides what the hundredth step does."""
-
-    def configure(self, ctx):
-        return {**super().configure(ctx), "warm": 0}
-
-    def loss(self, batch, state):
-        state["warm"] += 1
-        return super().loss(batch, state) * (2 if state["warm"] > 100 else 1)
-
-
 class ForgetsBest(Sound):
     """Keeps the lowest loss so far, but the first step after a resume resets it."""
 
@@ -335,35 +310,12 @@ class ForgetsBest(Sound):
         return super().loss(batch, state)
 
 
-class NonPersistent(Sound):
-    """Statistics in a buffer that no state dict has, used only for sampling."""
-
-    class Net(nn.Sequential):
-        def __init__(self, *parts):
-            super().__init__(*parts)
-            self.register_buffer("seen", torch.zeros(2), persistent=False)
-
-        def forward(self, x):
-            self.seen.lerp_(x.detach().mean(0), 0.5)
-            return super().forward(x)
-
-    def model(self):
-        return self.Net(nn.Linear(2, 1))
-
-
 class ReadsAClock(Sound):
     """Keeps a time stamp, a difference that is no fault."""
 
     def loss(self, batch, state):
         state["began_at"] = time.monotonic()
         return super().loss(batch, state)
-
-
-class WrittenNotRead(Sound):
-    """Saves its counter and does not take it back."""
-
-    def load_state_dict(self, state, payload, ctx):
-        pass
 
 
 class HiddenState(Sound):
@@ -400,15 +352,6 @@ class Overflowing(Sound):
         # 1 if `out` was computed in fp32; division by zero if in bf16
         exact = (out.float() - out.float().bfloat16().float()).abs().max()
         return (out - batch[1]).square().mean() * (exact / exact)
-
-
-class RankDependent(ByGradient):
-    def loss(self, batch, state):
-        return super().loss(batch, state) * (1 + self.world_size)
-
-    def configure(self, ctx):
-        self.world_size = ctx.world_size
-        return super().configure(ctx)
 
 
 class ReplacedByOwnRows(WithoutDropout):

@@ -122,12 +122,9 @@ FAULTS = (
     ("HardCoded", "devices", "fail", "check_zoo.py:"),
     ("Unstorable", "state", "fail", 'state["items"][1]: generator cannot be stored'),
     ("ForgetsALongHistory", "state round trip", "fail", 'payload["history"][19999] differs'),
-    ("WrittenNotRead", "state round trip", "fail", 'payload["count"] differs after load_state_dict'),
     ("Forgetful", "resume", "fail", 'state["count"] was not restored'),
     ("ForgetsAverage", "resume", "fail", 'bit-equal, but state["shadow"]["0.weight"] differs at the end'),
-    ("ForgetsLateCounter", "resume", "fail", 'state["warm"] differs at the end'),
     ("ForgetsBest", "resume", "warn", "not restored (1 values) and is equal at the end because a later step wrote it"),
-    ("NonPersistent", "resume", "fail", 'state["model"].seen was not restored'),
     ("HiddenState", "resume", "fail", "although everything in state and trainer was restored"),
     ("Unseeded", "reproducible", "warn", "two runs from the same seed end with a different"),
     ("Overflowing", "bf16-mixed", "fail", "is not finite"),
@@ -135,7 +132,6 @@ FAULTS = (
     ("NanMetric", "metrics", "warn", "accuracy is nan after each of 4 steps"),
     ("NoZeroGrad", "gradients", "warn", 'are still part of the next one, of state["model"].0.weight'),
     ("ClipsEachCall", "changed gradients", "warn", "before " + str(SUPPORT / "check_zoo.py")),
-    ("ClipsAndSumsUp", "changed gradients", "warn", "between two backward calls of one update"),
     ("WritesBetweenCalls", "changed gradients", "warn", "between two backward calls of one update"),
     ("HoldsACopy", "updates", "fail", 'no weight changed in 4 steps: state["optimizer"] never had a gradient'),
     ("NeverUpdates", "updates", "warn", "no weight changed in 4 steps"),
@@ -157,7 +153,7 @@ def test_fault_is_reported_with_a_remedy(monkeypatch, name, check, level, expect
     assert finding.remedy or check in ("steps", "discovered") or "in `load_state_dict`" in finding.detail
 
 
-@pytest.mark.parametrize("name", ["Accumulates", "ClearsBetweenCalls", "ClipsAndUpdates"])
+@pytest.mark.parametrize("name", ["Accumulates", "ClearsBetweenCalls"])
 def test_changes_of_gradients_that_bound_no_rows_are_not_reported(monkeypatch, name):
     assert "changed gradients" not in findings_of(name, monkeypatch)
 
@@ -171,7 +167,6 @@ ON_RANKS = (
     ("LbfgsOptimizer", {"ranks": "pass: bit-equal to each other", "sharded": 'warn: state["optimizer"]: LBFGS needs'}),
     ("SumLoss", {"ranks": "pass: bit-equal to each other", "batch size": "warn: away from the full"}),
     ("WrappedOptimizer", {"ranks": "pass: bit-equal to each other", "sharded": "pass: agrees with DDP"}),
-    ("RankDependent", {"ranks": "fail: away from one process, at"}),
     ("Drifting", {"ranks": 'fail: tensors differ between ranks, the first is state["model"].0.bias'}),
     ("ReplacedByOwnRows", {"ranks": "fail: ContractError: A run whose layers change while training"}),
     ("FailingOnOneRank", {"ranks": "fail: rank 1: ValueError: no rows on this rank"}),
