@@ -3,11 +3,8 @@
 import ctypes
 import os
 import signal
-import threading
 
-import pytest
 import torch
-from torch import nn
 
 from support.device import races, waits
 
@@ -19,22 +16,6 @@ def check_the_host_cannot_read_its_memory():
         ctypes.string_at(tensor.data_ptr(), 4)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
-
-
-def check_tensors_of_host_and_device_do_not_mix():
-    on_device = torch.ones(3, device="sim")
-    assert (on_device * torch.tensor(2.0)).tolist() == [2, 2, 2]  # a single number may come from the host
-    for operation in (torch.add, torch.dot, torch.outer):
-        with pytest.raises(RuntimeError, match="same device"):
-            operation(on_device, torch.ones(3))
-
-
-def check_backward_runs_in_a_thread_of_the_device():
-    weight, threads = torch.ones(3, device="sim", requires_grad=True), []
-    weight.register_hook(lambda gradient: threads.append(threading.get_ident()))
-    weight.pow(2).sum().backward()
-    assert threads != [threading.get_ident()]
-    assert weight.grad.tolist() == [2, 2, 2]
 
 
 def check_a_late_copy_arrives_with_its_event():
@@ -73,18 +54,3 @@ def check_waits_have_their_places():
     kinds = ["item", "copy to host", "copy to device", "operator", "device"]
     assert [wait.kind for wait in found] == kinds, found
     assert all(wait.frames[-1].filename == __file__ or "torch" in wait.frames[-1].filename for wait in found)
-
-
-def check_each_device_has_its_own_random_numbers():
-    states = torch.sim.get_rng_state_all()
-    drawn = [torch.rand(3, device=f"sim:{index}") for index in range(2)] + [torch.rand(3)]
-    assert len({tuple(each.tolist()) for each in drawn}) == 3
-    host = torch.get_rng_state()
-    nn.functional.dropout(torch.ones(8, device="sim"), 0.5)
-    assert torch.equal(torch.get_rng_state(), host)
-    torch.sim.set_rng_state_all(states)
-    assert torch.equal(torch.rand(3, device="sim:1"), drawn[1])
-    torch.manual_seed(3)
-    first = torch.randn(3, device="sim")
-    torch.manual_seed(3)
-    assert torch.equal(torch.randn(3, device="sim"), first)

@@ -10,17 +10,17 @@ from support.device import reason_to_skip
 
 KINDS = {
     "accumulation": "LooseOverTwoSteps",
-    "diffusion": "NoiseDrawnInTheStep",
+    "diffusion": "Ddpm",
     "distillation": "FeatureDistilled",
     "ema": "EmaModule",
     "gan": "WganGp",
     "language": "LmWithDropout",
-    "meta_learning": "AdversarialTraining",
+    "meta_learning": "FirstOrderMaml",
     "moe": "StochasticDepth",
     "optimizers": "RowwiseAdagrad",
     "recipes": "ReversibleBlocks",
     "rl": "ClippedPolicy",
-    "self_supervised": "Byol",
+    "self_supervised": "MomentumContrast",
     "updates": "ClippedByHand",
     "vision": "ResNetBatchNorm",
 }

@@ -2,13 +2,11 @@
 
 import pytest
 
-from device import collectives, feeds, one_rank, ranks, rules, services
+from device import feeds, one_rank, ranks, rules, services
 from support.device import Waiting
 from support.device.checks import names_of, outcomes_of
 
 device = outcomes_of(rules)
-process_group = outcomes_of(collectives, world_size=2)
-process_group_if_streams_wait = outcomes_of(collectives, world_size=2, waiting=Waiting.STREAM)
 one_device = outcomes_of(one_rank)
 services_of_a_training = outcomes_of(services)
 batches_of_a_feed = outcomes_of(feeds)
@@ -16,8 +14,6 @@ two_devices = outcomes_of(ranks, world_size=2, waiting=Waiting.STREAM)
 
 MODULES = {
     "device": rules,
-    "process_group": collectives,
-    "process_group_if_streams_wait": collectives,
     "one_device": one_rank,
     "services_of_a_training": services,
     "batches_of_a_feed": feeds,

@@ -1,4 +1,4 @@
-"""Teachers and students, pruning, quantization, precision by hand."""
+"""Teachers and students, precision by hand."""
 
 import torch
 from torch import nn
@@ -9,34 +9,24 @@ from genlight.adapter.contract.types import StepResult
 from .base import Base, labelled, mlp
 
 
-class Distilled(Base):
+class FeatureDistilled(Base):
+    """A frozen teacher; a hook of it captures inner activations."""
+
     rows = staticmethod(labelled)
 
     def configure(self, ctx):
         student, teacher = mlp(6, 3), mlp(6, 3, hidden=24).requires_grad_(False).eval()
-        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-        return {"student": student, "teacher": teacher, "optimizer": optimizer}
+        bridge, self.caught = nn.Linear(3, 24), {}
+        teacher[0].register_forward_hook(lambda _, entering, out: self.caught.update(features=out))
+        optimizer = torch.optim.SGD([*student.parameters(), *bridge.parameters()], lr=0.1)
+        return {"student": student, "teacher": teacher, "bridge": bridge, "optimizer": optimizer}
 
     def loss(self, batch, state):
         with torch.no_grad():
             goal = state["teacher"](batch["x"]).softmax(1)
-        return kl_div(state["student"](batch["x"]).log_softmax(1), goal, reduction="batchmean")
-
-
-class FeatureDistilled(Distilled):
-    """A hook of the teacher captures inner activations."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        self.caught = {}
-        state["teacher"][0].register_forward_hook(lambda _, entering, out: self.caught.update(features=out))
-        state["bridge"] = nn.Linear(3, 24)
-        state["optimizer"].add_param_group({"params": state["bridge"].parameters()})
-        return state
-
-    def loss(self, batch, state):
-        base = super().loss(batch, state)
-        return base + mse_loss(state["bridge"](state["student"](batch["x"])), self.caught.pop("features"))
+        out = state["student"](batch["x"])
+        close = kl_div(out.log_softmax(1), goal, reduction="batchmean")
+        return close + mse_loss(state["bridge"](out), self.caught.pop("features"))
 
 
 class FloatMasters(Base):
@@ -60,15 +50,6 @@ class FloatMasters(Base):
             for master, p in zip(state["masters"], state["model"].parameters(), strict=True):
                 p.copy_(master)
         return StepResult({"loss": loss.detach()})
-
-
-class OwnAutocast(Base):
-    tolerance = 0.02
-
-    def loss(self, batch, state):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = state["model"](batch["x"])
-        return mse_loss(out.float(), batch["y"])
 
 
 class OwnScaler(Base):

@@ -31,20 +31,6 @@ class FirstOrderMaml(Base):
         return StepResult({"loss": loss.detach()})
 
 
-class Maml(Base):
-    """Second-order gradients, by functional calls."""
-
-    differs = "each rank makes the inner step with its own rows"
-
-    def loss(self, batch, state):
-        model = state["model"]
-        weights = dict(model.named_parameters())
-        inner = mse_loss(functional_call(model, weights, (batch["x"][:2],)), batch["y"][:2])
-        grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-        adapted = {n: w - 0.05 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
-        return mse_loss(functional_call(model, adapted, (batch["x"][2:],)), batch["y"][2:])
-
-
 class FunctionalGradients(Base):
     """Writes the result of torch.func.grad to .grad."""
 
@@ -70,16 +56,3 @@ class WritesGradients(Base):
             p.grad = g
         state["optimizer"].step()
         return StepResult({})
-
-
-class AdversarialTraining(Base):
-    """PGD on the input within the step."""
-
-    def loss(self, batch, state):
-        delta = torch.zeros_like(batch["x"])
-        for _ in range(2):
-            delta.requires_grad_()
-            attacked = mse_loss(state["model"](batch["x"] + delta), batch["y"])
-            (g,) = torch.autograd.grad(attacked, delta)
-            delta = (delta + 0.05 * g / (g.norm(dim=1, keepdim=True) + 1e-6)).detach()
-        return mse_loss(state["model"](batch["x"] + delta), batch["y"])

@@ -20,7 +20,7 @@ class OfTorch(Base, abstract=True):
         return self.make(parameters, lr=0.01)
 
 
-for _make in (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Adafactor):
+for _make in (torch.optim.Adagrad, torch.optim.Adafactor):
     type(_make.__name__, (OfTorch,), {"make": _make, "__module__": __name__})
 
 

@@ -6,7 +6,6 @@ from collections import deque
 
 import torch
 from torch import nn
-from torch.distributions import Normal
 from torch.nn.functional import mse_loss, smooth_l1_loss
 
 from genlight.adapter.contract.types import StepResult
@@ -14,12 +13,6 @@ from genlight.adapter.contract.types import StepResult
 from .base import Base, labelled, mlp
 
 OWN_REPLAY = "each rank has its own replay buffer"
-
-
-def soft_update(target, source, tau=0.1):
-    with torch.no_grad():
-        for t, s in zip(target.parameters(), source.parameters(), strict=True):
-            t.mul_(1 - tau).add_(s, alpha=tau)
 
 
 class DeepQ(Base):
@@ -69,51 +62,6 @@ class DeepQWithReplay(DeepQ):
         state["steps"] = payload["steps"]
         state["replay"].extend(payload["replay"])
         self.draw.setstate(payload["draw"])
-
-
-class SoftActorCritic(Base):
-    """Actor, two critics with targets, and a learned temperature outside of modules."""
-
-    differs = "each rank draws actions for its own rows"
-
-    def configure(self, ctx):
-        actor, critics = mlp(6, 2), nn.ModuleList(mlp(7, 1) for _ in range(2))
-        log_alpha = torch.zeros(1, requires_grad=True)
-        optimizers = {
-            "actor": torch.optim.Adam(actor.parameters(), 0.01),
-            "critics": torch.optim.Adam(critics.parameters(), 0.01),
-            "alpha": torch.optim.Adam([log_alpha], 0.05),
-        }
-        targets = copy.deepcopy(critics).requires_grad_(False)
-        return {"actor": actor, "critics": critics, "targets": targets, "log_alpha": log_alpha, "opts": optimizers}
-
-    def act(self, state, x):
-        mean, log_std = state["actor"](x).chunk(2, 1)
-        normal = Normal(mean.float(), log_std.float().clamp(-3, 1).exp())
-        action = normal.rsample()
-        return action, normal.log_prob(action)
-
-    def train_step(self, batch, state, ctx):
-        x, opts = batch["x"], state["opts"]
-        with torch.no_grad():
-            action, log_p = self.act(state, x.flip(1))
-            values = torch.stack([c(torch.cat([x.flip(1), action], 1)) for c in state["targets"]])
-            goal = batch["y"] + 0.9 * (values.min(0).values - state["log_alpha"].exp() * log_p)
-        taken = torch.cat([x, x[:, :1]], 1)
-        loss = sum(mse_loss(c(taken).float(), goal.float()) for c in state["critics"])
-        opts["critics"].zero_grad()
-        loss.backward()
-        opts["critics"].step()
-        action, log_p = self.act(state, x)
-        value = torch.stack([c(torch.cat([x, action], 1)) for c in state["critics"]]).min(0).values
-        opts["actor"].zero_grad()
-        (state["log_alpha"].exp().detach() * log_p - value).mean().backward()
-        opts["actor"].step()
-        opts["alpha"].zero_grad()
-        (-state["log_alpha"].exp() * (log_p.detach() - 1.0)).mean().backward()
-        opts["alpha"].step()
-        soft_update(state["targets"], state["critics"])
-        return StepResult({"loss": loss.detach()})
 
 
 class ClippedPolicy(Base):

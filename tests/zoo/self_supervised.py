@@ -1,4 +1,4 @@
-"""Representations without labels: contrast within the batch, queues, teachers, clusters, codebooks."""
+"""Representations without labels: queues, codes."""
 
 import copy
 
@@ -10,32 +10,9 @@ from genlight.adapter.contract.types import StepResult
 
 from .base import Base, mlp
 
-NEGATIVES = "negatives come from a rank's own rows"
-
 
 def two_views(x):
     return x + 0.1 * x.flip(1), x - 0.1 * x.roll(1, 1)
-
-
-class Byol(Base):
-    """An online encoder and a momentum target; the trainer calls parts of a network separately."""
-
-    def configure(self, ctx):
-        online = nn.ModuleDict({"encoder": mlp(6, 4), "predictor": mlp(4, 4)})
-        target = copy.deepcopy(online["encoder"]).requires_grad_(False)
-        return {"online": online, "target": target, "optimizer": torch.optim.Adam(online.parameters(), lr=0.01)}
-
-    def loss(self, batch, state):
-        a, b = two_views(batch["x"])
-        guess = state["online"]["predictor"](state["online"]["encoder"](a))
-        with torch.no_grad():
-            goal = state["target"](b)
-        return mse_loss(normalize(guess, dim=1), normalize(goal, dim=1))
-
-    @torch.no_grad()
-    def after_update(self, batch, state, ctx):
-        for t, p in zip(state["target"].parameters(), state["online"]["encoder"].parameters(), strict=True):
-            t.lerp_(p, 0.1)
 
 
 class MomentumContrast(Base):

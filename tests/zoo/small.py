@@ -5,7 +5,7 @@ Their ranks begin with different weights. `zoo.runs` runs them.
 
 import copy
 import threading
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,11 +62,6 @@ class GradientsOfBothKinds(Base):
         model[2].weight.grad = model[2].weight.grad + extra
         state["optimizer"].step()
         return StepResult({})
-
-
-class ClippedByNorm(Base):
-    def change_gradients(self, state, ctx):
-        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.05)
 
 
 class ClippedByValue(Base):
@@ -170,20 +165,13 @@ class OnTrainer(Base):
         return StepResult({})
 
 
-@dataclass
-class SacState:
-    actor: nn.Module
-    log_alpha: torch.Tensor
-    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-
-
 class LooseTensor(Base):
-    """A dataclass state with a trained tensor outside of modules."""
+    """A state of attributes, with a trained tensor outside of modules."""
 
     def configure(self, ctx):
         actor, log_alpha = mlp(), torch.zeros(1, requires_grad=True)
         optimizers = {"actor": torch.optim.Adam(actor.parameters(), 0.01), "alpha": torch.optim.Adam([log_alpha], 0.1)}
-        return SacState(actor, log_alpha, optimizers)
+        return SimpleNamespace(actor=actor, log_alpha=log_alpha, optimizers=optimizers)
 
     def train_step(self, batch, state, ctx):
         out = state.actor(batch["x"])

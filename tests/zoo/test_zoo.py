@@ -82,7 +82,7 @@ def in_worker(program: str, *arguments: str) -> dict:
 def test_table_is_true(processes):
     found = in_worker(PROGRAM, processes)
 
-    assert found["ran"] > {"one": 90, "two": 160}[processes]
+    assert found["ran"] > {"one": 80, "two": 140}[processes]
     assert not found["untrue"], "run `python -m zoo.table` in tests/ after a look at:\n" + "\n".join(found["untrue"])
 
 
@@ -90,7 +90,7 @@ def test_table_is_true(processes):
 def test_table_is_complete_and_has_no_wrong_cell():
     facts = in_worker(FACTS)
 
-    assert facts["classes"] >= 80
+    assert facts["classes"] >= 65
     assert facts["complete"]
     assert not facts["wrong"]
     assert facts["written"], "adapter/classes.md is not what `python -m zoo.table` writes"

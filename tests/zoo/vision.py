@@ -1,4 +1,4 @@
-"""Networks on images: convolutions, every kind of norm, attention over patches, segmentation, detection heads."""
+"""Networks on images: convolutions, batch norm, freezing, checkpointing, points that split, a scripted module."""
 
 import torch
 from torch import nn
@@ -46,16 +46,6 @@ class ResNetBatchNorm(ResNet):
 
     def model(self):
         return resnet(nn.BatchNorm2d)
-
-
-class ChannelsLast(ConvNet):
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        state["model"].to(memory_format=torch.channels_last)
-        return state
-
-    def prepare_batch(self, raw, state, ctx):
-        return {"x": raw["x"].to(ctx.device, memory_format=torch.channels_last), "y": raw["y"].to(ctx.device)}
 
 
 class GradualUnfreezing(Vision):

@@ -43,7 +43,6 @@ BLOCKS = [
     "Penalty",
     "Tied",
     "Accumulating",
-    "ClippedByNorm",
     "WithEma",
     "Adapted",
     "Checkpointed",
