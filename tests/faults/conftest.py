@@ -19,18 +19,6 @@ def is_long():
     return os.environ.get("GENLIGHT_LONG_FAULTS") == "1"
 
 
-@pytest.fixture
-def report(is_long, capsys):
-    """Print the counts of a long run, for the table of results."""
-
-    def show(line):
-        if is_long:
-            with capsys.disabled():
-                print(f"\n{line}")
-
-    return show
-
-
 CRASHES = {"before": crash_before, "after": crash_after, "torn": crash_torn}
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES}
 

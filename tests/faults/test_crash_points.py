@@ -1,13 +1,9 @@
 """A save that dies at any system call leaves the complete previous checkpoint or the complete new one."""
 
 import itertools
-import json
 import os
 import random
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -344,48 +340,3 @@ def test_a_file_that_reads_back_differently_is_never_committed(tmp_path, monkeyp
         save_step(tmp_path / "c", 2)
     monkeypatch.undo()
     assert sorted(os.listdir(tmp_path / "c")) == ["step-00000001", "step-00000001.json"]
-
-
-TRACED = """
-import json, pathlib, sys
-sys.path[:0] = sys.argv[2:]
-import test_crash_points as tested
-tested.storage._WRITE_CHUNK, calls = 400, {}
-for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-    tested.memory_tier.ROOT = folder / "shm"
-    with tested.inject(None, None) as injector:
-        tested.SCENARIOS[folder.name][1](folder / "c")
-    calls[folder.name] = injector.names
-print(json.dumps(calls))
-"""
-CHANGES = "write,fsync,rename,renameat,renameat2,unlink,unlinkat,rmdir,mkdir,mkdirat,link,linkat,openat,creat,pwrite64,"
-CHANGES += "writev,pwritev,truncate,ftruncate,fallocate,symlink,symlinkat,copy_file_range,sendfile,fdatasync,mknodat"
-AS_IN_PYTHON = {"openat": "open", "renameat": "rename", "replace": "rename", "mkdirat": "mkdir", "linkat": "link"}
-STRACE = ["strace", "-f", "-y", "-s", "0", "--seccomp-bpf", "-e", f"trace={CHANGES}"]
-
-
-@pytest.mark.slow
-def test_the_model_of_the_disk_sees_every_system_call_of_a_save(tmp_path):
-    """Otherwise the states of these tests would not be those that the kernel can leave."""
-    if shutil.which("strace") is None or subprocess.run([*STRACE, "true"], capture_output=True).returncode:
-        pytest.skip("strace is not installed, or may not trace here")
-    root, script, trace = tmp_path / "root", tmp_path / "save.py", tmp_path / "trace"
-    for name in SCENARIOS.keys() - {"next-in-parts"}:  # that has a process group
-        (root / name).mkdir(parents=True)
-        SCENARIOS[name][0](root / name / "c")
-    script.write_text(TRACED)
-    folders = [Path(__file__).parent, Path(__file__).parents[1]]
-    command = [*STRACE, "-o", trace, sys.executable, script, root, *folders]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seen = {path.name: [] for path in root.iterdir()}
-    for line in trace.read_text().splitlines():
-        call = re.match(rf"\d+ +(\w+)\([^{{]*?{re.escape(str(root))}/([\w-]+).* = (\d|-1)", line)
-        if call and not (call[1] == "openat" and "O_CREAT" not in line):
-            removed = "rmdir" if "AT_REMOVEDIR" in line else "unlink"
-            seen[call[2]].append(removed if call[1] == "unlinkat" else AS_IN_PYTHON.get(call[1], call[1]))
-    modelled = {
-        name: [AS_IN_PYTHON.get(each, each) for each in calls] for name, calls in json.loads(done.stdout).items()
-    }
-    assert seen == modelled
-    assert min(map(len, seen.values())) > 20

@@ -15,8 +15,8 @@ import torch
 
 from genlight.adapter import ArrowDataModule, ContractModule, StepResult, TrainingJobSpec
 from genlight.adapter.contract.exceptions import TrainingCanceled
-from genlight.callbacks import StopRequests
 from genlight.callbacks.checkpoint import Checkpoint
+from support.stopping import StopsAt
 from support.trainer_class import Counts
 from support.trainers import quiet_trainer
 
@@ -61,19 +61,6 @@ def augment(raw):
     return x + 0.1 * torch.randn_like(x) + random.random() + np.random.random(), raw["id"].to_pylist()
 
 
-class StopAfter(StopRequests):
-    """Requests a stop after a step."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.step, self.poll_s, self.is_reached = step, 0, False
-        self.add_check(lambda: "canceled" if self.is_reached else None)
-
-    def on_train_batch_end(self, trainer, pl_module, *rest):
-        self.is_reached = trainer.global_step >= self.step
-        super().on_train_batch_end(trainer, pl_module, *rest)
-
-
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "rows.parquet"
@@ -89,7 +76,7 @@ def run(table, directory, *, steps=STEPS, stop_after=STEPS, workers=0, resume_fr
     torch.manual_seed(seed)
     module = ContractModule(Accumulating(), TrainingJobSpec(run_id="exact", max_steps=steps))
     trainer = quiet_trainer(
-        StopAfter(stop_after),
+        StopsAt(stop_after),
         Checkpoint(directory, save_final=steps < STEPS),
         precision="bf16-mixed",
         max_steps=steps,
@@ -115,7 +102,7 @@ def assert_equal(actual, expected):
 @pytest.mark.slow
 @pytest.mark.timeout(7200)  # The long run stops after each of 100 steps.
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table, tmp_path, workers, is_long, report):
+def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table, tmp_path, workers, is_long):
     """Stops are at every place of an accumulation window and in each epoch; in the long run, after every step."""
     expected = run(table, tmp_path / "reference", workers=workers)
     steps = range(1, STEPS) if is_long else (11, 13, 38, 40, 90)
@@ -124,7 +111,6 @@ def test_a_run_stopped_after_any_step_and_resumed_ends_with_the_same_bits(table,
         run(table, directory, stop_after=step, workers=workers)
         saved = directory / f"step-{step:08d}.json"
         assert_equal(run(table, directory, resume_from=saved, workers=workers, seed=step + 50), expected)
-    report(f"exact with {workers} workers: {len(steps)} stops, all equal")
 
 
 @pytest.mark.parametrize("end", [38, 50])

@@ -1,7 +1,6 @@
 """Resumes that are wrong by one planted fault each: the witness notices and names them, and ``genlight prove`` fails.
 
-`support.resume_faults` has the faults. `support.fault_table` tries all of them and writes ``resume_faults.md``, the
-table of what the witness and ``genlight prove`` say of each.
+`support.resume_faults` has the faults.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from genlight.adapter.prove import rehearsal
-from support.fault_table import COPYING, TABLE, environ, proof, restarts
+from support.forked import environ_with_tests
+from support.planted import COPYING, proof, restarts
 from support.resume_faults import FAULTS
 
 pytestmark = pytest.mark.promise(name="resume")
@@ -45,17 +45,7 @@ def test_the_witness_names_all_other_faults(tmp_path):
 @pytest.mark.parametrize("name", ["counter", "rows: read once", "random numbers of NumPy", "clock"])
 def test_prove_finds_a_fault(name, tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "subprocess", COPYING)
-    monkeypatch.setenv("PYTHONPATH", environ()["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", environ_with_tests()["PYTHONPATH"])
     monkeypatch.chdir(tmp_path)
 
     assert proof(tmp_path, name) != "nothing"
-
-
-def test_in_the_table_prove_finds_every_fault_that_changes_a_job():
-    rows = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines()]
-    said = {row[0]: (row[2], row[4]) for row in rows if row[0] in FAULTS}
-
-    assert said.keys() == FAULTS.keys()
-    missed = {name for name, (changed, by_prove) in said.items() if by_prove == "nothing" and changed != "none"}
-    # A job reads the rows of a loader without a position again, and drops those that were trained.
-    assert missed == {"rows: endless"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from genlight.callbacks.checkpoint import newest_valid
+from support.forked import is_alive
 
 pytestmark = [
     pytest.mark.slurm,
@@ -44,13 +45,6 @@ class OnNodes(DigitsTrainer):
 '''
 
 
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 class Jobs:
     """Jobs in a folder that all nodes share."""
 
@@ -82,9 +76,6 @@ class Jobs:
 
     def weights(self, run_id):
         return (self.folder / "runs" / run_id / "checkpoints/final/model.safetensors").read_bytes()
-
-    def output(self, run_id):
-        return "".join(path.read_text() for path in self.folder.glob(f"{run_id}-*.out"))
 
     def until_reached(self, ranks=2):
         paths = [self.folder / f"reached-{rank}" for rank in range(ranks)]

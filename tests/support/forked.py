@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from support import SUPPORT
 
 
@@ -42,6 +44,18 @@ def fork_server() -> Path:
 
     atexit.register(close)
     return folder / "socket"
+
+
+def environ_with_tests() -> dict[str, str]:
+    """Return the environment of a process that imports modules of the tests."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process, of whomever, has not ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 class Forked:

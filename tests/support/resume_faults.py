@@ -26,7 +26,6 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -80,32 +79,6 @@ def in_file() -> Factor:
     return factor
 
 
-# Iterators and caches.
-
-
-@scaled
-def over_cycle() -> Factor:
-    factors = itertools.cycle([1.0, 1.1, 1.2])
-    return lambda state, batch: next(factors)
-
-
-_seen: list[float] = []
-
-
-@functools.lru_cache(maxsize=1)
-def _first(name: str) -> float:
-    return _seen[-1]
-
-
-@scaled
-def cached_by_function() -> Factor:
-    def factor(state: Any, batch: Any) -> float:
-        _seen.append(float(batch.mean()))
-        return 1 + abs(_first("mean"))
-
-    return factor
-
-
 # An object that a resume replaces.
 
 
@@ -135,23 +108,6 @@ class StaleReference(Hosted):
 
 
 # State of the training outside of what is stored.
-
-
-class Target(Hosted):
-    """Trains against a copy of itself that it makes again every fourth step."""
-
-    calls = 0
-
-    def setup(self, ctx: Any) -> None:
-        super().setup(ctx)
-        self.target: dict[str, torch.Tensor] = {}
-
-    def loss(self, batch: Any, state: Any) -> torch.Tensor:
-        model = state["model"]
-        if self.calls % 4 == 0:
-            self.target = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        self.calls += 1
-        return super().loss(batch, state) + (model(batch) - functional_call(model, self.target, batch)).square().mean()
 
 
 class Lookahead(Hosted):
@@ -345,10 +301,7 @@ class Fault:
 FAULTS = {
     "counter": Fault("loss", Counter),
     "counter in a file that survives": Fault("loss", in_file),
-    "iterator": Fault("loss", over_cycle),
-    "cache": Fault("loss", cached_by_function),
     "stale reference": Fault("loss", StaleReference),
-    "target network": Fault("loss", Target),
     "slow weights": Fault("loss", Lookahead),
     "own loss scale": Fault("loss", OwnScaler),
     "curriculum": Fault("loss", Curriculum),

@@ -1,7 +1,8 @@
 """Trainer classes of the contract with all six hooks; a test overrides only the hooks that it is about.
 
 The code of a test's trainer can also be a text that a process imports: it then begins with
-``from support.trainer_class import Counts``, ``Stateless`` or ``Trains``, if ``tests`` is on the path of that process.
+``from support.trainer_class import Counts``, ``Stateless`` or ``Trains``, if ``tests`` is on the path of that process
+(`environ_with_tests` of `support.forked`).
 """
 
 from typing import Any
@@ -87,3 +88,20 @@ class Trains(Counts):
     def load_state_dict(self, state: Any, payload: dict[str, Any], ctx: StepContext) -> None:
         for name, part in state.items():
             part.load_state_dict(payload[name])
+
+
+class TrainsAndCounts(Trains):
+    """Saves only the number of its steps, `step` in the state; genlight saves model and optimizer by itself."""
+
+    def configure(self, ctx: StepContext) -> Any:
+        return {**super().configure(ctx), "step": 0}
+
+    def train_step(self, batch: Any, state: Any, ctx: StepContext) -> StepResult:
+        state["step"] += 1
+        return super().train_step(batch, state, ctx)
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        return {"step": state["step"]}
+
+    def load_state_dict(self, state: Any, payload: dict[str, Any], ctx: StepContext) -> None:
+        state["step"] = payload["step"]

@@ -19,8 +19,8 @@ from genlight.adapter.prove import rehearsal
 from genlight.adapter.prove.prove import prove as rehearse
 from genlight.adapter.prove.rehearsal import Scene
 from support import SUPPORT
-from support.fault_table import COPYING
 from support.messages import refusal
+from support.planted import COPYING
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.promise(name="resume")]
 

@@ -4,13 +4,14 @@
 ``reached-<rank>`` in the working directory and waits ``holds`` seconds, or until the file ``go`` appears, so that a
 test can send a signal meanwhile. Then it raises the exception that ``raises`` names, with the message ``text``.
 ``accumulates`` builds a model that is updated every that many steps; ``cancels`` makes the file ``cancel`` in that
-step; ``stack_bytes`` is the stack size of threads that start after that place.
+step; ``stack_bytes`` is the stack size of threads that start after that place; ``removes`` is a path that a save
+removes, and whether it puts an empty file in its place.
 """
 
 import atexit
 import os
+import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -44,6 +45,12 @@ def accumulate(state, batch, steps):
     if state["steps"] % steps == 0:
         state["optimizer"].step()
         state["optimizer"].zero_grad()
+
+
+def remove(path, replaces):
+    shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+    if replaces:
+        Path(path).touch()
 
 
 class Faulty:
@@ -105,9 +112,11 @@ class Faulty:
 
     def state_dict(self, state):
         self.act(f"state_dict:{state['steps']}")
+        if "removes" in self.plan:
+            remove(*self.plan["removes"])
         saved = {"steps": state["steps"], "total": state["total"]}
         saved |= {"generator": {"cache": [iter(())]}} if self.plan.get("saves") == "generator" else {}
-        return ["a", "list"] if self.plan.get("saves") == "list" else saved
+        return saved
 
     def load_state_dict(self, state, payload, ctx):
         self.act("load_state_dict")
@@ -115,7 +124,6 @@ class Faulty:
 
     def save_checkpoint(self, *, state, step, output_dir, final, ctx):
         self.act("save_final" if final else f"save_checkpoint:{step}")
-        return ["no", "mapping"] if self.plan.get("hook_returns") == "list" else None
 
     def load_checkpoint(self, *, state, checkpoint_dir, payload, ctx):
         self.act("load_checkpoint")
@@ -129,17 +137,13 @@ class Faulty:
         return ["a", "list"] if self.plan.get("samples") == "list" else {"step": step}
 
 
-class LoadsInWorkers(Faulty):
-    worker_init_fn = None
+class LosesWorkers(Faulty):
+    """Its rollouts come from a loader whose workers end on SIGTERM, because they restore the default handler."""
 
     def rollout(self, state, ctx):
         from torch.utils.data import DataLoader
 
         return DataLoader(range(100), batch_size=None, num_workers=2, worker_init_fn=self.worker_init_fn)
-
-
-class LosesWorkers(LoadsInWorkers):
-    """Its workers end on SIGTERM, because they restore the default handler."""
 
     def worker_init_fn(self, worker):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -148,11 +152,6 @@ class LosesWorkers(LoadsInWorkers):
 class BreaksInConstructor(Faulty):
     def __init__(self):
         raise TypeError("missing 1 required positional argument: 'path'")
-
-
-class ExitsInConstructor(Faulty):
-    def __init__(self):
-        sys.exit(3)
 
 
 class RaisesWhenItEnds(pl.Callback):
@@ -174,11 +173,3 @@ class First(Hook):
 
 class Second(Hook):
     reads, writes = ("b",), ("a",)
-
-
-class LacksHooks:
-    def setup(self, ctx): ...
-
-
-def function():
-    """No trainer."""

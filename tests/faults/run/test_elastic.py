@@ -1,11 +1,9 @@
 """torchrun with a number of nodes that changes while the job runs."""
 
 import json
-import os
 import sys
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import psutil
 import pyarrow as pa
@@ -14,54 +12,37 @@ import pytest
 
 from genlight.adapter import read_events
 from genlight.adapter.plumbing import durable
-from support.forked import fork_server
+from support.forked import environ_with_tests
 from support.ports import free_port
 
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 
-STAND_IN = Path(__file__).parents[1] / "forked_job.py"
 ROWS, BATCH, EPOCHS = 100, 4, 2
 LIMIT_S = 200
 
 TRAINER = '''
 import json, time
 from pathlib import Path
-import torch
-from genlight.adapter import StepResult
+from support.trainer_class import TrainsAndCounts, torch
 
 
-class Counting:
+class Counting(TrainsAndCounts):
     """Writes the rows of each step to a file; waits at the step that a test has set for this number of ranks."""
 
     def setup(self, ctx):
+        super().setup(ctx)
         self.rows = Path(f"rows-{time.time_ns()}-{ctx.rank}.jsonl")
-
-    def configure(self, ctx):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(1, 1)
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3), "step": 0}
 
     def prepare_batch(self, raw, state, ctx):
         return raw["id"].to_pylist()
 
     def train_step(self, ids, state, ctx):
-        state["step"] += 1
+        step, limit = state["step"] + 1, Path(f"limit-{ctx.world_size}")
         with self.rows.open("a") as file:
-            file.write(json.dumps([state["step"], ctx.world_size, ctx.rank, ids]) + "\\n")
-        limit = Path(f"limit-{ctx.world_size}")
-        while limit.exists() and state["step"] >= int(limit.read_text()) and not ctx.is_canceled():
+            file.write(json.dumps([step, ctx.world_size, ctx.rank, ids]) + "\\n")
+        while limit.exists() and step >= int(limit.read_text()) and not ctx.is_canceled():
             time.sleep(0.02)
-        loss = state["model"](torch.tensor([[float(i)] for i in ids]) / 100).pow(2).mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult(metrics={"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {"step": state["step"]}
-
-    def load_state_dict(self, state, payload, ctx):
-        state["step"] = payload["step"]
+        return super().train_step(torch.tensor([[float(i), 1.0] for i in ids]) / 100, state, ctx)
 '''
 
 
@@ -85,14 +66,11 @@ class Nodes:
         rendezvous = {"backend": "c10d", "endpoint": f"localhost:{self.port}", "id": "elastic"}
         options = [f"--rdzv-{name}={value}" for name, value in rendezvous.items()]
         options += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in settings.items())]
-        options += ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--no-python"]
-        notes = self.folder / "processes"
-        notes.mkdir(exist_ok=True)
+        options += ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2"]
         log = self.folder / f"agent-{len(self.agents)}.log"
-        job = [sys.executable, STAND_IN, fork_server(), log, "job.json", notes]
         # Otherwise a node that joins later waits forever for the address of rank zero (torch 2.13).
-        environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", *options, *map(str, job)]
+        environ = {**environ_with_tests(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "genlight", "run", "job.json"]
         with log.open("ab") as output:
             agent = psutil.Popen(command, cwd=self.folder, env=environ, stdout=output, stderr=output)
         self.agents.append(agent)

@@ -4,7 +4,10 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
+
+from support.forked import is_alive
 
 pytestmark = pytest.mark.slow
 
@@ -18,35 +21,10 @@ def own_loader(**arguments):
     return {"class_path": "loader_data.OwnLoader", "init_args": arguments}
 
 
-@pytest.fixture
-def run(job):
-    """Start ``genlight run`` with a trainer whose rollouts come from a loader."""
-
-    def started(trainer):
-        plan = {"at": "train_step:3", "holds": 60.0}
-        job.write(plan=plan, trainer=trainer, mock_batches=..., max_steps=4000, resume_from_latest=True)
-        return job.fork_run()
-
-    return started
-
-
-def workers_of(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        return [int(child) for child in children.read().split()]
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def signal_group(job, process, number=signal.SIGTERM, *, workers_stay=True):
     """Signal the process group while a step runs, then let the step end; return the exit code."""
     job.wait_until(job.reached, process)
-    workers = workers_of(process.pid)
+    workers = [worker.pid for worker in psutil.Process(process.pid).children()]
     os.killpg(process.pid, number)
     if workers_stay:
         time.sleep(0.5)
@@ -71,16 +49,10 @@ def test_data_workers_stay_until_the_step_is_done_and_saved(job, fit, data, numb
     assert "DataLoader worker" not in job.output()
 
 
-def test_workers_of_a_loader_in_the_trainer_class_stay_too(job, run):
-    assert signal_group(job, run("fault_trainer:LoadsInWorkers")) == 75, job.output()
-    failed = job.terminal_event()
-    assert (failed["error"], failed["resumable"]) == ("preempted", True)
-    assert (job.out / "checkpoints" / f"step-{failed['step']:08d}.json").exists()
-    assert "data worker" not in job.output()
-
-
-def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_run(job, run):
-    assert signal_group(job, run("fault_trainer:LosesWorkers"), workers_stay=False) == 75, job.output()
+def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_run(job):
+    plan = {"at": "train_step:3", "holds": 60.0}
+    job.write(plan=plan, trainer="fault_trainer:LosesWorkers", mock_batches=..., max_steps=4000)
+    assert signal_group(job, job.fork_run(), workers_stay=False) == 75, job.output()
     failed = job.terminal_event()
     assert (failed["error"], failed["category"], failed["resumable"]) == ("preempted", "preempted", True)
     assert job.server.posted("/terminal")[-1]["error"] == "preempted"
@@ -92,7 +64,7 @@ def test_workers_that_the_signal_ended_do_not_hide_the_stop_of_a_run(job, run):
 def test_no_worker_outlives_a_training_process_that_was_killed(job, fit, method):
     process = fit(own_loader(method=method))
     job.wait_until(job.reached, process)
-    workers = workers_of(process.pid)
+    workers = [worker.pid for worker in psutil.Process(process.pid).children()]
     assert len(workers) >= 2
     process.send_signal(signal.SIGKILL)
-    job.wait_until(lambda: not any(is_alive(pid) for pid in workers))
+    job.wait_until(lambda: not any(map(is_alive, workers)))

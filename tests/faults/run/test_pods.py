@@ -1,8 +1,6 @@
 """The pods of `examples/kubernetes/job.yaml` as processes, and the actions of its policy for their exit codes."""
 
 import functools
-import json
-import os
 import signal
 from pathlib import Path
 
@@ -20,17 +18,17 @@ MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "job.yaml"
 def pods(job):
     """Start each pod of the manifest as a process; return the processes and the rules for their exit codes."""
 
-    def started(ranks=1):
+    def started():
         (manifest,) = (each for each in yaml.safe_load_all(MANIFEST.read_text()) if each["kind"] == "Job")
         config_map = {"data": {"job.json": job.spec.read_text()}}
         spec = mount(config_map["data"], job.folder / "etc")
         pod = manifest["spec"]["template"]["spec"]["containers"][0]
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        place |= {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks * manifest["spec"]["completions"])}
+        place |= {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(manifest["spec"]["completions"])}
         environ = {variable["name"]: variable.get("value") for variable in pod["env"]} | place
         environ.pop("TRAINER_CAPABILITY_TOKEN")
         arguments = [str(spec) if word == "/etc/genlight/job.json" else word for word in pod["command"][1:]]
-        changes = {"devices=8": f"devices={ranks}", "/shared/digits/runs/digits": str(job.out)}
+        changes = {"devices=8": "devices=1", "/shared/digits/runs/digits": str(job.out)}
         arguments = [functools.reduce(lambda text, old: text.replace(old, changes[old]), changes, w) for w in arguments]
         processes = []
         for index in range(manifest["spec"]["completions"]):
@@ -94,35 +92,6 @@ def test_a_terminated_pod_restarts_all_pods_without_counting_and_the_run_resumes
     assert actions(*pods()) == ["Succeeded", "Succeeded"]
     assert [event["step"] for event in job.events() if event["event"] == "completed"] == [400]
     assert final_weights(job) == expected
-
-
-PLACES = """
-import json
-import os
-from pathlib import Path
-from fault_trainer import Faulty
-
-
-class Trainer(Faulty):
-    def setup(self, ctx):
-        place = [ctx.rank, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ["NODE_RANK"]), ctx.world_size]
-        Path(f"place-{ctx.rank}").write_text(json.dumps(place))
-        super().setup(ctx)
-"""
-
-
-def test_a_killed_rank_on_the_second_node_ends_all_pods_and_counts(job, pods):
-    """The first process of its node notices it; when a pod ends, its other processes end too."""
-    (job.folder / "places.py").write_text(PLACES)
-    write(job, {"at": "train_step:20", "rank": 3, "holds": 60.0}, trainer="places:Trainer")
-    processes, rules = pods(ranks=2)
-    job.wait_until(lambda: job.reached(3), processes[1])
-    os.kill(int((job.folder / "reached-3").read_text()), signal.SIGKILL)
-
-    assert actions(processes, rules) == ["Count", "Count"]
-    assert "rank 3" in job.terminal_event()["error"]
-    places = [json.loads((job.folder / f"place-{rank}").read_text()) for rank in range(4)]
-    assert places == [[0, 0, 0, 4], [1, 1, 0, 4], [2, 0, 1, 4], [3, 1, 1, 4]]
 
 
 def test_a_job_that_cannot_be_run_fails_at_once(job, pods):

@@ -12,7 +12,7 @@ import pytest
 
 from genlight.adapter import read_events
 from genlight.reporters.events.validation import validate_events
-from support.forked import Forked, run_forked
+from support.forked import Forked, environ_with_tests, run_forked
 
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 
@@ -20,52 +20,37 @@ TRAINER = '''
 import os, signal, sys, time
 from pathlib import Path
 import lightning.pytorch as pl
-import torch
-from genlight.adapter import StepResult
+from support.trainer_class import TrainsAndCounts, torch
 
 if Path("broken").exists():
     raise RuntimeError("this module is broken")
 
 
-class Dies:
+class Dies(TrainsAndCounts):
     """Does in a step what the files of the folder say: ``RANK-STEP-N`` holds a signal for the Nth time."""
 
-    def setup(self, ctx):
-        torch.manual_seed(0)
-
-    def configure(self, ctx):
-        model = torch.nn.Linear(4, 4)
-        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 0}
-
     def prepare_batch(self, raw, state, ctx):
-        return torch.full((2, 4), float(raw))
+        return torch.full((2, 2), float(raw))
 
     def train_step(self, batch, state, ctx):
-        state["step"] += 1
-        Path(f"at-{ctx.rank}-{state['step']}").touch()
-        for path in sorted(Path().glob(f"{ctx.rank}-{state['step']}-*")):
+        step = state["step"] + 1
+        Path(f"at-{ctx.rank}-{step}").touch()
+        for path in sorted(Path().glob(f"{ctx.rank}-{step}-*")):
             number = int(path.read_text())
             path.unlink()
             if number:
-                record = Path(f"runs/r/checkpoints/step-{(state['step'] - 1) // 2 * 2:08}.json")
-                while "checkpoint_every=0" not in sys.argv and state["step"] > 2 and not record.exists():
+                record = Path(f"runs/r/checkpoints/step-{(step - 1) // 2 * 2:08}.json")
+                while "checkpoint_every=0" not in sys.argv and step > 2 and not record.exists():
                     time.sleep(0.02)
                 os.kill(os.getpid(), number)
                 break
             raise ValueError("a mistake in the code")
-        while Path("wait").exists() and state["step"] >= 5 and not ctx.is_canceled():
+        while Path("wait").exists() and step >= 5 and not ctx.is_canceled():
             time.sleep(0.02)
-        loss = state["model"](batch).pow(2).mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
-        return StepResult(metrics={"loss": loss.detach()})
-
-    def state_dict(self, state):
-        return {"step": state["step"]}
+        return super().train_step(batch, state, ctx)
 
     def load_state_dict(self, state, payload, ctx):
-        state["step"] = payload["step"]
+        super().load_state_dict(state, payload, ctx)
         if Path("kills-at-load").exists():
             (folder := Path("loads")).mkdir(exist_ok=True)
             Path(folder, str(time.time())).touch()
@@ -77,6 +62,8 @@ class Numbers(pl.LightningDataModule):
         return list(range(100))
 '''
 STEPS = 10
+RUN_ID = f"restarts-{os.getpid()}"
+"""Memory of a run has its id; other processes may run these tests too."""
 PARTS = {f"restart/{part}" for part in ("end_s", "fork_s", "prepare_s", "meet_s", "load_s", "first_batch_s", "seconds")}
 
 
@@ -87,17 +74,17 @@ class Job:
         self.folder = folder
         (folder / "dies.py").write_text(TRAINER)
         lightning = {"accelerator": "cpu", **({"devices": ranks, "strategy": "ddp"} if ranks > 1 else {})}
-        job = {"run_id": "r", "trainer": "dies:Dies", "max_steps": STEPS, "checkpoint_every": 2, "metric_every": 1}
-        job |= {"mock_batches": list(range(ranks * STEPS)), "lightning": lightning}
+        job = {"run_id": RUN_ID, "trainer": "dies:Dies", "max_steps": STEPS, "checkpoint_every": 2, "metric_every": 1}
+        job |= {"artifacts_dir": "runs/r", "mock_batches": list(range(ranks * STEPS)), "lightning": lightning}
         (folder / "job.json").write_text(json.dumps(job))
 
-    def write_fit(self, ranks=1):
+    def write_fit(self):
         """Write a configuration of ``genlight fit`` that trains the same in the same folders."""
         logger = {"class_path": "genlight.reporters.EventLogger"}
         logger["init_args"] = {"path": "runs/r/metrics/events.jsonl", "run_id": "r"}
         callback = {"class_path": "genlight.callbacks.Checkpoint"}
         callback["init_args"] = {"dirpath": "runs/r/checkpoints", "every_n_steps": 2}
-        trainer = {"accelerator": "cpu", "devices": ranks, "strategy": "ddp" if ranks > 1 else "auto"}
+        trainer = {"accelerator": "cpu", "devices": 1}
         trainer |= {"max_steps": STEPS, "logger": logger, "callbacks": [callback]}
         module = {"plugin": "dies:Dies", "job": {"run_id": "r", "max_steps": STEPS}}
         model = {"class_path": "genlight.adapter.ContractModule", "init_args": module}
@@ -105,20 +92,20 @@ class Job:
         (self.folder / "fit.json").write_text(json.dumps(fit))
 
     def fit(self, *words):
-        return run_forked("fit", "--config", "fit.json", *words, folder=self.folder)
+        return run_forked("fit", "--config", "fit.json", *words, folder=self.folder, environ=environ_with_tests())
 
     def dies(self, rank, step, times=1, number=signal.SIGKILL):
         for index in range(times):
             (self.folder / f"{rank}-{step}-{index}").write_text(str(int(number)))
 
     def run(self, *words):
-        return run_forked("run", "job.json", *words, folder=self.folder)
+        return run_forked("run", "job.json", *words, folder=self.folder, environ=environ_with_tests())
 
     @contextlib.contextmanager
     def started(self, *words):
         process = Forked(
             "genlight.adapter.cli", "run", "job.json", *words,
-            environ=os.environ, folder=self.folder, log=self.folder / "log",
+            environ=environ_with_tests(), folder=self.folder, log=self.folder / "log",
         )  # fmt: skip
         try:
             yield process
@@ -160,20 +147,18 @@ def wait_until(condition, what):
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def uninterrupted(request, tmp_path_factory):
-    job = Job(tmp_path_factory.mktemp("whole"), request.param)
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """Losses of a run on two ranks that nothing interrupts."""
+    job = Job(tmp_path_factory.mktemp("whole"), 2)
     done = job.run()
     assert done.returncode == 0, done.stderr
-    return request.param, job.losses
+    return job.losses
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_started_again_and_the_run_has_the_same_bits(uninterrupted, rank, tmp_path):
-    ranks, losses = uninterrupted
-    if rank >= ranks:
-        pytest.skip("there is one rank")
-    job = Job(tmp_path, ranks)
+def test_a_killed_rank_is_started_again_and_the_run_has_the_same_bits(losses, rank, tmp_path):
+    job = Job(tmp_path, 2)
     job.dies(rank, 6)
     done = job.run("--restarts", "2")
 
@@ -205,26 +190,21 @@ def test_a_preempted_rank_is_started_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "category"), [(2, signal.SIGTERM, "preempted"), (1, signal.SIGINT, "canceled")]
+    ("ranks", "number", "category"),
+    [(2, signal.SIGTERM, "preempted"), (1, signal.SIGINT, "canceled"), (1, None, "canceled")],
+    ids=["a signal", "Ctrl-C", "a file"],
 )
-def test_a_signal_to_the_supervisor_stops_all_ranks_and_restarts_nothing(ranks, number, category, tmp_path):
+def test_a_stop_of_the_supervisor_stops_all_ranks_and_restarts_nothing(ranks, number, category, tmp_path):
     job = Job(tmp_path, ranks)
     (tmp_path / "wait").touch()
-    with job.started("--restarts", "2") as process:
+    with job.started("--restarts", "2", "--set", f"cancel_file_path={tmp_path / 'cancel'}") as process:
         wait_until(lambda: all((tmp_path / f"at-{rank}-5").exists() for rank in range(ranks)), "all ranks train")
-        process.send_signal(number)
+        if number is None:
+            (tmp_path / "cancel").touch()
+        else:
+            process.send_signal(number)
         assert process.wait(120) == 75, (tmp_path / "log").read_text()
     assert job.ends == [category]
-
-
-def test_a_stop_by_a_file_restarts_nothing(tmp_path):
-    job = Job(tmp_path)
-    (tmp_path / "wait").touch()
-    with job.started("--restarts", "2", "--set", f"cancel_file_path={tmp_path / 'cancel'}") as process:
-        wait_until((tmp_path / "at-0-5").exists, "it trains")
-        (tmp_path / "cancel").touch()
-        assert process.wait(120) == 75, (tmp_path / "log").read_text()
-    assert job.ends == ["canceled"]
 
 
 def test_the_ranks_end_with_their_supervisor(tmp_path):
@@ -257,92 +237,41 @@ def test_a_class_that_cannot_be_imported_fails_as_without_restarts(tmp_path):
     assert plain.returncode == 2
 
 
-def test_a_run_that_an_orchestrator_starts_again_and_again_goes_back_once_and_then_ends(tmp_path):
-    job = Job(tmp_path)
-    job.dies(0, 9, times=9)
-    done, kills = start_until_it_is_not_killed(lambda: job.run("--set", "resume_from_latest=true"))
-    assert (done.returncode, 1 + kills) == (1, 5), done.stderr
-    assert job.resumed == [8, 8, 6], done.stderr
-    assert job.ends == ["train-step"]
-    end = job.events[-1]
-    assert end["resumable"] is False
-    assert "step 9" in end["error"]
-    assert "batch 8 of epoch 0" in end["error"]
-    assert "its batch: int" in end["error"]
-
-    assert job.run("--set", "resume_from_latest=true").returncode == 1  # until somebody has looked
-    for path in tmp_path.glob("0-9-*"):
-        path.unlink()
-    for path in (tmp_path / "runs/r/.deaths").iterdir():
-        path.unlink()
-    done = job.run("--set", "resume_from_latest=true")
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "runs/r/.deaths").exists()
-
-
-def test_a_fit_that_is_started_again_and_again_goes_back_once_and_then_ends(tmp_path):
+@pytest.mark.parametrize("command", ["run", "fit"])
+def test_a_training_that_is_started_again_and_again_goes_back_once_and_then_ends(command, tmp_path):
     job = Job(tmp_path)
     job.write_fit()
+    deaths = tmp_path / ("runs/r/.deaths" if command == "run" else "runs/r/checkpoints/.deaths")
+
+    def start():
+        return job.run("--set", "resume_from_latest=true") if command == "run" else job.fit("--resume", "auto")
+
     job.dies(0, 9, times=9)
-    done, kills = start_until_it_is_not_killed(lambda: job.fit("--resume", "auto"))
+    done, kills = start_until_it_is_not_killed(start)
     assert (done.returncode, 1 + kills) == (1, 5), done.stderr
     assert job.resumed == [8, 8, 6], done.stderr
-    for part in ("in step 9", "batch 8 of epoch 0", "its batch: int", "--resume never"):
+    for part in ("step 9", "batch 8 of epoch 0", "its batch: int"):
         assert part in done.stderr
+    if command == "run":
+        assert (job.ends, job.events[-1]["resumable"]) == (["train-step"], False)
 
-    assert job.fit("--resume", "auto", "--trainer.max_steps", "8").returncode == 0  # other arguments: another training
-    for path in tmp_path.glob("0-9-*"):
+    assert start().returncode == 1  # until somebody has looked
+    for path in (*tmp_path.glob("0-9-*"), *deaths.iterdir()):
         path.unlink()
-    done = job.fit("--resume", "auto")
-    assert (done.returncode, job.resumed[-1]) == (0, 8), done.stderr
-    assert not (tmp_path / "runs/r/checkpoints/.deaths").exists()
+    done = start()
+    assert done.returncode == 0, done.stderr
+    assert not deaths.exists()
 
 
-@pytest.mark.parametrize("words", [["--resume", "never"], ["--ckpt_path", "runs/r/checkpoints/step-00000004.json"]])
-def test_a_fit_forgets_deaths_when_somebody_chooses_where_it_begins(words, tmp_path):
+def test_a_fit_forgets_deaths_when_somebody_chooses_where_it_begins(tmp_path):
     job = Job(tmp_path)
     job.write_fit()
     job.dies(0, 7, times=5)
     _, kills = start_until_it_is_not_killed(lambda: job.fit("--resume", "auto"))
     assert kills == 4
-    job.fit(*words)  # is killed once more
+    job.fit("--resume", "never")  # is killed once more
     done = job.fit("--resume", "auto")
     assert done.returncode == 0, done.stderr
-
-
-def test_ranks_that_lightning_starts_go_back_together(tmp_path):
-    job = Job(tmp_path, 2)
-    job.write_fit(2)
-    job.dies(1, 9, times=3)
-    for _ in range(3):
-        assert (done := job.fit("--resume", "auto")).returncode == 1, done.stderr
-    done = job.fit("--resume", "auto")
-    assert done.returncode == 0, done.stderr
-    assert job.resumed == [8, 8, 6]
-    assert job.ends == ["train-step"] * 3 + ["completed"]
-
-
-def test_a_fit_that_ends_by_itself_between_deaths_breaks_their_row(tmp_path):
-    job = Job(tmp_path)
-    job.write_fit()
-    job.dies(0, 9)
-    for index, number in enumerate((signal.SIGKILL, 0, signal.SIGKILL), start=1):
-        (tmp_path / f"0-9-{index}").write_text(str(int(number)))
-    for _ in range(5):
-        done = job.fit("--resume", "auto")
-    assert done.returncode == 0, done.stderr
-    assert 6 not in job.resumed
-
-
-def test_a_fit_that_is_killed_before_its_first_step_ends(tmp_path):
-    job = Job(tmp_path)
-    job.write_fit()
-    job.dies(0, 5)
-    assert job.fit("--resume", "auto").returncode < 0
-    (tmp_path / "kills-at-load").touch()
-    done, kills = start_until_it_is_not_killed(lambda: job.fit("--resume", "auto"))
-    assert (done.returncode, kills) == (1, 5)  # the last from the checkpoint before
-    assert "before their first step" in done.stderr
 
 
 def test_two_deaths_of_a_rank_are_answered_by_the_checkpoint_before(tmp_path):
@@ -354,26 +283,14 @@ def test_two_deaths_of_a_rank_are_answered_by_the_checkpoint_before(tmp_path):
     assert job.resumed == [8, 8, 6]
 
 
-def test_deaths_in_different_steps_do_not_count(tmp_path):
-    job = Job(tmp_path)
-    for step in (3, 5, 6):
-        job.dies(0, step)
-    done = job.run("--restarts", "9")
-    assert (done.returncode, job.ends) == (0, ["completed"]), done.stderr
-
-
 def memory_folders():
-    return sorted(Path("/dev/shm").glob("genlight-r-*"))
+    return sorted(Path("/dev/shm").glob(f"genlight-{RUN_ID}-*"))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_restart_continues_from_memory(uninterrupted, rank, tmp_path):
-    ranks, losses = uninterrupted
-    if rank >= ranks:
-        pytest.skip("there is one rank")
+def test_a_restart_continues_from_memory(losses, tmp_path):
     before = memory_folders()
-    job = Job(tmp_path, ranks)
-    job.dies(rank, 8)  # memory has the seventh step, or an earlier one if saves were in flight
+    job = Job(tmp_path, 2)
+    job.dies(1, 8)  # memory has the seventh step, or an earlier one if saves were in flight
     memory = ("--set", "checkpoint_every=0", "--set", "checkpoints.every_n_steps=6")
     memory += ("--set", "checkpoints.memory_every_n_steps=1")
     done = job.run("--restarts", "2", *memory)

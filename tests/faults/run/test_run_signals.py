@@ -11,10 +11,6 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def posted_error(job):
-    return job.server.posted("/terminal")[-1]["error"]
-
-
 @pytest.mark.parametrize(
     ("trigger", "returns", "ended", "code"),
     [(signal.SIGTERM, "result", "completed", 0), (signal.SIGINT, "none", "failed", 1)],
@@ -47,11 +43,7 @@ def test_a_signal_while_the_last_message_is_sent_changes_nothing(job):
     assert [body["status"] for body in job.server.posted("/terminal")] == ["completed"]
 
 
-TWO = {
-    "accelerator": "cpu",
-    "devices": 2,
-    "strategy": "ddp",
-}
+TWO = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
 HANGS = [{"class_path": "genlight.callbacks.watch_hangs.WatchHangs", "init_args": {"floor_s": 5.0, "end_run": True}}]
 """Longer than a busy machine takes for the first step of two ranks."""
 
@@ -66,31 +58,11 @@ def test_ranks_of_one_machine_listen_on_loopback_only(job):
     assert listening == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({"dies": True}, "rank 1 ended with exit code 9"),
-        ({"raises": "ValueError", "text": "bad row"}, "ValueError: bad row (rank 1)"),
-    ],
-    ids=["dies", "raises"],
-)
-def test_a_rank_that_fails_ends_the_run_and_is_reported(job, plan, words):
-    job.write_for_two_ranks({"at": "train_step:12", "rank": 1, **plan})
-    process = job.fork_run()
-
-    assert process.wait(120) == 1
-    failed = job.terminal_event()
-    assert failed["category"] == "train-step"
-    assert words in failed["error"]
-    assert failed["error"] == posted_error(job)
-
-
-@pytest.mark.parametrize("lost", ["a rank", "the time"])
-def test_a_complete_checkpoint_is_reported_before_a_later_failure(job, lost):
+def test_a_complete_checkpoint_is_reported_before_the_loss_of_a_rank(job):
     """The training hangs in the next step, so that the step cannot report the checkpoint."""
     job.write(
         plan={"at": "train_step:11", "holds": 600.0},
-        lightning={**TWO, "callbacks": HANGS if lost == "the time" else []},
+        lightning=TWO,
         max_steps=200,
         mock_batches=list(range(400)),
         checkpoint_every=5,
@@ -98,8 +70,7 @@ def test_a_complete_checkpoint_is_reported_before_a_later_failure(job, lost):
     )
     process = job.fork_run()
     job.wait_until(lambda: job.reached(1) and (job.out / "checkpoints/step-00000010.json").exists(), process)
-    if lost == "a rank":
-        os.kill(int((job.folder / "reached-1").read_text()), signal.SIGKILL)
+    os.kill(int((job.folder / "reached-1").read_text()), signal.SIGKILL)
 
     assert process.wait(120) == 1
     assert [event["step"] for event in job.events() if event["event"] == "checkpoint"] == [5, 10]
@@ -108,8 +79,9 @@ def test_a_complete_checkpoint_is_reported_before_a_later_failure(job, lost):
 
 
 def test_a_hang_ends_the_run_if_asked_to(job):
-    """The event names the files with the stacks."""
-    plan = {"at": "train_step:4", "rank": 1, "holds": 600.0}
+    """The event names the files with the stacks, in which no secret is."""
+    plan = {"at": "train_step:4", "rank": 1, "holds": 600.0, "api_key": "canary-of-a-hyperparameter"}
+    job.environ = {"TRAINER_CAPABILITY_TOKEN": "canary-token", "MY_API_KEY": "canary-of-a-variable"}
     job.write(plan=plan, lightning={**TWO, "callbacks": HANGS}, max_steps=20, mock_batches=list(range(40)))
     process = job.fork_run()
 
@@ -117,8 +89,10 @@ def test_a_hang_ends_the_run_if_asked_to(job):
     failed = job.terminal_event()
     assert failed["category"] == "train-step"
     assert "no step was finished on rank" in failed["error"]
-    assert failed["error"] == posted_error(job)
+    assert failed["error"] == job.server.posted("/terminal")[-1]["error"]
     assert "in train_step" in (job.out / "hangs" / "rank-1-1.txt").read_text()
     for rank in range(2):
         assert f"/hangs/rank-{rank}-1.txt" in failed["error"]
         assert "Thread" in (job.out / "hangs" / f"rank-{rank}-1.txt").read_text()
+    shown = [job.output(), *(path.read_text() for path in (job.out / "hangs").iterdir())]
+    assert [text for text in shown if "canary" in text] == []

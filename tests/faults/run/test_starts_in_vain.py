@@ -1,11 +1,9 @@
 """Starts that cannot advance a run: after a mistake, a completion, or a stop or failure that would repeat."""
 
-import json
 import os
 
 import pytest
 
-from genlight.adapter.run.attempts import has_trained, last_attempts
 from genlight.adapter.run.run import RunOptions, run_job
 
 
@@ -49,15 +47,6 @@ def test_a_mistake_in_the_command_does_not_change_a_completed_run(job, mistake, 
     if mistake == "existing checkpoints":
         assert "resume_from_latest=true" in caplog.text
         assert "--fresh" in caplog.text
-
-
-def test_a_mistake_does_not_change_a_stopped_run(job):
-    job.write(plan={"at": "train_step:4", "raises": "KeyboardInterrupt"})
-    assert job.run() == 75
-    before = contents(job.out)
-
-    assert job.run("max_stepz=3", "resume_from_latest=true") == 2
-    assert contents(job.out) == before
 
 
 @pytest.mark.parametrize("environ", [{}, {"TRAINER_ORCHESTRATED": "1", "TRAINER_CAPABILITY_TOKEN": "t"}])
@@ -163,30 +152,3 @@ def test_a_failure_elsewhere_does_not_repeat(job, caplog):
         assert job.run(allow_changed=True) == 1
         assert job.terminal_event()["resumable"]
         assert "To continue:" in caplog.text
-
-
-# the log
-
-
-def test_attempts_are_separated_whether_or_not_they_started_or_ended(tmp_path):
-    log = tmp_path / "events.jsonl"
-    common = {"schema_version": "trainer_event.v1", "timestamp_ms": 1}
-    stopped = {"event": "failed", "error": "timeout", "category": "timeout", "resumable": True}
-    lines = [
-        {"event": "started", "run_id": "r"},
-        {"event": "started", "run_id": "r"},  # the previous attempt was killed
-        {"event": "metric", "run_id": "r", "name": "trainer/resumed_from_step", "step": 7, "value": 7},
-        {**stopped, "run_id": "r", "step": 7},
-        {**stopped, "run_id": "other", "step": 3},
-        {**stopped, "run_id": "r", "step": 0},
-    ]
-    log.write_text("".join(json.dumps({**common, **line, "seq": i}) + "\n" for i, line in enumerate(lines, 1)))
-
-    before, last = last_attempts(log, "r")
-    assert (before.resumed_from, last.resumed_from) == (7, 0)
-    assert before.is_stopped_at_its_start()
-    assert last.is_stopped_at_its_start()
-    assert has_trained(log)
-    log.write_text(log.read_text().splitlines(keepends=True)[0])
-    assert not has_trained(log)
-    assert not last_attempts(log, "r")[1].is_stopped_at_its_start()

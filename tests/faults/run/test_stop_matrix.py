@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -194,7 +195,7 @@ class Stop:
         """Trigger the stop."""
         job = self.job
         if self.trigger in SIGNALS:
-            children = children_of(started[0].pid)
+            children = [child.pid for child in psutil.Process(started[0].pid).children()]
             pids = [process.pid for process in started] + [pid for pid in children if self.processes.launched]
             for rank in self.processes.hit:
                 os.kill(pids[rank], getattr(signal, self.trigger))
@@ -221,18 +222,6 @@ def is_at_its_inputs(pid):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return any(path.endswith("/uploads/lock") or "/.ranks/rank-" in path for path in held)
-
-
-def children_of(pid):
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[1]) == pid:
-            children.append(int(stat.parent.name))
-    return children
 
 
 CHOSEN = CELLS if os.environ.get("GENLIGHT_LONG_FAULTS") == "1" else [cell for cell in CELLS if cell in SHORT]
