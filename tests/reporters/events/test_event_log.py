@@ -1,6 +1,5 @@
 """The writer of an event log: accepted and refused events, and the lines it writes."""
 
-import itertools
 import json
 import os
 import sys
@@ -25,53 +24,6 @@ def path(tmp_path):
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
-def test_a_whole_attempt_reads_back_line_by_line(path, monkeypatch):
-    ticks = itertools.count(1_700_000_000_000_000_000, 1_000_000)
-    monkeypatch.setattr("genlight.reporters.events.event_log.time_ns", lambda: next(ticks))
-    with EventLog(path, run_id="r") as log:
-        log.started()
-        log.metric(name="train/loss", value=0.5, step=1)
-        log.checkpoint(path=Path("/c/step-1"), step=1)
-        log.sample(path="/s/1.json", step=1)
-        log.completed(step=1, final_checkpoint=None, stopped="data_exhausted")
-    assert path.read_text().splitlines() == [
-        '{"event":"started","run_id":"r","schema_version":"trainer_event.v1","seq":1,"timestamp_ms":1700000000000}',
-        (
-            '{"event":"metric","name":"train/loss","run_id":"r","schema_version":"trainer_event.v1","seq":2,"step":1,'
-            '"timestamp_ms":1700000000001,"value":0.5}'
-        ),
-        (
-            '{"event":"checkpoint","path":"/c/step-1","run_id":"r","schema_version":"trainer_event.v1","seq":3,"step":1,'
-            '"timestamp_ms":1700000000002}'
-        ),
-        (
-            '{"event":"sample","path":"/s/1.json","run_id":"r","schema_version":"trainer_event.v1","seq":4,"step":1,'
-            '"timestamp_ms":1700000000003}'
-        ),
-        (
-            '{"event":"completed","final_checkpoint":null,"run_id":"r","schema_version":"trainer_event.v1","seq":5,'
-            '"step":1,"stopped":"data_exhausted","timestamp_ms":1700000000004}'
-        ),
-    ]
-    assert validate_events(path) == []
-
-
-def test_seq_and_attempt_go_on_after_a_restart(path):
-    with EventLog(path, run_id="r") as log:
-        log.started()
-        log.metric(name="a", value=1, step=1)
-    with EventLog(path, run_id="r") as log:
-        assert (log.attempt, log.seq) == (2, 2)
-        log.started()
-        log.failed(step=1, error="canceled", resumable=True)
-    written = lines(path)
-    assert [event["seq"] for event in written] == [1, 2, 3, 4]
-    assert "attempt" not in written[0]
-    assert written[2]["attempt"] == 2
-    assert (written[3]["category"], written[3]["resumable"]) == ("canceled", True)
-    assert validate_events(path) == []
 
 
 def test_attempts_are_counted_per_run_and_only_when_they_started(path):
@@ -146,21 +98,6 @@ def test_a_path_that_cannot_be_a_regular_file_is_refused_by_name(tmp_path, make)
         EventLog(path, run_id="r")
 
 
-@pytest.mark.parametrize("end", [{"final_checkpoint": None}, {"error": "boom"}], ids=["completed", "failed"])
-def test_an_attempt_has_one_terminal_event(path, end):
-    with EventLog(path, run_id="r") as log:
-        log.started()
-        (log.failed if "error" in end else log.completed)(step=1, **end)
-        for again in (
-            log.started,
-            lambda: log.metric(name="a", value=1, step=1),
-            lambda: log.failed(step=1, error="x"),
-        ):
-            with pytest.raises(EventLogError, match="already has its terminal event"):
-                again()
-    assert len(lines(path)) == 2
-
-
 def test_lines_are_completed_after_a_short_write_with_a_clock_before_1970(path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data)[:100]))
@@ -214,17 +151,6 @@ def test_the_metrics_of_a_step_are_lines_in_their_order_written_in_one_call(path
         (5, "rate", 0.25, None),
     ]
     assert [bytes(data).splitlines() for data in written] == [path.read_bytes().splitlines()[1:-1]]
-    assert validate_events(path) == []
-
-
-def test_a_run_that_goes_back_may_tell_the_steps_after_that_once_more(path):
-    with EventLog(path, run_id="r") as log:
-        log.started()
-        for step in (1, 2, 3):
-            log.checkpoint(path=f"/{step}", step=step)
-        log.metric(name="trainer/rolled_back_to_step", value=1, step=4)
-        assert [step for step in (1, 2, 3) if log.takes_metrics_of(step)] == [2, 3]
-        log.metric(name="a", value=0.5, step=2)
     assert validate_events(path) == []
 
 

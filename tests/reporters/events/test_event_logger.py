@@ -3,8 +3,6 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -31,8 +29,6 @@ from support.trainers import quiet_trainer
 
 
 class Line(pl.LightningModule):
-    """Fits a line; logs a metric each step and one each validation."""
-
     def __init__(self, raises: BaseException | None = None, at: int = 3) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
@@ -61,8 +57,6 @@ class Line(pl.LightningModule):
 
 
 class SlowInEvaluation(Line):
-    """An evaluation that takes at least 10 ms."""
-
     def on_test_epoch_end(self):
         time.sleep(0.01)
 
@@ -217,14 +211,6 @@ def test_a_signal_is_reported_by_its_reason(tmp_path, path, module, callbacks, e
         signal.signal(number, handler)
 
 
-def test_an_attempt_that_fails_before_it_starts_has_its_failed_line_alone(tmp_path, path):
-    module = Line()
-    module.setup = lambda stage: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(tmp_path).fit(module)
-    assert [event["event"] for event in sound_events(path)] == ["failed"]
-
-
 def test_a_log_that_another_writer_holds_stops_the_fit_before_it_trains(tmp_path, path):
     module = Line(raises=AssertionError("trained"), at=0)
     with EventLog(path, run_id="r"), refusal(EventLogError):
@@ -321,39 +307,6 @@ def test_other_ranks_open_and_write_nothing(path, monkeypatch):
     logger.finalize("success")
     assert run.event_log is None
     assert not path.exists()
-
-
-RANKS = """
-import sys
-import lightning.pytorch as pl
-import torch
-from genlight.callbacks import Checkpoint
-from genlight.reporters.events.event_logger import EventLogger
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-class Logging(BoringModel):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)["loss"]
-        self.log("train/loss", loss)
-        return loss
-
-pl.Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_steps=4, limit_val_batches=0, log_every_n_steps=1,
-    logger=EventLogger(f"{sys.argv[1]}/events.jsonl", run_id="r"), default_root_dir=sys.argv[1],
-    callbacks=[Checkpoint(f"{sys.argv[1]}/checkpoints")], enable_progress_bar=False,
-).fit(Logging())
-"""
-
-
-@pytest.mark.slow
-def test_several_ranks_write_one_log(tmp_path, path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=120, env=environ)
-    kinds = [event["event"] for event in sound_events(path)]
-    assert (kinds.count("started"), kinds.count("metric"), kinds.count("checkpoint")) == (1, 4, 1)
-    assert kinds[-1] == "completed"
 
 
 @pytest.mark.parametrize(("run_id", "error"), [("", ValueError), (3, TypeError)])

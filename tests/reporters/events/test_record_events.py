@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from genlight.adapter import ContractModule
 from genlight.callbacks import Checkpoint, LogMetrics, WriteSamples
 from genlight.callbacks.hook.hook import Hook
 from genlight.reporters import EventLog, EventLogger, RecordEvents, read_events
@@ -18,7 +17,6 @@ def log(tmp_path):
 
 
 def told(log):
-    """Return each event as its kind and its main value."""
     return [
         (event["event"], event.get("name") or event.get("path"), event.get("step")) for event in read_events(log.path)
     ]
@@ -48,16 +46,6 @@ def test_a_checkpoint_is_told_by_the_path_that_the_trainers_own_hook_named(log, 
 
     paths = {path for kind, path, _ in told(log) if kind == "checkpoint"}
     assert str(tmp_path / "c" / "step-00000004" / "trainer" / "lora.bin") in paths
-
-
-def test_a_resumed_run_says_from_which_step_right_after_started(log, fit, counting_trainer):
-    module = ContractModule(counting_trainer())
-    module.resume_from(step=2)
-
-    fit(None, [RecordEvents(log)], module=module)
-
-    assert told(log) == [("started", None, None), ("metric", "trainer/resumed_from_step", 2)]
-    assert list(read_events(log.path))[1]["value"] == 2
 
 
 def test_what_another_callback_reports_at_the_start_comes_after_started(log, fit, counting_trainer):

@@ -53,8 +53,6 @@ def uploader_for(config_for, monkeypatch):
 
 @pytest.fixture
 def write_checkpoint(tmp_path):
-    """Write a checkpoint as genlight lays it out; returns the record and its files."""
-
     def write(step, size=1000, name=None):
         folder = tmp_path / "run" / "checkpoints" / (name or f"step-{step:08d}")
         (folder / "trainer").mkdir(parents=True, exist_ok=True)
@@ -70,8 +68,6 @@ def write_checkpoint(tmp_path):
 
 @pytest.fixture
 def enqueue(write_checkpoint):
-    """Write a checkpoint and queue it; return the record and its files."""
-
     def write_and_queue(uploader, step=1, *, size=1000, name=None, **options):
         record, files = write_checkpoint(step, size, name)
         uploader.enqueue("checkpoint", record, files, step=step, **options)

@@ -15,8 +15,6 @@ FAULTS = [
 
 
 class Run(RuleBasedStateMachine):
-    """A run whose steps queue one upload each."""
-
     def __init__(self, chaos, folder, open_uploader):
         super().__init__()
         self.chaos, self.folder, self.open_uploader = chaos, folder, open_uploader
@@ -42,7 +40,6 @@ class Run(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["checkpoint", "sample"]))
     def queue_the_newest_again(self, kind):
-        """A run that resumes repeats its last step."""
         if self.queued[kind]:
             self.queue_file(kind, self.queued[kind][-1])
 

@@ -33,13 +33,6 @@ def test_files_are_known_by_their_layout_and_the_record_is_last(run):
     assert checkpoint(files).subject == 2
 
 
-def test_a_folder_that_is_reported_has_no_single_subject(run):
-    root = run("c/step.json", "c/step/a/b", "c/step/meta")
-    entry = checkpoint(pack(root, root / "c/step.json", [root / "c/step"]))
-    entry.local_path = "c/step"
-    assert entry.subject is None
-
-
 def test_a_file_from_elsewhere_keeps_its_own_name_and_its_absolute_path(run, tmp_path_factory):
     root = run("c/step.json")
     other = tmp_path_factory.mktemp("other") / "extra.bin"

@@ -87,18 +87,6 @@ def test_a_token_that_expired_is_final_and_the_next_start_with_a_new_one_deliver
     assert [message["step"] for message in chaos.messages("/metrics")] == [3]
 
 
-def test_what_has_arrived_is_not_sent_again_when_the_rest_fails_or_the_process_ends(chaos, uploader_for, enqueue):
-    chaos.control(script=["500"] * 1000, script_paths="/checkpoint?")
-    uploader = uploader_for(chaos, checkpoint_url=f"{chaos.url}/checkpoint?")
-    enqueue(uploader)
-    wait_until(lambda: chaos.requests("/checkpoint?"))
-    assert uploader.settle(0.1) is not None
-    uploader.close()
-    chaos.control(script=[])
-    assert uploader_for(chaos).settle() is None
-    assert len(chaos.requests("/api/")) == 3
-
-
 def test_a_file_that_changed_while_it_was_sent_is_sent_as_it_is_now(chaos, uploader_for, enqueue, monkeypatch):
     chaos.control(script=["wrong-digest"] * 2)
     uploader = uploader_for(chaos, start=False)
@@ -309,17 +297,6 @@ def test_what_waits_is_kept_by_a_start_that_has_no_url_for_it(chaos, uploader_fo
     assert chaos.requests() == []
     assert uploader_for(chaos).settle() is None
     assert len(chaos.messages("/checkpoint")) == len(chaos.messages("/metrics")) == 1
-
-
-def test_a_checkpoint_that_was_replaced_is_sent_once_as_it_is_now(chaos, uploader_for, enqueue):
-    uploader = uploader_for(chaos, start=False)
-    record, files = enqueue(uploader, name="final", final=True)
-    files[0].write_bytes(b"newer")
-    os.utime(files[0], ns=(1, 1))
-    uploader.enqueue("checkpoint", record, files, step=2, final=True)
-    assert uploader.settle() is None
-    assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
-    assert chaos.files()["final-model.safetensors"] == b"newer"
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_tried_is_given_up_for_the_newer_one(chaos, uploader_for, enqueue):

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import textwrap
-import threading
 
 import msgspec
 import pytest
@@ -118,23 +117,6 @@ def test_a_reopened_queue_holds_what_the_open_one_held(operations):
                     queue.remove(chosen)
         finally:
             queue.close()
-
-
-def test_threads_that_add_and_remove_share_a_queue(open_queue):
-    queue = open_queue()
-
-    def work():
-        for step in range(40):
-            added = add(queue, "sample", step)
-            if step % 2:
-                queue.remove(added)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({each.seq for each in queue.entries()}) == len(read_entries(queue.directory)) == 60
 
 
 def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_queue):
