@@ -1,4 +1,4 @@
-"""A LightningModule that saves its hyperparameters itself, among them secrets."""
+"""LightningModules: one that saves its hyperparameters itself, among them secrets, and a small one that trains."""
 
 from typing import Any
 
@@ -20,3 +20,19 @@ class Plain(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+class Fits(LightningModule):
+    """Trains `body` on batches of rows and logs the loss; a test overrides only what it is about."""
+
+    def __init__(self, body: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(2, 1) if body is None else body
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.body(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)

@@ -59,6 +59,29 @@ class Sees(Counts):
         return {"seen": list(state["seen"])}
 
 
+class PlainSees(pl.LightningModule):
+    """Does the same in Lightning's own loop, and notes the epoch and its weights too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(2, 1)
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        weights = self.body.weight.flatten().tolist()
+        self.seen.append([*batch.flatten().tolist(), torch.rand(()).item(), self.trainer.current_epoch, *weights])
+        return self.body(batch.flatten()[:2].float()).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = list(self.seen)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
 class Trains(Counts):
     """A trainer class without state that trains ``net`` with ``optimizer``; a subclass builds them."""
 
@@ -117,3 +140,15 @@ def fit(folder: Path, plugin: Any, steps: int, **options: Any) -> dict[str, torc
     module = ContractModule(plugin, TrainingJobSpec("resumed", steps))
     trainer.fit(module, Batches(), **options)
     return module.state_dict()
+
+
+def rows_seen(folder: Path, steps: int, data: Any, kind: type[Any] = Sees, **options: Any) -> list[list[float]]:
+    """Train up to `steps`, from the final checkpoint in `folder` if there is one; return what `kind` saw."""
+    seed(7)
+    is_plain = issubclass(kind, pl.LightningModule)
+    module = kind() if is_plain else ContractModule(kind(), TrainingJobSpec("r", steps))
+    trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1, **options)
+    final = folder / "final.json"
+    trainer.fit(module, data, ckpt_path=str(final) if final.exists() else None)
+    seen: list[list[float]] = module.seen if is_plain else module.contract_state["seen"]
+    return seen

@@ -2,25 +2,19 @@
 
 import random
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 
 from genlight.callbacks import Checkpoint
+from support.plain_module import Fits
+from support.trainers import quiet_trainer
 
 
-class Net(pl.LightningModule):
+class Net(Fits):
     def __init__(self):
-        super().__init__()
-        self.body = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
-        )
-
-    def training_step(self, batch, batch_idx):
-        loss = self.body(batch).pow(2).mean()
-        self.log("loss", loss)
-        return loss
+        layers = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)]
+        super().__init__(torch.nn.Sequential(*layers))
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -68,16 +62,7 @@ def mesh():
 @pytest.fixture
 def make_trainer(tmp_path):
     def make(*callbacks, **options):
-        defaults = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": str(tmp_path),
-            "callbacks": list(callbacks),
-        }
-        return pl.Trainer(**(defaults | options))
+        return quiet_trainer(*callbacks, **{"default_root_dir": str(tmp_path), **options})
 
     return make
 

@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import threading
-from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,9 +12,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
-from genlight.adapter import ContractModule
-from genlight.adapter.contract.exceptions import CheckpointError, TrainingCanceled, UnstorableStateError
-from genlight.adapter.contract.types import StepControlHints, StepResult
+from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
 from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.hook import Hook
@@ -30,8 +27,6 @@ class Killed(Exception):
 
 
 class KillAfterSave(pl.Callback):
-    """Saves after the n-th batch, then ends the run."""
-
     def __init__(self, batch, checkpoint):
         self.batch, self.checkpoint, self.seen = batch, checkpoint, 0
 
@@ -44,8 +39,6 @@ class KillAfterSave(pl.Callback):
 
 
 class KillAtEpochEnd(pl.Callback):
-    """Ends the run after the save of the first epoch."""
-
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:
             raise Killed
@@ -87,50 +80,6 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, train_net, make_trainer
     assert equal(resumed, reference)
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_changes_of_the_modules_own_hook_belong_to_the_checkpoint_of_the_step(
-    tmp_path, train_net, make_net, is_stopped
-):
-    """Moving averages are often updated there; Lightning calls it after the hooks of all callbacks."""
-
-    class Averaged(type(make_net())):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("average", torch.zeros(1, 8))
-
-        def on_train_batch_end(self, *_):
-            self.average.lerp_(self.body[3].weight.detach(), 0.1)
-
-    def averaged(seed):
-        torch.manual_seed(seed)
-        return Averaged()
-
-    class EndAtThree(Hook):
-        def on_train_batch_end(self, trainer, *_):
-            if is_stopped and trainer.global_step == 3:
-                run_state_of(trainer).stop_reason = "canceled"
-
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 3:
-                raise Killed
-
-        critical = True
-
-    reference = averaged(0)
-    train_net(net=reference)
-
-    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=0 if is_stopped else 3, asynchronous=False)
-    with pytest.raises(Killed):
-        train_net(EndAtThree(), checkpoint, net=averaged(0))
-    assert records(tmp_path / "c") == ["step-00000003.json"]
-
-    resumed = averaged(5)
-    saved = tmp_path / "c" / "step-00000003.json"
-    train_net(Checkpoint(tmp_path / "c"), net=resumed, ckpt_path=saved)
-
-    assert equal(resumed, reference)
-
-
 @pytest.mark.parametrize("of_instance", [False, True])
 def test_a_save_after_the_modules_own_hook_fails_by_policy_and_restores_the_hook(
     tmp_path, train_net, make_net, caplog, of_instance
@@ -154,8 +103,6 @@ def test_a_save_after_the_modules_own_hook_fails_by_policy_and_restores_the_hook
 
 
 class Endless(IterableDataset):
-    """A dataset without a length; Lightning does not warn about it at a resume."""
-
     def __iter__(self):
         while True:
             yield torch.ones(6, 4)
@@ -187,17 +134,6 @@ def test_a_loader_that_restarts_within_an_epoch_causes_a_warning(
     assert ("torchdata.stateful_dataloader.StatefulDataLoader" in caplog.text) is is_warned
 
 
-def test_a_list_of_batches_causes_one_warning(tmp_path, make_trainer, counting_trainer, caplog):
-    batches = list(range(6))
-    for steps, resumed_from in ((3, None), (5, tmp_path / "final.json")):
-        trainer = make_trainer(Checkpoint(tmp_path), max_steps=steps)
-        trainer.fit(ContractModule(counting_trainer()), batches, ckpt_path=resumed_from)
-
-    warnings = [record.getMessage() for record in caplog.records if "keeps no position" in record.getMessage()]
-    assert len(warnings) == 1
-    assert "its list keeps no position" in warnings[0]
-
-
 def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, train_net):
     train_net(Checkpoint(tmp_path / "c", every_n_steps=3))
     kept = ["step-00000006", "step-00000009", "final"]
@@ -207,17 +143,8 @@ def test_cadence_and_retention_keep_the_two_newest_and_final(tmp_path, train_net
 
 
 class Scored(pl.Callback):
-    """Logs a score that is best at the second step."""
-
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         trainer.callback_metrics["score"] = torch.tensor([1.0, 9.0, 3.0, 4.0, 5.0][batch_idx])
-
-
-def test_the_best_is_kept_although_later_ones_follow(tmp_path, train_net):
-    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=1, keep_last=1, monitor="score", mode="max")
-    train_net(Scored(), checkpoint, loader=5)
-    assert records(tmp_path / "c") == ["step-00000002.json", "step-00000005.json", "final.json"]
-    assert checkpoint.best_model_path == str(tmp_path / "c" / "step-00000002.json")
 
 
 def test_a_monitor_that_was_never_logged_is_named_with_the_logged_names(tmp_path, train_net, caplog):
@@ -230,8 +157,6 @@ def test_a_monitor_that_was_never_logged_is_named_with_the_logged_names(tmp_path
 
 
 class Listener(Hook):
-    """Records each event and whether it came in the main thread."""
-
     def __init__(self):
         self.heard = []
 
@@ -248,45 +173,6 @@ def test_callbacks_hear_of_a_durable_checkpoint_in_the_training_thread(tmp_path,
     assert run_state_of(trainer).latest_checkpoint_uri == str(tmp_path / "c" / "final.json")
 
 
-class StopAt(Hook):
-    """Sets a stop reason after a batch and ends the run at the next, like a preemption."""
-
-    writes = ("stop_reason",)
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == self.batch:
-            run_state_of(trainer).stop_reason = "preempted"
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if run_state_of(trainer).stop_reason:
-            raise TrainingCanceled("preempted")
-
-
-@pytest.mark.parametrize("every", [3, 4, 100])
-def test_a_stop_leaves_a_durable_checkpoint_of_its_step(tmp_path, train_net, every):
-    with pytest.raises(TrainingCanceled):
-        train_net(Checkpoint(tmp_path / "c", every_n_steps=every), StopAt(3))
-    assert newest_valid(tmp_path / "c")[0].step == 4
-    assert "final.json" not in records(tmp_path / "c")
-
-
-class Silent(pl.Callback):
-    """Gives the second step a hint that skips its checkpoint."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        hints = StepControlHints(skip_cadence_emit=batch_idx == 1)
-        pl_module.hosted_trainer = SimpleNamespace(step_result=StepResult(control=hints))
-
-
-def test_no_checkpoint_is_saved_for_a_step_that_skips_cadences(tmp_path, train_net):
-    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=2, keep_last=None)
-    train_net(Silent(), checkpoint, loader=5)
-    assert records(tmp_path / "c") == ["step-00000004.json", "final.json"]
-
-
 def test_debris_of_a_killed_run_is_removed(tmp_path, train_net):
     directory = tmp_path / "c"
     train_net(Checkpoint(directory, every_n_steps=5))
@@ -300,13 +186,10 @@ def test_debris_of_a_killed_run_is_removed(tmp_path, train_net):
 
 
 def wait_for_save(checkpoint):
-    """Wait until the background save has ended, without polling its result."""
     checkpoint._store.background.finish()
 
 
 class Unwritable(pl.Callback):
-    """Removes the destination during training, and lets each background save end before the step."""
-
     def __init__(self, directory, checkpoint):
         self.directory, self.checkpoint, self.batches = directory, checkpoint, 0
 
@@ -318,45 +201,11 @@ class Unwritable(pl.Callback):
         wait_for_save(self.checkpoint)
 
 
-def test_a_failed_write_ends_the_run_within_a_step(tmp_path, train_net):
-    (tmp_path / "c").mkdir()
-    checkpoint = Checkpoint(tmp_path / "c", every_n_steps=3)
-    breaker = Unwritable(tmp_path / "c", checkpoint)
-    with refusal(OSError):
-        train_net(breaker, checkpoint)
-    assert breaker.batches in (3, 4)
-
-
 def test_space_is_checked_before_training(tmp_path, train_net, monkeypatch):
     usage = type("Usage", (), {"free": 100})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with refusal(CheckpointError):
         train_net(Checkpoint(tmp_path / "c", every_n_steps=3))
-
-
-class Hoarder(pl.Callback):
-    """A callback whose state cannot be stored."""
-
-    def state_dict(self):
-        return {"lock": [random.Random(0)]}
-
-
-def test_unstorable_state_is_refused_at_the_first_checkpoint_by_its_path(tmp_path, train_net):
-    with refusal(UnstorableStateError):
-        train_net(Hoarder(), Checkpoint(tmp_path / "c", every_n_steps=1))
-
-
-def test_a_failed_save_leaves_no_files(tmp_path, train_net, make_net):
-    net = make_net()
-    net.save_trainer_files = WithFiles().save_trainer_files
-
-    def fail(checkpoint):
-        raise ZeroDivisionError
-
-    net.on_save_checkpoint = fail
-    with pytest.raises(ZeroDivisionError):
-        train_net(Checkpoint(tmp_path / "c", every_n_steps=1), net=net, loader=3)
-    assert os.listdir(tmp_path / "c") == [FOLDER]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, train_net, caplog, monkeypatch):
@@ -378,14 +227,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path,
 def test_a_fast_development_run_saves_nothing(tmp_path, train_net):
     train_net(Checkpoint(tmp_path / "c", every_n_steps=1), fast_dev_run=2, loader=4)
     assert not (tmp_path / "c").exists()
-
-
-class WithFiles:
-    """A contract trainer with a `save_checkpoint` hook."""
-
-    def save_trainer_files(self, *, output_dir, step, final):
-        (output_dir / "lora.bin").write_bytes(b"%d" % step)
-        return {"primary_path": str(output_dir / "lora.bin"), "final": final}
 
 
 def test_a_strategy_with_its_own_checkpoint_format_is_refused_with_an_alternative(tmp_path, make_trainer, make_net):

@@ -41,28 +41,6 @@ def test_model_checkpoint_keeps_top_k_and_last(tmp_path, plugin, make_trainer, m
     assert keeper.best_model_path.endswith("epoch=1-score=1.0.ckpt")
 
 
-@pytest.mark.parametrize("which", ["best", "last"])
-def test_ckpt_path_finds_best_and_last(tmp_path, plugin, make_trainer, make_net, make_loader, which):
-    keeper = ModelCheckpoint(tmp_path / "c", monitor="score", save_last=True)
-    trainer = make_trainer(Scored(), keeper, plugins=[plugin], max_epochs=2)
-    net = make_net()
-    trainer.fit(net, make_loader(2))
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(make_net(3), make_loader(2), ckpt_path=which)
-    assert trainer.current_epoch == 3
-    assert trainer.global_step == 6
-
-
-def test_last_may_be_a_link(tmp_path, plugin, train_net):
-    keeper = ModelCheckpoint(tmp_path / "c", save_last="link", save_top_k=1, every_n_epochs=1)
-    train_net(keeper, plugins=[plugin], max_epochs=2, loader=2)
-    link = tmp_path / "c" / "last.ckpt"
-    assert link.is_symlink()
-    assert verify(link).step == 4
-    plugin.remove_checkpoint(link)
-    assert sorted(os.listdir(tmp_path / "c")) == ["epoch=1-step=4", "epoch=1-step=4.ckpt"]
-
-
 @pytest.mark.parametrize("extension", [".ckpt", ".pth", ".json"])
 def test_each_start_finds_the_last_checkpoint_by_any_extension(
     tmp_path, plugin, make_trainer, make_net, make_loader, monkeypatch, extension
@@ -89,28 +67,7 @@ def test_a_checkpoint_is_found_by_its_data_folder(tmp_path):
     assert DurableCheckpointIO().load_checkpoint(tmp_path / "last~1.pth")["global_step"] == 2
 
 
-def test_only_the_weights_can_be_saved(tmp_path, plugin, make_trainer, make_net, make_loader):
-    trainer = make_trainer(plugins=[plugin], max_epochs=1, enable_checkpointing=False)
-    net = make_net()
-    trainer.fit(net, make_loader(2))
-    trainer.save_checkpoint(tmp_path / "w.ckpt", weights_only=True)
-    loaded = plugin.load_checkpoint(tmp_path / "w.ckpt")
-    assert "optimizer_states" not in loaded
-    assert torch.equal(loaded["state_dict"]["body.0.weight"], net.body[0].weight)
-
-
-def test_a_checkpoint_of_stock_lightning_is_loaded(tmp_path, make_trainer, make_net, make_loader):
-    stock = make_trainer(ModelCheckpoint(tmp_path / "c", save_last=True), max_epochs=1)
-    stock.fit(make_net(), make_loader(2))
-    keeper = ModelCheckpoint(tmp_path / "c", save_last=True)
-    trainer = make_trainer(keeper, plugins=[DurableCheckpointIO()], max_epochs=2)
-    trainer.fit(make_net(2), make_loader(2), ckpt_path=tmp_path / "c" / "last.ckpt")
-    assert trainer.global_step == 4
-
-
 class Bomb:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self):
         return (os.mkdir, ("exploded",))
 
@@ -121,12 +78,6 @@ def test_a_pickle_in_a_torch_file_runs_no_code(tmp_path, monkeypatch):
     with refusal(CheckpointError):
         DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
     assert not (tmp_path / "exploded").exists()
-
-
-def test_loading_waits_for_the_save_in_flight(tmp_path):
-    plugin = DurableCheckpointIO(asynchronous=True)
-    plugin.save_checkpoint({"global_step": 3}, tmp_path / "a.ckpt")
-    assert plugin.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 3
 
 
 @pytest.fixture
@@ -236,13 +187,6 @@ def test_a_url_is_refused_with_an_alternative(tmp_path, make_trainer, make_net, 
     plugin = DurableCheckpointIO()
     plugin.save_checkpoint({"global_step": 1}, f"file:{tmp_path}/a.ckpt")
     assert plugin.load_checkpoint(f"file://{tmp_path}/a.ckpt")["global_step"] == 1
-
-
-def test_removing_a_torch_file_leaves_a_folder_of_the_same_name(tmp_path):
-    torch.save({}, tmp_path / "a.ckpt")
-    (tmp_path / "a").mkdir()
-    DurableCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
-    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_tensors_are_loaded_to_the_host_and_another_device_is_refused(tmp_path):

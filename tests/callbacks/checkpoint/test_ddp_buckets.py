@@ -2,31 +2,24 @@
 
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from genlight.callbacks import Checkpoint
+from support.plain_module import Fits
 from support.rank_processes import on_ranks
 
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 
 
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.body = torch.nn.Sequential(*(torch.nn.Linear(33, 33) for _ in range(6)))
-
+class Net(Fits):
     def training_step(self, batch, batch_idx):
-        return self.body(torch.randn(7, 33)).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return super().training_step(torch.randn(7, 33), batch_idx)
 
 
 def weights_after_nine_steps(rank, folder, path=None, **options):
     torch.manual_seed(0)
-    net = Net()
+    net = Net(torch.nn.Sequential(*(torch.nn.Linear(33, 33) for _ in range(6))))
     torch.manual_seed(rank.number)
     saver = Checkpoint(folder, every_n_steps=4, keep_last=None)
     trainer = rank.trainer(saver, strategy=rank.strategy(**options), max_steps=9)

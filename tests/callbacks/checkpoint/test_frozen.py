@@ -19,7 +19,6 @@ from genlight.callbacks.checkpoint import (
     list_checkpoints,
     load,
     load_weights,
-    newest_valid,
     read_record,
     storage,
     store,
@@ -29,7 +28,6 @@ from genlight.callbacks.checkpoint import (
 from genlight.callbacks.checkpoint.contents import check_contents
 from genlight.callbacks.checkpoint.format.record import serialise_record
 from genlight.callbacks.checkpoint.frozen import Frozen
-from genlight.callbacks.witness.entry import FOLDER
 from genlight.reporters.uploads.queue import Entry, pack
 from support.adapted_model import FROZEN_BYTES, Adapted, assert_equal
 from support.messages import refusal
@@ -39,7 +37,6 @@ pytestmark = [pytest.mark.promise(name="checkpoint"), pytest.mark.filterwarnings
 
 @pytest.fixture(params=["links", "no links"])
 def linking(request, monkeypatch):
-    """A file system with hard links, and one without."""
     if request.param == "no links":
 
         def refuse(*_, **__):
@@ -59,7 +56,6 @@ def files_of(folder):
 
 
 def frozen_files_of(folder):
-    """Return the inodes of the files of frozen weights."""
     return {path.stat().st_ino for path in Path(folder).glob("*/frozen.safetensors")}
 
 
@@ -79,21 +75,6 @@ def test_frozen_weights_are_stored_once_for_all_checkpoints_of_a_run(train, tmp_
         assert_equal(dict(load(record.path)["state_dict"]), (first.seen | second.seen)[record.step])
 
 
-def test_a_checkpoint_is_complete_without_the_others_and_as_a_copy(train, tmp_path, linking):
-    directory = tmp_path / "c"
-    module = train(Adapted(), 6)
-    shutil.copytree(directory, tmp_path / "copy")
-    for name in ("step-00000002", "step-00000006", "final"):
-        delete_checkpoint(directory / f"{name}.json")
-
-    for folder in (directory, tmp_path / "copy"):
-        record, warnings = newest_valid(folder)
-        assert not warnings
-        assert_equal(load_weights(record.path), module.seen[record.step])
-    delete_checkpoint(directory / "step-00000004.json")
-    assert not [path for path in directory.rglob("*") if path.is_file() and path.parent.name != FOLDER]
-
-
 def test_a_save_copies_only_trained_weights(train, tmp_path, monkeypatch):
     copied = []
     real = store.write_checkpoint
@@ -111,39 +92,8 @@ def test_a_save_copies_only_trained_weights(train, tmp_path, monkeypatch):
     assert all(nbytes < copied[0] - weights + 1_000 for nbytes in copied[1:])
 
 
-class ByHand(Adapted):
-    """Changes its frozen tensors without autograd, in every possible way."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(64).requires_grad_(False)
-        self.average = copy.deepcopy(self.base)
-        self.register_buffer("queue", torch.zeros(2000))
-
-    def training_step(self, batch, batch_idx):
-        step = self.trainer.global_step
-        self.average[0].weight.data.mul_(0.9).add_(self.base[1].weight, alpha=0.1)
-        self.queue.numpy()[step * 3 : step * 3 + 3] = step + 1
-        if step == 3:
-            self.base[2].weight.data = self.base[2].weight.data + 1
-        return super().training_step(self.norm(batch), batch_idx)
-
-
-def test_frozen_weights_that_a_trainer_changes_are_saved(train, tmp_path):
-    module = train(ByHand(), 8)
-
-    for listed in list_checkpoints(tmp_path / "c"):
-        assert_equal(load_weights(listed.path), module.seen[listed.record.step])
-        check_contents(verify(listed.path))
-    newest = read_record(tmp_path / "c" / "step-00000008.json")
-    [frozen] = [file.size for file in newest.files if file.path.endswith("frozen.safetensors")]
-    assert 6 * 64 * 65 * 4 < frozen < 8 * 64 * 65 * 4
-
-
 def test_weights_of_an_optimizer_are_not_frozen(train, tmp_path):
     class Thawing(Adapted):
-        """Trains a layer of its base for a while."""
-
         def on_train_batch_start(self, batch, batch_idx):
             self.base[3].requires_grad_(3 <= self.trainer.global_step < 6)
 
@@ -243,7 +193,6 @@ def test_omitted_tensors_of_a_record_take_no_memory(train, tmp_path, dtype):
 
 
 def change_record(record, **changed):
-    """Return the bytes of `record` with other fields and a valid digest."""
     return serialise_record(replace(record, **changed))
 
 

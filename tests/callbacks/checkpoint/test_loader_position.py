@@ -23,15 +23,13 @@ from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.checkpoint.positioned_loader import with_position
 from support.messages import refusal
-from support.resumed_fit import Sees, seed, trainer_with_checkpoints
+from support.resumed_fit import PlainSees, Sees, rows_seen, seed
 from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.promise(name="resume")
 
 
 class Rows(Dataset[Any]):
-    """Row i is i, with noise from torch's generator."""
-
     def __init__(self, count: int = 10) -> None:
         self.count = count
 
@@ -55,15 +53,6 @@ def loader(kind: str, batch_size: int = 3) -> DataLoader[Any]:
     return DataLoader(rows, batch_size, shuffle=kind == "shuffled")
 
 
-def fit(folder: Path, steps: int, given: Any, kind: type[Sees] = Sees, **options: Any) -> list[list[float]]:
-    trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1, **options)
-    module = ContractModule(kind(), TrainingJobSpec("r", steps))
-    final = folder / "final.json"
-    trainer.fit(module, given, ckpt_path=str(final) if final.exists() else None)
-    seen: list[list[float]] = module.contract_state["seen"]
-    return seen
-
-
 KINDS = ["shuffled", "own generator", "weighted", "in order", "distributed"]
 CUTS = [("shuffled", 3), ("own generator", 4), ("weighted", 1), ("distributed", 6)]
 
@@ -76,46 +65,14 @@ CUTS = [("shuffled", 3), ("own generator", 4), ("weighted", 1), ("distributed", 
     ],
 )
 def test_a_resume_from_each_step_sees_what_an_unbroken_run_sees(kind, cut, tmp_path, caplog):
-    whole = fit(tmp_path / "whole", 9, loader(kind))
-    fit(tmp_path / "cut", cut, loader(kind))
+    whole = rows_seen(tmp_path / "whole", 9, loader(kind))
+    rows_seen(tmp_path / "cut", cut, loader(kind))
 
-    assert fit(tmp_path / "cut", 9, loader(kind)) == whole
+    assert rows_seen(tmp_path / "cut", 9, loader(kind)) == whole
     assert "keeps no position" not in caplog.text
 
 
-class PlainModule(pl.LightningModule):
-    """A LightningModule that keeps the rows that it saw, and draws a number in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(2, 1)
-        self.seen: list[list[float]] = []
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.seen.append([*batch.flatten().tolist(), torch.rand(()).item(), self.trainer.current_epoch])
-        return self.body(batch.flatten()[:2].float()).pow(2).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["seen"] = list(self.seen)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seen = checkpoint["seen"]
-
-
-def fit_plain(folder: Path, steps: int, given: Any, kind: type[PlainModule] = PlainModule) -> list[list[float]]:
-    seed(7)
-    module = kind()
-    trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1)
-    final = folder / "final.json"
-    trainer.fit(module, given, ckpt_path=str(final) if final.exists() else None)
-    return [*module.seen, [value.item() for value in module.body.weight.flatten()]]
-
-
 def arrow_feed() -> ArrowFeed:
-    """A feed whose order depends on the epoch."""
     rows = pa.table({"row": [float(row) for row in range(10)], "zero": [0.0] * 10})
     return ArrowFeed(
         rows,
@@ -137,26 +94,14 @@ def arrow_feed() -> ArrowFeed:
     ],
 )
 def test_a_plain_module_in_lightnings_own_loop_continues_too(make, tmp_path, caplog):
-    whole = fit_plain(tmp_path / "whole", 10, make())
+    whole = rows_seen(tmp_path / "whole", 10, make(), PlainSees)
     for cut in (3, 4, 5, 8):  # an epoch has 4 batches
-        fit_plain(tmp_path / f"cut{cut}", cut, make())
-        assert fit_plain(tmp_path / f"cut{cut}", 10, make()) == whole, cut
+        rows_seen(tmp_path / f"cut{cut}", cut, make(), PlainSees)
+        assert rows_seen(tmp_path / f"cut{cut}", 10, make(), PlainSees) == whole, cut
     for steps in (2, 3, 7, 10):
-        seen = fit_plain(tmp_path / "often", steps, make())
+        seen = rows_seen(tmp_path / "often", steps, make(), PlainSees)
     assert seen == whole
     assert "keeps no position" not in caplog.text
-
-
-def test_a_plain_loop_gets_the_same_rows(tmp_path):
-    seen = fit(tmp_path, 7, loader("shuffled"))
-
-    torch.manual_seed(5)
-    expected: list[list[float]] = []
-    given = loader("shuffled")
-    for _ in range(2):
-        for batch in given:
-            expected.append([*batch.flatten().tolist(), torch.rand(()).item()])
-    assert seen == expected[:7]
 
 
 @pytest.mark.parametrize("batch_size", [3, 5, None])
@@ -230,31 +175,23 @@ def with_workers(kind: str, **options: Any) -> DataLoader[Any]:
     return DataLoader(Noisy(), **chosen)
 
 
-FAST = {"fit": ("none", "two", "own functions"), "fit_plain": ("persistent",)}
+FAST = {Sees: ("none", "two", "own functions"), PlainSees: ("persistent",)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "fits"),
+    ("kind", "module"),
     [
-        pytest.param(kind, fits, marks=[] if kind in FAST[fits.__name__] else pytest.mark.slow)
+        pytest.param(kind, module, marks=[] if kind in FAST[module] else pytest.mark.slow)
         for kind in WORKERS
-        for fits in (fit, fit_plain)
+        for module in FAST
     ],
 )
-def test_random_numbers_drawn_in_workers_and_datasets_continue_after_a_resume(kind, fits, tmp_path):
-    whole = fits(tmp_path / "whole", 13, with_workers(kind))
+def test_random_numbers_drawn_in_workers_and_datasets_continue_after_a_resume(kind, module, tmp_path):
+    whole = rows_seen(tmp_path / "whole", 13, with_workers(kind), module)
     for steps in (2, 8, 13):  # an epoch has 4, 5 or 10 batches
-        seen = fits(tmp_path / "cut", steps, with_workers(kind))
+        seen = rows_seen(tmp_path / "cut", steps, with_workers(kind), module)
     assert seen == whole
     assert len({number for row in seen for number in row[1:5]}) > 4
-
-
-@pytest.mark.parametrize("kind", ["none", "two", "persistent"])
-def test_a_resume_after_epochs_that_were_cut_begins_the_next_one(kind, tmp_path):
-    whole = fit(tmp_path / "whole", 9, with_workers(kind), limit_train_batches=2)
-    for steps in (2, 3, 5, 6, 9):
-        seen = fit(tmp_path / "cut", steps, with_workers(kind), limit_train_batches=2)
-    assert seen == whole
 
 
 @pytest.mark.parametrize(
@@ -267,8 +204,8 @@ def test_a_resume_after_epochs_that_were_cut_begins_the_next_one(kind, tmp_path)
     ],
 )
 def test_other_workers_are_warned_of_once_at_the_resume(before, after, is_warned, tmp_path, caplog):
-    fit(tmp_path, 2, with_workers("none", **before))
-    seen = fit(tmp_path, 4, with_workers("none", **after))
+    rows_seen(tmp_path, 2, with_workers("none", **before))
+    seen = rows_seen(tmp_path, 4, with_workers("none", **after))
     rows = [row for batch in seen for row in batch[:-1:6]]
     assert sorted(rows) == list(range(10))
     assert sum("random numbers drawn" in record.message for record in caplog.records) == is_warned
@@ -279,20 +216,16 @@ def test_workers_that_draw_nothing_may_change_without_a_warning(tmp_path, caplog
         return DataLoader(torch.utils.data.TensorDataset(torch.arange(10.0)), 3, shuffle=True, num_workers=workers)
 
     for workers, steps in ((2, 2), (1, 4)):
-        fit(tmp_path, steps, of_rows(workers), TakesLists)
+        rows_seen(tmp_path, steps, of_rows(workers), TakesLists)
     assert "random numbers drawn" not in caplog.text
 
 
 class Asks(pl.Callback):
-    """Asks for the length of the training in one of its hooks."""
-
     def __init__(self, hook: str) -> None:
         setattr(self, hook, lambda trainer, *_, **__: trainer.estimated_stepping_batches)
 
 
-class SchedulesByLength(PlainModule):
-    """Makes a schedule as long as the training."""
-
+class SchedulesByLength(PlainSees):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters())
         steps = int(self.trainer.estimated_stepping_batches)
@@ -300,39 +233,10 @@ class SchedulesByLength(PlainModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Stateful:
-    """Hands out rows with noise, and knows where it is; it is eager, as torchdata's loader."""
-
-    def __init__(self) -> None:
-        self.at = 0
-        self.drawn = torch.zeros(())
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Any:
-        self.at %= 4
-        if self.at == 0:
-            self.drawn = torch.rand(())
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        if self.at == 4:
-            raise StopIteration
-        self.at += 1
-        return torch.tensor([self.at, self.drawn])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.drawn = state["at"], state["drawn"]
-
-
 MODULES: list[tuple[Any, str | None]] = [
     (lambda: SchedulesByLength(), None),
-    (lambda: PlainModule(), "setup"),
-    (lambda: PlainModule(), "on_fit_start"),
+    (lambda: PlainSees(), "setup"),
+    (lambda: PlainSees(), "on_fit_start"),
     (lambda: ContractModule(Sees(), TrainingJobSpec("r", 12)), "setup"),
     (lambda: ContractModule(Sees(), TrainingJobSpec("r", 12)), "on_fit_start"),
 ]
@@ -343,7 +247,6 @@ MODULES: list[tuple[Any, str | None]] = [
     [
         *((*module, lambda: loader("shuffled")) for module in MODULES),
         *(pytest.param(*module, lambda: with_workers("persistent"), marks=pytest.mark.slow) for module in MODULES),
-        *(pytest.param(*module, Stateful, marks=pytest.mark.slow) for module in MODULES),
     ],
 )
 def test_loaders_keep_their_place_if_the_length_is_asked_for_before_it_is_restored(make, hook, given, tmp_path):
@@ -368,8 +271,6 @@ def test_loaders_keep_their_place_if_the_length_is_asked_for_before_it_is_restor
 
 
 class Stream:
-    """Rows with noise, of unknown number, that know where they are."""
-
     def __init__(self, rows: int = 5, made: Any = torch.tensor) -> None:
         self.at, self.rows, self.made = 0, rows, made
 
@@ -386,9 +287,7 @@ class Stream:
         self.at = state["at"]
 
 
-class TakesStreams(PlainModule):
-    """Its batches come from several loaders, or are no tensors."""
-
+class TakesStreams(PlainSees):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if isinstance(batch, Odd):
             batch = torch.tensor(batch.row)
@@ -398,8 +297,6 @@ class TakesStreams(PlainModule):
 
 
 class Odd:
-    """A batch that no checkpoint can hold."""
-
     def __init__(self, row: list[float]) -> None:
         self.row, self.lock = row, threading.Lock()
 
@@ -414,23 +311,21 @@ class Odd:
     ],
 )
 def test_a_batch_that_lightning_fetched_ahead_of_the_checkpoint_is_not_lost(given, tmp_path, caplog):
-    whole = fit_plain(tmp_path / "whole", 9, given(), TakesStreams)
+    whole = rows_seen(tmp_path / "whole", 9, given(), TakesStreams)
     for steps in (1, 3, 4, 7, 8, 9):
-        seen = fit_plain(tmp_path / "cut", steps, given(), TakesStreams)
+        seen = rows_seen(tmp_path / "cut", steps, given(), TakesStreams)
     assert seen == whole
     assert "is lost" not in caplog.text
 
 
 def test_a_batch_fetched_ahead_that_cannot_be_stored_is_warned_of(tmp_path, caplog):
     for steps in (2, 3):
-        *seen, _ = fit_plain(tmp_path, steps, Stream(made=Odd), TakesStreams)
+        seen = rows_seen(tmp_path, steps, Stream(made=Odd), TakesStreams)
     assert [row[0] for row in seen] == [1, 2, 4]
     assert sum("is lost" in record.message for record in caplog.records) == 1
 
 
 class StopsAfter(pl.Callback):
-    """Ends the process, as far as a test can, after a step."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -440,15 +335,11 @@ class StopsAfter(pl.Callback):
 
 
 class TakesLists(Sees):
-    """Its batches are lists of one tensor."""
-
     def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
         return raw[0]
 
 
 class Endless(IterableDataset[Any]):
-    """A stream."""
-
     def __iter__(self) -> Any:
         yield from iter(int, 1)
 
@@ -474,13 +365,11 @@ def test_a_resume_knows_which_of_several_streams_had_already_ended(cut, tmp_path
     def streams() -> dict[str, Any]:
         return {"a": Stream(3), "b": Stream(5)}
 
-    whole = fit(tmp_path / "whole", 12, streams(), TakesDicts)
-    fit(tmp_path / "cut", cut, streams(), TakesDicts)
-    assert fit(tmp_path / "cut", 12, streams(), TakesDicts) == whole
+    whole = rows_seen(tmp_path / "whole", 12, streams(), TakesDicts)
+    rows_seen(tmp_path / "cut", cut, streams(), TakesDicts)
+    assert rows_seen(tmp_path / "cut", 12, streams(), TakesDicts) == whole
 
 
 class TakesDicts(Sees):
-    """Its batches come from several loaders."""
-
     def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
         return torch.cat([part.flatten() for part in raw.values()])

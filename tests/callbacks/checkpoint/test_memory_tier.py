@@ -15,14 +15,13 @@ from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, load, memory_tier, newest_valid, save, verify
 from genlight.callbacks.checkpoint.listing import list_checkpoints
 from genlight.callbacks.checkpoint.memory_tier import POINTER, is_in_memory, list_tiers, memory_folder
-from support.jobs import events_of, run, write_job
+from support.jobs import run, write_job
 
 pytestmark = pytest.mark.promise(name="checkpoint")
 
 
 @pytest.fixture(autouse=True)
 def shm(tmp_path, monkeypatch):
-    """A folder in place of ``/dev/shm``."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(memory_tier, "ROOT", folder)
@@ -57,7 +56,6 @@ def train(train_net, tmp_path):
 
 @pytest.fixture
 def killed(train, tmp_path):
-    """The folder of a training that was killed after seven steps, and the folder in memory."""
     with pytest.raises(RuntimeError, match="here"):
         train(Fails(7))
     return tmp_path / "c", memory_folder(tmp_path / "c")
@@ -82,30 +80,12 @@ def test_a_killed_training_continues_from_memory_with_the_same_bits(killed, trai
     assert not (directory / POINTER).exists()
 
 
-def test_a_training_that_is_killed_before_it_saves_again_still_has_its_start(killed, train):
-    directory, folder = killed
-    with pytest.raises(RuntimeError, match="here"):
-        train(Fails(7), resume=True)
-    assert (steps(directory), steps(folder)) == ([4], [7])
-
-
 def test_what_is_newer_than_the_start_of_a_training_is_removed(killed, train, train_net):
     directory, folder = killed
     saver = Checkpoint(directory, every_n_steps=4, memory_every_n_steps=20)
     with pytest.raises(RuntimeError, match="here"):
         train_net(saver, Fails(5), ckpt_path=directory / "step-00000004.json")
     assert steps(folder) == []
-
-
-def test_a_rare_cadence_in_memory_does_not_delay_saves_on_disk(train, tmp_path):
-    train(every_n_steps=2, memory_every_n_steps=5, keep_last=None, asynchronous=False)
-    assert steps(tmp_path / "c") == [2, 4, 6, 8, 10, 10]
-
-
-def test_a_training_that_completes_leaves_nothing_in_memory(train, shm, tmp_path):
-    train()
-    assert list(shm.iterdir()) == []
-    assert steps(tmp_path / "c") == [4, 8, 10]
 
 
 def test_a_training_that_fails_moves_its_newest_checkpoint_to_the_disk(train, shm, tmp_path):
@@ -138,13 +118,6 @@ def test_a_broken_checkpoint_in_memory_is_passed_over(killed, train, caplog):
     memory_tier.retire_memory(directory)
     assert "is lost" in caplog.text
     assert steps(directory) == [4]
-
-
-def test_of_the_same_step_the_one_on_disk_counts(killed):
-    directory, _ = killed
-    memory_tier.copy_checkpoint(newest_valid(directory)[0], directory)
-    assert newest_valid(directory)[0].path.parent == directory
-    assert [is_in_memory(each.path) for each in list_tiers(directory)] == [False, True, False]
 
 
 def test_after_a_power_cut_the_disk_has_everything_that_was_acknowledged(killed, train, shm):
@@ -196,13 +169,6 @@ def test_a_folder_that_may_be_of_others_is_neither_used_nor_touched(spoil, kille
     assert caplog.text.count("not used") == int(spoil is not points_outside)
     assert sorted(shm.rglob("*")) == before
     assert steps(directory) == [4, 8, 10]
-
-
-def test_a_new_training_in_the_folder_does_not_meet_the_old_one(killed, train, shm):
-    directory, _ = killed
-    shutil.rmtree(directory)
-    train()
-    assert len(list(shm.iterdir())) == 1  # of the run whose folder was removed; nothing points to it
 
 
 def test_a_start_over_removes_it(killed, shm):
@@ -317,9 +283,3 @@ def test_what_a_kill_after_the_final_checkpoint_leaves_is_removed(train, shm, tm
     memory_tier.open_memory(tmp_path / "out" / "checkpoints", "r", 1, None)
     assert run(job, "resume_from_latest=true") == 0
     assert list(shm.iterdir()) == []
-
-
-def test_checkpoints_in_memory_are_not_reported(killed, tmp_path):
-    job = write_job(tmp_path, checkpoint_every=2, checkpoints={"memory_every_n_steps": 1})
-    assert run(job) == 0
-    assert [event["step"] for event in events_of(job) if event["event"] == "checkpoint"] == [2, 3]

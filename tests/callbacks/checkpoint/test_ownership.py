@@ -5,16 +5,13 @@ import shutil
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from genlight.adapter.contract.exceptions import CheckpointError, StartupContractError
-from genlight.adapter.plumbing.durable import temporary_name
 from genlight.callbacks.checkpoint import (
     Checkpoint,
     DurableCheckpointIO,
     RecordMeta,
     delete_checkpoint,
-    read_record,
     save,
     sweep,
     verify,
@@ -65,21 +62,6 @@ def test_data_behind_a_link_outlives_the_checkpoint(tmp_path):
     assert tree(tmp_path / "c") == {"a": ("link", str(moved))}
 
 
-def test_debris_of_a_kill_is_removed_but_not_a_users_file_in_it(tmp_path):
-    for name in "ab":
-        save(tmp_path / name, checkpoint_of(1))
-        (tmp_path / f"{name}.json").rename(tmp_path / name / temporary_name(f"{name}.json"))
-    (tmp_path / "b" / "model.gguf").write_text("mine")
-    for name in "ab":
-        save(tmp_path / name, checkpoint_of(2))
-        assert verify(tmp_path / name).step == 2
-    assert [read_record(tmp_path / f"{name}.json").folder for name in "ab"] == ["a~1", "b~1"]
-    assert sorted(sweep(tmp_path)) == ["a", "b"]
-    assert not (tmp_path / "a").exists()
-    assert os.listdir(tmp_path / "b") == ["model.gguf"]
-    assert verify(tmp_path / "a").step == verify(tmp_path / "b").step == 2
-
-
 def test_a_renamed_record_keeps_its_data(tmp_path):
     save(tmp_path / "a", checkpoint_of(1))
     os.rename(tmp_path / "a.json", tmp_path / "best.json")
@@ -94,24 +76,6 @@ def test_a_copied_record_keeps_its_data(tmp_path):
     shutil.copy(tmp_path / "a.json", tmp_path / "b.json")
     delete_checkpoint(tmp_path / "a")
     assert verify(tmp_path / "b").step == 1
-
-
-def test_retention_leaves_checkpoints_of_model_checkpoint_in_the_same_directory(
-    tmp_path, make_trainer, make_net, make_loader
-):
-    keeper = ModelCheckpoint(tmp_path, filename="best", monitor="loss", save_last="link", every_n_train_steps=2)
-    final = ModelCheckpoint(tmp_path, filename="final", every_n_train_steps=3, save_top_k=-1)
-    checkpoint = Checkpoint(tmp_path, every_n_steps=3, keep_last=2)
-    trainer = make_trainer(keeper, final, checkpoint, plugins=[DurableCheckpointIO()], max_epochs=2)
-    trainer.fit(make_net(), make_loader())
-
-    assert verify(keeper.best_model_path).path.suffix == ".ckpt"
-    assert verify(tmp_path / "last.ckpt").path == read_record(keeper.last_model_path).path
-    records = [path.name for path in tmp_path.glob("*.json")]
-    assert sorted(records) == ["final.json", "step-00000015.json", "step-00000018.json"]
-    for record in (*tmp_path.glob("*.json"), *tmp_path.glob("*.ckpt")):
-        verify(record)
-    assert checkpoint.best_model_path == str(tmp_path / "final.json")
 
 
 def test_retention_removes_only_checkpoints_of_this_callback_and_run(tmp_path, train_net):

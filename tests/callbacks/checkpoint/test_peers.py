@@ -16,6 +16,7 @@ from genlight.callbacks import Checkpoint, Recover
 from genlight.callbacks.checkpoint import memory_tier
 from genlight.callbacks.checkpoint.listing import list_checkpoints
 from genlight.callbacks.checkpoint.memory_tier import memory_folder
+from support.plain_module import Fits
 from support.rank_processes import on_ranks, run_ranks
 from support.recovered import Batches, fit_fragile
 
@@ -26,22 +27,19 @@ NEWEST, ON_LAST_NODE, ON_DISK = 7, 6, 4
 """Steps of the checkpoints that a killed run leaves: on the first two nodes, on the third, and on the disk."""
 
 
-class Net(pl.LightningModule):
+class Net(Fits):
     def __init__(self):
-        super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        super().__init__(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)))
         self.frozen = torch.nn.Linear(64, 64).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
-        return self.body(torch.randn(4, 4)).pow(2).mean()
+        return super().training_step(torch.randn(4, 4), batch_idx)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.body.parameters(), lr=0.01)
 
 
 class Dies(pl.Callback):
-    """Kills this process before the eighth step, once its node has a checkpoint."""
-
     def __init__(self, directory, step):
         self.directory, self.step = directory, step
 

@@ -83,8 +83,6 @@ def test_a_rank_without_a_gradient_gets_none(world_size, rank, expected):
 
 
 class Embeds(Trains):
-    """Trains an embedding; the gradient of a step is there until the next one."""
-
     def __init__(self, **options):
         self.options = options
 

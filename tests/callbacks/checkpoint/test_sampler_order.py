@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from genlight.adapter import ContractModule, TrainingJobSpec
-from support.resumed_fit import Sees, seed, trainer_with_checkpoints
+from support.resumed_fit import rows_seen
 
 pytestmark = pytest.mark.promise(name="resume")
 
@@ -33,8 +31,6 @@ class Rows(Dataset[Any]):
 
 
 class Draws(Sampler[Any]):
-    """Hands out what `draw` returns for it in each epoch."""
-
     def __init__(self, draw: Callable[[Any], Any], **attributes: Any) -> None:
         self.draw, self.epoch = draw, 0
         vars(self).update(attributes)
@@ -68,7 +64,6 @@ def batches_of_random_sizes(sampler: Any) -> Iterator[Any]:
 
 
 def sampler(kind: str) -> dict[str, Any]:
-    """Return the arguments of a loader."""
     as_sampler: dict[str, Callable[[], Any]] = {
         "python": lambda: Draws(lambda _: random.sample(range(ROWS), ROWS)),
         "numpy": lambda: Draws(lambda _: np.random.permutation(ROWS)),
@@ -97,17 +92,6 @@ KINDS = [
 ]
 
 
-def fit(folder: Path, steps: int, loader: Any, **options: Any) -> list[list[float]]:
-    """Train up to `steps` and return what was seen, from the checkpoint in `folder` if there is one."""
-    seed(7)
-    trainer = trainer_with_checkpoints(folder, steps, max_epochs=-1, **options)
-    module = ContractModule(Sees(), TrainingJobSpec("r", steps))
-    final = folder / "final.json"
-    trainer.fit(module, loader, ckpt_path=str(final) if final.exists() else None)
-    seen: list[list[float]] = module.contract_state["seen"]
-    return seen
-
-
 WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
 SLOW = [(WORKERS[1], 2), (WORKERS[2], 10)] * 5
 
@@ -128,17 +112,17 @@ def test_a_resume_sees_what_an_unbroken_run_sees(kind, workers, cut, tmp_path, c
     def loader() -> Any:
         return DataLoader(Rows(), **sampler(kind), **workers)
 
-    whole = fit(tmp_path / "whole", 16, loader())
+    whole = rows_seen(tmp_path / "whole", 16, loader())
     for steps in (cut, cut + 1):
-        fit(tmp_path / "cut", steps, loader())
-    assert fit(tmp_path / "cut", 16, loader()) == whole
+        rows_seen(tmp_path / "cut", steps, loader())
+    assert rows_seen(tmp_path / "cut", 16, loader()) == whole
     assert not [record for record in caplog.records if "continues within an epoch" in record.message]
 
 
 def test_a_setting_of_a_sampler_that_was_changed_for_a_resume_is_not_put_back(tmp_path):
     samplers = [Draws(lambda own: range(0, own.stride * ROWS // 2, own.stride), stride=stride) for stride in (1, 2)]
     for steps, sampler_of_run in zip((4, 6), samplers, strict=True):
-        fit(tmp_path / "c", steps, DataLoader(Rows(), 5, sampler=sampler_of_run))
+        rows_seen(tmp_path / "c", steps, DataLoader(Rows(), 5, sampler=sampler_of_run))
     assert [(each.stride, each.epoch) for each in samplers] == [(1, 2), (2, 3)]
 
 
@@ -147,9 +131,9 @@ def test_an_epoch_that_ends_early_leaves_the_sampler_as_in_an_unbroken_run(worke
     def loader() -> Any:
         return DataLoader(Rows(), **sampler("own generator"), **workers)
 
-    whole = fit(tmp_path / "whole", 9, loader(), limit_train_batches=3)
-    fit(tmp_path / "cut", 3, loader(), limit_train_batches=3)
-    assert fit(tmp_path / "cut", 9, loader(), limit_train_batches=3) == whole
+    whole = rows_seen(tmp_path / "whole", 9, loader(), limit_train_batches=3)
+    rows_seen(tmp_path / "cut", 3, loader(), limit_train_batches=3)
+    assert rows_seen(tmp_path / "cut", 9, loader(), limit_train_batches=3) == whole
 
 
 class Batches(DataLoader[Any]):
@@ -161,17 +145,15 @@ class Batches(DataLoader[Any]):
 
 @pytest.mark.parametrize("workers", WORKERS[::2], ids=repr)
 def test_a_subclass_of_a_loader_keeps_its_position(workers, tmp_path):
-    whole = fit(tmp_path / "whole", 12, Batches(**workers))
-    fit(tmp_path / "cut", 9, Batches(**workers))
-    assert fit(tmp_path / "cut", 12, Batches(**workers)) == whole
+    whole = rows_seen(tmp_path / "whole", 12, Batches(**workers))
+    rows_seen(tmp_path / "cut", 9, Batches(**workers))
+    assert rows_seen(tmp_path / "cut", 12, Batches(**workers)) == whole
 
 
 numbers = count()
 
 
 class Serial:
-    """A number that no other object of this process has."""
-
     def __init__(self) -> None:
         self.value = next(numbers)
 
@@ -189,7 +171,7 @@ def test_an_order_that_cannot_be_repeated_is_said_and_begins_again(draw, workers
     def loader() -> Any:
         return DataLoader(Rows(), 3, sampler=Draws(draw, secret=Serial()), **workers)
 
-    fit(tmp_path / "c", 3, loader())
-    fit(tmp_path / "c", 5, loader())
+    rows_seen(tmp_path / "c", 3, loader())
+    rows_seen(tmp_path / "c", 5, loader())
     warnings = [record.message for record in caplog.records if "does not repeat the order" in record.message]
     assert len(warnings) == 1

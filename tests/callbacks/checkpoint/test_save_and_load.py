@@ -34,24 +34,6 @@ def dump(model, optimizer, state=None):
     }
 
 
-def test_a_saved_checkpoint_is_loaded(tmp_path, trained):
-    model, optimizer = trained
-    save(tmp_path / "step-00000007", dump(model, optimizer, {"best": 0.5, "ids": (1, 2)}))
-
-    loaded = load(tmp_path / "step-00000007.json")
-
-    assert loaded["genlight"]["state"] == {"best": 0.5, "ids": (1, 2)}
-    assert loaded["genlight"]["attempt"] == 1
-    assert loaded["state_dict"]._metadata == model.state_dict()._metadata
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded["state_dict"][name], tensor)
-    stored = loaded["optimizer_states"][0]
-    assert stored["param_groups"] == optimizer.state_dict()["param_groups"]
-    for index, state in optimizer.state_dict()["state"].items():
-        for name, tensor in state.items():
-            assert torch.equal(stored["state"][index][name], tensor)
-
-
 def test_the_layout_on_disk_is_a_record_next_to_a_folder(tmp_path, trained):
     record = save(tmp_path / "step-00000007", dump(*trained), meta=RecordMeta(run_id="r", attempt=2))
     assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000007.json"]

@@ -21,7 +21,6 @@ def saved(directory) -> list[int]:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of the triggers; a test sets it."""
     clock = SimpleNamespace(now=1000.0)
     for module in (budget, cadence, policy):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -29,8 +28,6 @@ def clock(monkeypatch):
 
 
 class Takes(Hook):
-    """Makes each step take some seconds of the clock."""
-
     def __init__(self, clock, seconds) -> None:
         self.clock, self.seconds = clock, seconds
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
-from genlight.adapter.cli import main
-from genlight.callbacks import Checkpoint, EvaluateCommand, Hook
+from genlight.callbacks import Checkpoint, Hook
 from genlight.callbacks.checkpoint import RecordMeta, delete_checkpoint, list_checkpoints, save
 from genlight.callbacks.checkpoint.format.record import SCORES_FILE
 from genlight.callbacks.checkpoint.listing import read_scores
 from genlight.callbacks.checkpoint.selection import WRITER, add_score
 from genlight.callbacks.hook.events import publish_scores
-from support.score_waiting import WaitsForScores
 
 pytestmark = pytest.mark.promise(name="checkpoint")
 
 
 class Publishes(Hook):
-    """Publishes the score of a step after the step that is its key."""
-
     writes = ("eval_scores",)
     critical = True
 
@@ -42,28 +36,6 @@ def saver(folder: Path, **settings) -> Checkpoint:
 
 def scores_in(folder: Path) -> dict[int, float | None]:
     return {entry.record.step: entry.record.metrics.get("val") for entry in list_checkpoints(folder)}
-
-
-def test_the_best_by_a_background_command_is_kept_with_its_own_score(fit, counting_trainer, tmp_path, capsys):
-    """Step 4 is the best, but its score arrives when training is past it."""
-    script = tmp_path / "score.py"
-    script.write_text(
-        textwrap.dedent("""
-        import json, sys
-        print(json.dumps({"val": abs(json.load(open(sys.argv[1]))["step"] - 4)}))
-        """)
-    )
-    evaluate = EvaluateCommand([sys.executable, str(script)])
-    checkpoint = saver(tmp_path / "c", keep_last=1)
-
-    fit(counting_trainer(), [WaitsForScores(evaluate), checkpoint, evaluate], steps=10, enable_checkpointing=True)
-
-    scores = scores_in(tmp_path / "c")
-    assert scores.pop(10, 6.0) == 6.0
-    assert scores == {4: 0.0}
-    assert Path(checkpoint.best_model_path).name == "step-00000004.json"
-    assert main(["checkpoints", "list", str(tmp_path / "c")]) == 0
-    assert "val=0" in capsys.readouterr().out
 
 
 def test_a_checkpoint_saved_while_an_older_one_is_scored_does_not_get_that_score(fit, counting_trainer, tmp_path):

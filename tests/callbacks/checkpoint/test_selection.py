@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -215,22 +214,6 @@ def test_records_listings_and_verification_import_neither_torch_nor_lightning_no
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr == ""
-
-
-def test_a_checkpoint_with_a_type_that_is_not_imported_is_not_reported_as_broken(tmp_path, monkeypatch):
-    """The class may import the type in `configure`, after the checkpoint is chosen."""
-    module = types.ModuleType("late_optimizers")
-    exec("import enum\nclass Mode(enum.Enum):\n    FAST = 1", vars(module))
-    monkeypatch.setitem(sys.modules, "late_optimizers", module)
-    save(tmp_path / "a", {"mode": module.Mode.FAST})
-    assert newest_valid(tmp_path, knows_types=True)[1] == []
-    monkeypatch.delitem(sys.modules, "late_optimizers")
-
-    record, (warning,) = newest_valid(tmp_path, knows_types=True)
-
-    assert record is None
-    assert "is intact, but cannot be loaded here: late_optimizers:Mode is not imported" in warning
-    assert "broken" not in warning
 
 
 _opened: list[str] | None = None

@@ -69,8 +69,6 @@ def test_a_base_of_another_shape_or_without_a_tensor_is_refused(train, tmp_path)
 
 
 class Edited(Adapted):
-    """Edits a frozen layer in the third step."""
-
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.global_step == 2:
             self.base[2].weight.data.mul_(2)

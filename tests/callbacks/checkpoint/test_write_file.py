@@ -49,7 +49,6 @@ def test_the_sync_comes_after_the_last_write(many_chunks, data, tmp_path, monkey
 
 
 def test_a_write_that_fails_is_raised_and_nothing_is_synced(many_chunks, data, tmp_path, monkeypatch, open_files):
-    """No descriptor stays open."""
     real, calls = os.write, []
 
     def fail_late(descriptor, part):

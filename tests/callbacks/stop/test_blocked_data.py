@@ -18,7 +18,7 @@ from genlight.adapter.feed.data_module import FunctionDataModule
 from genlight.callbacks import Checkpoint, StopRequests
 from genlight.callbacks.checkpoint import newest_valid
 from genlight.callbacks.stop import data_workers, stop_requests
-from support.resumed_fit import Sees
+from support.resumed_fit import PlainSees, Sees, seed
 from support.trainers import quiet_trainer
 
 BATCHES = 5
@@ -44,7 +44,6 @@ class Blocks(Dataset[Any]):
         return torch.tensor([index, torch.rand(())])
 
     def block(self) -> None:
-        """Ask for a stop, and never return."""
         (self.folder / "blocked").touch()
         while not (self.folder / f"ended-{self.at // 2}").exists():
             time.sleep(0.02)
@@ -56,8 +55,6 @@ class Blocks(Dataset[Any]):
 
 
 class NotingStops(StopRequests):
-    """Leaves a file for each step after which it has looked for a stop."""
-
     def __init__(self, folder: Path, *, ahead: int = 0) -> None:
         super().__init__(folder / "cancel")
         self.folder, self.ahead = folder, ahead
@@ -81,29 +78,6 @@ def workers_end_soon(monkeypatch):
         worker.join(60)
 
 
-class Plain(pl.LightningModule):
-    """Does the same in Lightning's own loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.body = torch.nn.Linear(2, 1)
-        self.seen: list[list[float]] = []
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.seen.append([*batch.flatten().tolist(), torch.rand(()).item()])
-        return self.body(batch.flatten()[:2].float()).pow(2).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["seen"] = list(self.seen)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.seen = checkpoint["seen"]
-
-
 def loader_of(rows: Dataset[Any], **options: Any) -> DataLoader[Any]:
     return DataLoader(rows, **{"batch_size": 2, "shuffle": True, "num_workers": 1, "prefetch_factor": 1, **options})
 
@@ -113,11 +87,11 @@ def feed_of(rows: Dataset[Any]) -> FunctionDataModule:
 
 
 def fit(folder: Path, data: Any, *, own: bool, **options: Any) -> list[list[float]]:
-    """Train 12 steps, from the newest checkpoint on."""
     (folder / "cancel").unlink(missing_ok=True)
+    seed(5)
     saves = Checkpoint(folder / "checkpoints", asynchronous=False, save_final=False)
     trainer = quiet_trainer(saves, NotingStops(folder), max_steps=12, max_epochs=-1, default_root_dir=folder, **options)
-    module: Any = ContractModule(Sees(), TrainingJobSpec("r", 12)) if own else Plain()
+    module: Any = ContractModule(Sees(), TrainingJobSpec("r", 12)) if own else PlainSees()
     newest = newest_valid(folder / "checkpoints")[0] if (folder / "checkpoints").exists() else None
     as_data = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {"train_dataloaders": data}
     trainer.fit(module, **as_data, ckpt_path=None if newest is None else newest.path)
@@ -168,8 +142,6 @@ def test_a_signal_ends_the_wait_too(tmp_path):
 
 
 class Stream(IterableDataset[Any]):
-    """Rows of unknown number; blocks before the fifth."""
-
     def __init__(self, rows: Blocks) -> None:
         self.rows = rows
 
@@ -177,9 +149,7 @@ class Stream(IterableDataset[Any]):
         yield from (self.rows[index] for index in range(10))
 
 
-class Evaluates(Plain):
-    """Validates on data of its own."""
-
+class Evaluates(PlainSees):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         pass
 
@@ -203,5 +173,5 @@ def test_a_wait_in_which_nothing_can_be_saved_ends_a_while_after_the_request(wha
             "val_dataloaders": loader_of(rows, shuffle=False),
         }
     with pytest.raises(TrainingCanceled):
-        trainer.fit(Evaluates() if "val_dataloaders" in loaders else Plain(), **loaders)
+        trainer.fit(Evaluates() if "val_dataloaders" in loaders else PlainSees(), **loaders)
     assert sum("data workers" in record.message for record in caplog.records) == 1

@@ -24,8 +24,6 @@ def protected():
 
 
 class Doing(Dataset):
-    """Each item is what a function returns in a worker."""
-
     def __init__(self, function):
         self.function = function
 
@@ -49,8 +47,6 @@ def note_worker(worker):
 
 
 class Refusing:
-    """Cannot be sent to another process."""
-
     def __init__(self, error):
         self.error = error
 
@@ -91,10 +87,6 @@ def signalled(index):
     return index
 
 
-def test_workers_ignore_stop_signals(protected):
-    assert list(loader_of(signalled)) == list(range(8))
-
-
 class Forked(DataLoader):
     """Makes its iterators itself, as torchdata's ``StatefulDataLoader`` does."""
 
@@ -103,15 +95,13 @@ class Forked(DataLoader):
 
 
 class Extended(DataLoader):
-    """Adds something to what its base does."""
-
     def _get_iterator(self):
         self.asked = True
         return super()._get_iterator()
 
 
-@pytest.mark.parametrize("kind", [Forked, Extended])
-def test_workers_of_a_loader_with_its_own_iterators_ignore_them_too(kind, protected):
+@pytest.mark.parametrize("kind", [DataLoader, Forked, Extended])
+def test_workers_of_any_loader_ignore_stop_signals(kind, protected):
     assert list(kind(Doing(signalled), batch_size=None, num_workers=1)) == list(range(8))
 
 

@@ -101,13 +101,6 @@ def test_all_ranks_learn_a_number_after_the_same_step_within_one_round(ranks, to
     assert says_at < step <= says_at + min(says_at, APART) + 1
 
 
-def test_rounds_stay_near_for_steps_that_take_no_time(ranks):
-    fast, slow = ranks(lambda rank: rank.train(1000), step_s=(0.0, 0.0))
-
-    assert fast.rounds == slow.rounds
-    assert max(apart(fast.rounds)) == MOST_STEPS
-
-
 def test_the_next_round_adapts_to_steps_that_become_slow(ranks):
     def train(rank):
         for rank.step in range(1, 400):

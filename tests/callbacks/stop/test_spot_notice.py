@@ -76,8 +76,6 @@ def metadata() -> Iterator[Metadata]:
 
 
 class Waits(Counts):
-    """In its third step the cloud announces the end; the step waits until the notice was read."""
-
     metadata: Metadata
     notice: SpotNotice
 

@@ -8,24 +8,17 @@ import time
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from genlight.adapter import ContractModule
 from genlight.adapter.contract.exceptions import TrainingCanceled
 from genlight.adapter.contract.types import StepControlHints, StepResult
-from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Hook, StopRequests
 from genlight.callbacks.hook.hook import skippable
 from genlight.callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
-from genlight.callbacks.stop.sources import cancel_file_is_set, process_age_s
-from support.rank_processes import on_ranks
-from support.trainer_class import Trains
+from genlight.callbacks.stop.sources import cancel_file_is_set
 
 
 class Doing(Hook):
-    """Does something at the end of one step, and notes how many steps ended."""
-
     critical = True
 
     def __init__(self, at_step, action):
@@ -38,14 +31,11 @@ class Doing(Hook):
 
 
 class Agreeable(StopRequests):
-    """Looks at files at every step instead of at most every 50 ms."""
-
     poll_s = 0.0
 
 
 @pytest.fixture(params=["contract", "plain"])
 def train(request, fit, fit_plain, counting_trainer):
-    """Train ten steps with callbacks: under genlight's loop, and under Lightning's own."""
     if request.param == "plain":
         return lambda callbacks: fit_plain(callbacks, steps=10)
     return lambda callbacks: fit(counting_trainer(), callbacks, steps=10)[0]
@@ -123,24 +113,10 @@ def test_a_stop_request_before_the_first_step_trains_none(train, tmp_path, how, 
 # the limit
 
 
-def test_a_limit_of_0_is_none(train):
-    assert train([StopRequests(max_runtime_s=0)]).global_step == 10
-
-
-def test_the_age_of_the_process_grows_with_time_and_began_before_this_module():
-    before = process_age_s()
-    time.sleep(0.02)
-
-    assert process_age_s() - before >= 0.01
-    assert before > 0
-
-
 # the cadence of checks
 
 
 class Counted(StopRequests):
-    """Counts the steps after which the loop called it."""
-
     looks = 0
 
     @skippable
@@ -359,56 +335,3 @@ def test_handlers_are_as_before_after_the_block_and_another_thread_leaves_them_a
 
     assert inside == [None]
     assert {number: signal.getsignal(number) for number in REASON_OF_SIGNAL} == before
-
-
-class Told(StopRequests):
-    """Request a stop only on rank 1, while it trains its third step."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_rank == 1 and batch_idx == 2:
-            self.sources.signals.reason = "preempted"
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-
-class Fails(StopRequests):
-    """Rank 1 fails in its third step."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if trainer.global_rank == 1 and batch_idx == 2:
-            raise ValueError("rank 1 broke")
-
-
-def train_on(rank, stop, module=None):
-    trainer = rank.trainer(stop, max_steps=50)
-    try:
-        trainer.fit(module or ContractModule(Trains()), None if module else BatchStream([torch.ones(1, 2)] * 50))
-    except TrainingCanceled as error:
-        return f"{error.reason} after {trainer.global_step}"
-    return f"completed {trainer.global_step}"
-
-
-def stop_on_rank(rank):
-    """Three stops of which only rank 1 knows; at the end rank 1 fails, and rank 0 fails with it."""
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    signals = StopSignals()
-    signals.reason = "canceled" if rank.number == 1 else None
-    with rank.group():
-        outcomes = [train_on(rank, Told()), train_on(rank, Told(), BoringModel())]
-        outcomes.append(train_on(rank, StopRequests(signals=signals)))
-        try:
-            train_on(rank, Fails())
-        except Exception as error:
-            outcomes.append(str(error))
-    return outcomes
-
-
-@pytest.mark.slow
-def test_all_ranks_stop_after_the_same_step_although_only_one_got_the_request(tmp_path):
-    (first, second), _ = on_ranks(stop_on_rank, tmp_path)
-    assert second[3] == "rank 1 broke"
-    assert len(first) == 4
-    assert first[:3] == second[:3]
-    # Said in step 3, and agreed on in a round that begins there or after one of the next steps.
-    assert {first[0], first[1]} <= {"preempted after 4", "preempted after 5"}
-    assert first[2] == "canceled after 0"

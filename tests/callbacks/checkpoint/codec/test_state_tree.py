@@ -104,27 +104,11 @@ def bits(tensor):
     return row_major.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-]
+TYPES = (
+    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
+)
+DTYPES = [getattr(torch, name) for name in TYPES.split()]
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 KEYS = st.one_of(
     st.text(max_size=4), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text(max_size=2))

@@ -1,7 +1,6 @@
 """Slices of sharded tensors: their coverage, the reads of their parts, and their behavior as tensors."""
 
 import copy
-import io
 import os
 
 import msgspec
@@ -49,7 +48,6 @@ def test_slices_tile_a_tensor_without_gap_and_overlap(boxes, expected):
 
 @pytest.fixture
 def stored(tmp_path):
-    """A tensor of 6 MiB in three slices of rows, in a file that begins with other bytes."""
     values = torch.randn(3 * 1024, 512)
     slices = []
     (tmp_path / "step-1" / "rank-00000").mkdir(parents=True)
@@ -113,7 +111,6 @@ def save_in_parts(directory, state) -> None:
 
 @pytest.fixture
 def lazy(sharded, tmp_path) -> WholeTensor:
-    """A loaded tensor whose values were not read yet."""
     save_in_parts(tmp_path, {"w": sharded})
     return load_lazily(tmp_path / "step-00000001.json")["w"]
 
@@ -160,19 +157,6 @@ def test_a_lazy_tensor_is_sharded_like_the_tensor_that_it_meets(sharded, lazy, m
     assert torch.equal(target.to_local(), torch.arange(12.0).view(4, 3))
     lazy.add_(1)
     assert torch.equal((sharded - lazy).to_local(), -torch.ones(4, 3))
-
-
-def test_torch_saves_the_plain_tensor(lazy):
-    file = io.BytesIO()
-    torch.save(lazy, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True), torch.arange(12.0).view(4, 3))
-
-
-def test_a_loaded_tensor_is_saved_completely_with_its_changes(lazy, tmp_path):
-    lazy.mul_(2)
-    save(tmp_path / "step-00000002", {"w": lazy})
-    assert torch.equal(load(tmp_path / "step-00000002")["w"], torch.arange(12.0).view(4, 3) * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.bool, torch.int64])

@@ -24,14 +24,12 @@ pytestmark = pytest.mark.promise(name="checkpoint")
 
 @pytest.fixture
 def optimizer(mesh):
-    """An optimizer for one sharded matrix."""
     layer = nn.Linear(4, 6, bias=False)
     fully_shard(layer, mesh=mesh)
     return torch.optim.SGD(layer.parameters(), lr=0.1)
 
 
 def stored(optimizer):
-    """Return the state dict as a checkpoint returns it, with complete tensors."""
     parameters = list(optimizer.param_groups[0]["params"])
     state_dict = with_placements(parameters, optimizer.state_dict())
     return parameters, {**state_dict, "state": torch.utils._pytree.tree_map(whole, state_dict["state"])}

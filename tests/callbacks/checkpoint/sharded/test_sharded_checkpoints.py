@@ -76,7 +76,6 @@ def phases(folder: Path) -> list[dict]:
     four = [
         job("to four", "c", steps=SAVED, resume=True),
         job("one to four", "one", steps=SAVED, resume=True),
-        job("at the end", "end", steps=4, every=3, final=True),
         job("replicas reference", "unused", kind="replicated", strategy="fsdp in pairs", steps=5),
         job("replicas save", "h", kind="replicated", strategy="fsdp in pairs", steps=5, save_at=2),
         job("replicas resume", "h", kind="replicated", strategy="fsdp in pairs", steps=5, resume=True),
@@ -215,12 +214,6 @@ def test_a_resumed_rank_reads_its_own_slices_only(ranks):
         assert result["gathered"] == 0
 
 
-def test_files_of_the_trainers_own_hook_belong_to_the_checkpoint(ranks):
-    record = verify(ranks.folder / "c" / "step-00000003")
-    assert record.primary_path == record.data_path / "trainer" / "weight.json"
-    assert "trainer/weight.json" in {record.file_name(file) for file in record.files}
-
-
 def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_after_the_same_step(ranks):
     first, second = ranks.results("two", "full disk")
 
@@ -236,12 +229,6 @@ def test_a_run_that_continues_after_a_failed_save_saves_the_next_one(ranks):
     for result in ranks.results("two", "full disk for once"):
         assert (result["problem"], result["steps"]) == ("", 9)
     assert newest_valid(ranks.folder / "once")[0].step == 8
-
-
-def test_final_and_older_checkpoints_follow_the_rules_of_retention(ranks):
-    names = sorted(name for name in os.listdir(ranks.folder / "end") if name.endswith(".json"))
-    assert names == ["final.json", "step-00000003.json"]
-    assert verify(ranks.folder / "end" / "final").final
 
 
 @pytest.mark.parametrize("killed", [0, 1])
