@@ -53,7 +53,6 @@ class Scored(Trains):
 
 
 def pickled(value: Any) -> Any:
-    """Pickle and unpickle, as for another process."""
     return pickle.loads(pickle.dumps(value))
 
 
@@ -199,7 +198,6 @@ def test_a_copy_of_uploads_has_no_token_and_not_the_uploader_of_the_caller(
 
 @copies
 def test_a_copy_of_a_module_asks_itself_whether_to_stop(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
-    """``ctx.is_canceled`` of a copy is the copy's."""
     trainer, module = trainer_with_all(tmp_path), new_module()
     trainer.fit(module, range(9))
     other = copied(module)

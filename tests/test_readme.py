@@ -72,7 +72,6 @@ def test_the_costs_of_a_step_are_those_of_the_results() -> None:
 
 
 def section(readme: str, title: str) -> str:
-    """The text below a heading of the second level."""
     _, found, rest = (ROOT / readme).read_text().partition(f"\n## {title}\n")
     assert found, f"{readme} has no section {title!r}"
     return rest.partition("\n## ")[0]
@@ -89,7 +88,6 @@ def test_every_documented_variable_is_read_and_every_read_variable_documented() 
 
 
 def test_every_command_is_documented() -> None:
-    """The table of commands is what the program offers."""
     from genlight.adapter.cli.command_line import COMMANDS
 
     rows = re.findall(r"^\| (`.*?) \|", section("adapter/commands.md", "All commands"), re.MULTILINE)
@@ -97,7 +95,6 @@ def test_every_command_is_documented() -> None:
 
 
 def test_the_table_of_exit_codes_is_what_the_code_has() -> None:
-    """Every code that a run ends with."""
     from genlight.adapter.plumbing import failures
 
     codes = section("adapter/job_reference.md", "Exit codes")

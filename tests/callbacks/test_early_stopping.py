@@ -12,14 +12,13 @@ from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import Checkpoint, EarlyStopping, Evaluate, LogMetrics
 from genlight.callbacks.compat import Callback, CallbackList
 from support.messages import refusal
+from support.plain_module import Fits
 from support.rank import Rank
 from support.rank_processes import on_ranks
 from support.trainer_class import Counts
 
 
 class Falls(Counts):
-    """Its loss falls by one each step, down to `floor`; its score is the loss."""
-
     def __init__(self, floor: float = 20.0, values: dict[int, float] | None = None) -> None:
         self.floor, self.values = floor, values or {}
 
@@ -57,21 +56,14 @@ def test_the_step_at_which_training_ends(fit, floor, callback, last) -> None:
 
 
 def test_a_plain_module_with_its_own_logging_is_monitored(quiet) -> None:
-    class Logs(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
+    class Logs(Fits):
         def training_step(self, batch, batch_idx):
             self.log("quality", float(min(batch_idx, 15)))
-            return self.layer(batch).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.0)
+            return super().training_step(batch, batch_idx)
 
     stopping = EarlyStopping("quality", 20, mode="max")
     trainer = pl.Trainer(**quiet, max_epochs=1, callbacks=[stopping])
-    trainer.fit(Logs(), torch.utils.data.DataLoader(torch.ones(200, 1)))
+    trainer.fit(Logs(), torch.utils.data.DataLoader(torch.ones(200, 2)))
 
     assert stopping.best == 15.0
     assert trainer.global_step == stopping.best_step + 20

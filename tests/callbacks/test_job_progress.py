@@ -66,12 +66,6 @@ def test_lines_show_step_loss_speed_and_remaining_time(fit, counting_trainer, li
     assert shown[-1][5] is None
 
 
-def test_lines_come_at_their_interval_and_at_the_end(fit, counting_trainer, lines):
-    fit(counting_trainer(), [JobProgress(line_every_s=3600)], steps=50)
-
-    assert [LINE.fullmatch(line)[1] for line in lines()] == ["1", "50"]
-
-
 def test_without_a_loss_and_without_a_limit_the_line_has_neither(fit_plain, lines):
     fit_plain([JobProgress(line_every_s=1e-9)], steps=-1, max_epochs=1)
 
@@ -82,14 +76,6 @@ def test_without_a_loss_and_without_a_limit_the_line_has_neither(fit_plain, line
     etas = [line.fullmatch(each)[1] for each in shown[1:]]
     assert all(etas[:-1]), "by the length of the data"
     assert etas[-1] is None
-
-
-def test_the_remaining_time_takes_the_end_of_the_data_into_account(fit_plain, lines, monkeypatch):
-    times = iter(float(second) for second in range(100))
-    monkeypatch.setattr("genlight.callbacks.job_progress.time", SimpleNamespace(monotonic=lambda: next(times)))
-    fit_plain([JobProgress(line_every_s=1e-9)], steps=1000, max_epochs=1)  # 16 batches
-    shown = {match[1]: (match[2], match[5]) for match in map(LINE.fullmatch, lines())}
-    assert shown["4"] == ("1000", "0:00:12")
 
 
 def test_speed_counts_only_the_steps_of_this_attempt(fit, counting_trainer, lines, monkeypatch):

@@ -19,8 +19,6 @@ from support.rank_processes import run_ranks
 
 
 class Recorder(DummyLogger):
-    """Records each call."""
-
     def __init__(self):
         super().__init__()
         self.calls = []
@@ -87,23 +85,6 @@ def test_a_step_that_skips_cadences_is_not_reported_later_either(fit, counting_t
     assert [step for step, _ in logger.calls] == [4]
 
 
-def test_tensors_between_two_cadences_are_not_read(fit, counting_trainer):
-    class Unreadable:
-        """A tensor whose reading would wait for the device."""
-
-        def __float__(self):
-            raise AssertionError("read outside of the cadence")
-
-    class Mine(counting_trainer):
-        def train_step(self, batch, state, ctx):
-            return StepResult(metrics={"loss": 1.0 if batch % 3 == 2 else Unreadable()})
-
-    logger = Recorder()
-    fit(Mine(), [LogMetrics(3)], steps=6, logger=logger)
-
-    assert [step for step, _ in logger.calls] == [3, 6]
-
-
 def test_a_module_adds_log_metrics_with_the_cadence_of_the_job_unless_there_is_one(fit, counting_trainer):
     job = TrainingJobSpec(run_id="r", max_steps=4, metric_every=2)
 
@@ -146,8 +127,6 @@ def test_monitors_see_numbers_that_have_no_torch_type(fit, counting_trainer, val
 
 
 class Measures(Hook):
-    """Publishes a figure after some steps."""
-
     critical = True
     writes = ("figures",)
 

@@ -50,8 +50,6 @@ def wait_for(holds):
 
 
 class Waits(Counts):
-    """Does not begin a step before the server has the status of the step before."""
-
     server: Server
     every = 2
 
@@ -143,8 +141,6 @@ def test_a_stopped_run_is_not_shown_as_ended(server):
 
 
 class Breaks(pl.Callback):
-    """Fails once all steps are trained."""
-
     def on_train_epoch_end(self, trainer, pl_module):
         raise RuntimeError("no report")
 

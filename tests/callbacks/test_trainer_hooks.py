@@ -33,8 +33,6 @@ pytestmark = pytest.mark.promise(name="old names")
 
 
 class Collects(Stateless):
-    """A trainer class with a rollout of two minibatches, a policy and an experience."""
-
     def configure(self, ctx):
         policy = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
@@ -48,8 +46,6 @@ class Collects(Stateless):
 
 
 class Notes(TrainerHook):
-    """Records each event."""
-
     def __init__(self):
         super().__init__()
         self.events = []
@@ -80,8 +76,6 @@ def test_all_seven_events_come_in_the_order_of_the_training() -> None:
 
 
 class Epochs(TrainerHook):
-    """Records the epoch at the ends of phases and epochs."""
-
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -94,17 +88,6 @@ class Epochs(TrainerHook):
 
 
 EPOCHS = [("phase", 0), ("epoch", 1), ("phase", 1), ("epoch", 2)]
-
-
-def test_both_loops_count_an_epoch_after_its_training_phase() -> None:
-    first, second = Epochs(), Epochs()
-    run(Collects(), [first, second])
-    assert first.seen == second.seen == EPOCHS
-
-    first, second = Epochs(), Epochs()
-    trainer = quiet_trainer(*map(TrainerHookAdapter, (first, second)), max_epochs=2, limit_train_batches=1)
-    trainer.fit(BoringModel())
-    assert first.seen == second.seen == EPOCHS
 
 
 def test_a_plain_loop_counts_an_epoch_after_its_training_phase_and_has_the_losses_of_each_step() -> None:
@@ -207,46 +190,6 @@ def test_failures_are_counted_under_the_name_of_the_instance_and_a_critical_hook
         run(Collects(), [Fails(critical=True)])
 
 
-def test_the_policy_of_an_adapter_is_that_of_its_hook() -> None:
-    class Everywhere(Fails):
-        run_on_all_ranks = critical = True
-        reads = "mb_idx"  # a single field needs no tuple
-
-    plain, everywhere = TrainerHookAdapter(Fails()), TrainerHookAdapter(Everywhere())
-    assert (plain.ranks, plain.critical, plain.reads) == ("zero", False, [])
-    assert (everywhere.ranks, everywhere.critical, everywhere.reads) == ("all", True, ["minibatch_index"])
-
-
-def test_a_failure_does_not_prevent_other_events_in_lightnings_own_loop(fit_plain, caplog) -> None:
-    class FailsAtPhases(TrainerHook):
-        ended = 0
-
-        def on_train_phase_end(self, state):
-            raise ValueError("no such file")
-
-        def on_epoch_end(self, state):
-            self.ended += 1
-
-    hook = FailsAtPhases()
-    fit_plain([TrainerHookAdapter(hook)], steps=3)
-    assert hook.ended == 1
-    assert "FailsAtPhases failed: on_train_phase_end 1 times" in caplog.text
-
-
-def test_a_class_without_the_base_class_works() -> None:
-    class Elsewhere:
-        def __init__(self):
-            self.epochs = []
-
-        def on_epoch_end(self, trainer_state):
-            self.epochs.append(trainer_state.epoch)
-
-    hook = Elsewhere()
-    run(Collects(), [hook])
-
-    assert hook.epochs == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("place", "text"),
     [
@@ -282,8 +225,6 @@ def test_a_users_own_loop_can_make_the_state():
 
 
 class Learns(Collects):
-    """Trains its policy on the random data of a rollout."""
-
     evaluate = None
     loss = Trains.loss
 
@@ -295,25 +236,6 @@ class Learns(Collects):
         return [torch.randn(4, 1), torch.randn(4, 1)], {"reward": [1.0, 2.0], "agent_steps": 8}
 
     train_step = Trains.train_step
-
-
-def test_every_event_has_the_losses_of_its_step_without_another_callback(fit_plain) -> None:
-    class Reads(TrainerHook):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def on_mb_end(self, state):
-            self.seen.append(dict(state.loss_stats))
-
-        def on_epoch_end(self, state):
-            self.at_end = dict(state.loss_stats)
-
-    reads = Reads()
-    _, module = run(Learns(), [reads])  # the job has metrics in every step, but no logger
-    assert len({each["train/loss"] for each in reads.seen}) == 4
-    assert reads.at_end == reads.seen[-1]
-    assert reads.seen[-1]["train/loss"] == float(module.hosted_trainer.step_result.metrics["loss"])
 
 
 def test_each_epoch_has_a_checkpoint_then_an_evaluation_then_metrics(tmp_path, caplog) -> None:
@@ -352,8 +274,6 @@ def test_an_interval_of_0_is_never_due() -> None:
 
 
 class Manager:
-    """A caller's checkpoint manager."""
-
     def __init__(self):
         self.saved = []
 

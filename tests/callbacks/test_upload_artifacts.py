@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
 from genlight.callbacks.checkpoint import (
@@ -28,27 +28,11 @@ from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters import EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support.messages import refusal
+from support.plain_module import Fits
 from support.trainers import quiet_trainer
 from support.upload_server import TOKEN
 
 pytestmark = pytest.mark.promise(name="uploads")
-
-
-class Line(pl.LightningModule):
-    def __init__(self, fail_at=None):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-        self.fail_at = fail_at
-
-    def training_step(self, batch, batch_idx):
-        if self.global_step == self.fail_at:
-            raise RuntimeError(f"a secret {TOKEN} in the text")
-        loss = self.layer(batch[0]).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 @pytest.fixture
@@ -88,8 +72,8 @@ def fit(tmp_path, chaos, monkeypatch):
             logger=logger,
             strategy=strategy,
         )
-        data = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4)
-        trainer.fit(module or Line(), data, ckpt_path=ckpt_path)
+        data = DataLoader(torch.ones(64, 2), batch_size=4)
+        trainer.fit(module or Fits(), data, ckpt_path=ckpt_path)
         return trainer
 
     return run
@@ -113,8 +97,6 @@ def test_a_run_that_ends_well_is_reported_completed_after_its_metrics_and_checkp
 
 
 class Stops(pl.Callback):
-    """Stops a run with an error, as each source of a stop does."""
-
     def __init__(self, error):
         self.error = error
 
@@ -172,21 +154,6 @@ def test_a_refused_checkpoint_ends_the_run_early_and_is_in_event_and_terminal_me
     assert "HTTP 422" in terminal["error"]
 
 
-@pytest.mark.parametrize(
-    ("outage", "deadline_s"),
-    [
-        ({"script": ["503"] * 1000, "script_paths": "/terminal", "retry_after": "900"}, 1.0),  # after the deadline
-        ({"outage": True}, 0.3),
-    ],
-    ids=["terminal endpoint", "all endpoints"],
-)
-def test_an_outage_fails_the_run_after_the_deadline(fit, chaos, outage, deadline_s):
-    chaos.control(**outage)
-    with pytest.raises(UploadError) as raised:  # its text depends on how a connection breaks
-        fit(deadline_s=deadline_s)
-    assert "kept for the next start" in str(raised.value)
-
-
 def test_a_hook_that_is_not_critical_lets_the_run_complete(fit, chaos, caplog):
     chaos.control(outage=True)
     trainer = fit(deadline_s=0.2, critical=False)
@@ -235,8 +202,6 @@ def test_a_file_store_without_credentials_causes_a_warning(tmp_path, monkeypatch
 
 
 class Reports(Hook):
-    """Reports metrics, checkpoints and samples like genlight's loop and its other callbacks."""
-
     critical = True
     writes = ("loss_stats", "latest_checkpoint_uri")
 
@@ -305,7 +270,7 @@ def test_checkpoints_that_retention_removes_in_an_outage_are_still_sent(chaos, t
     checkpoint = Checkpoint(own, every_n_steps=1, keep_last=1, save_final=False)
     trainer = quiet_trainer(UploadArtifacts(uploader), Outage(), checkpoint, max_steps=6)
     with contextlib.closing(uploader):
-        trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=4))
+        trainer.fit(Fits(), DataLoader(torch.ones(64, 2), batch_size=4))
         assert uploader.settle(60.0) is None
 
     assert waiting == [1, 2, 3, 4]
@@ -326,14 +291,6 @@ def test_a_checkpoint_that_was_deleted_before_it_could_be_queued_is_named(fit, c
 
     with pytest.raises(UploadError, match=f"{tmp_path}/gone.json cannot be uploaded"):
         fit(every=0, callbacks=[Forgetful()])
-
-
-def test_a_checkpoint_in_flight_at_a_failure_arrives_before_the_terminal_message(fit, chaos, tmp_path):
-    own = Checkpoint(tmp_path / "run" / "own", every_n_steps=2)
-    with refusal(RuntimeError):
-        fit(Line(fail_at=2), every=0, callbacks=[own])
-    assert [message["step"] for message in chaos.messages("/checkpoint")] == [2]
-    assert chaos.state["applied"][-1]["path"] == "/terminal"
 
 
 def test_files_with_the_same_name_in_samples_of_one_step_stay_separate(fit, chaos, tmp_path):

@@ -121,12 +121,6 @@ def test_work_between_steps_has_its_own_limit(tmp_path, watched, work_limit_s, l
     assert watch._longest["evaluation"] == pytest.approx(200.0, abs=5)
 
 
-def test_work_does_not_delay_the_report_of_a_later_hang(tmp_path, watched):
-    watch = WatchHangs(tmp_path, floor_s=10.0, factor=3.0)
-    busy = works_from(watch, 20, 220)
-    assert len(watched(watch, lambda now: min(busy(now), 30), seconds=260)) == 1
-
-
 @pytest.mark.parametrize(("age_s", "files"), [(0, 0), (600, 1)])
 def test_a_rank_waits_while_another_one_works(tmp_path, watched, age_s, files):
     (tmp_path / "rank-0.works").touch()

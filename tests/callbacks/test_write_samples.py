@@ -135,14 +135,6 @@ def test_files_of_a_sample_are_named_in_its_record_and_in_the_event(fit, samplin
     assert run_state_of(trainer).latest_sample_uris == [str(tmp_path / name) for name in written[0][1]]
 
 
-@pytest.mark.parametrize("leave", [lambda folder: Path(folder, "empty").mkdir(), lambda folder: Path(folder).rmdir()])
-def test_a_generator_may_leave_an_empty_folder_or_none(fit, sampling, tmp_path, leave):
-    fit(sampling(lambda output_dir: leave(output_dir)), [WriteSamples(tmp_path, 4, requests=[{}])])
-
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004-00.json"]
-    assert record(tmp_path, "step-00000004-00.json")["files"] == []
-
-
 def test_without_requests_there_is_one_text_and_without_a_generator_a_warning(
     fit, sampling, counting_trainer, tmp_path, caplog
 ):
@@ -166,8 +158,6 @@ class Killed(BaseException):
 
 
 class Listener(Hook):
-    """Records samples, or is killed before that."""
-
     def __init__(self, *, dies=False):
         self.dies, self.heard = dies, []
 

@@ -9,7 +9,6 @@ from support.messages import refusal
 
 
 def train(trainer, callbacks, steps=2):
-    """Call the six hooks as a user's own loop does."""
     callbacks.on_train_begin(trainer)
     callbacks.on_epoch_begin(trainer)
     for _ in range(steps):

@@ -15,8 +15,6 @@ from support.trainer_class import Counts
 
 
 class Fails(Counts):
-    """Its evaluation changes the mode of its model and fails, but for those after `works_at`."""
-
     def __init__(self, works_at: tuple[int, ...] = ()) -> None:
         self.works_at, self.modes = works_at, []
 

@@ -234,22 +234,6 @@ def test_a_fault_has_the_figure_that_led_to_it(fit, path: Path, fault) -> None:
     assert least < begun(path, fault.split()[0])["artifacts"][figure] < most
 
 
-def test_parameters_without_a_gradient_are_named_after_some_checks(fit, path: Path) -> None:
-    def skip(trainer, state):
-        trainer.uses_spare = False
-
-    def use(trainer, state):
-        trainer.uses_spare = True
-
-    plant = within(6, 25, skip, use)
-    fit(Planted(plant), [Diagnosis(5, path=path)], steps=40, batches=batches(40))
-
-    assert reported(path) == [("dead_parameters", "begins", 20), ("dead_parameters", "ends", 35)]
-    assert [name.rpartition(".")[2] for name in begun(path, "dead_parameters")["artifacts"]["parameters"]] == [
-        *("weight", "bias")
-    ]
-
-
 def test_a_loss_spike_between_checks_is_found_with_its_step(fit, path: Path) -> None:
     def spike(trainer, state):
         trainer.scale = torch.tensor(1000.0)

@@ -41,8 +41,6 @@ def loss_of_batch(model: nn.Module, batch: torch.Tensor, fault: str) -> torch.Te
 
 
 class Plain(pl.LightningModule):
-    """Trains as Lightning's users do."""
-
     def __init__(self, fault: str) -> None:
         super().__init__()
         self.net, self.fault = net(), fault
@@ -71,7 +69,6 @@ class Contract(Trains):
 
 
 def faults_of(rank: Rank, module: pl.LightningModule, fault: str, name: str) -> dict[str, Any]:
-    """The faults that this rank knows of after a training."""
     generator = torch.Generator().manual_seed(0 if fault == "shared" else rank.number)
     batches = [torch.randn(3, 4, generator=generator) for _ in range(STEPS)]
     diagnosis = Diagnosis(6, path=rank.folder / f"{name} {fault}.jsonl")
@@ -93,7 +90,6 @@ def diagnose_on_rank(rank: Rank) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> tuple[Path, list[dict]]:
-    """The folder of several short trainings, and the faults that each rank reported."""
     folder = tmp_path_factory.mktemp("diagnosis")
     return folder, on_ranks(diagnose_on_rank, folder)[0]
 

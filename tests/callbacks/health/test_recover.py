@@ -1,7 +1,5 @@
 """The exact effect of each rung, its reports, and refusals before the first step."""
 
-import time
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -215,20 +213,6 @@ def test_a_stop_in_the_step_of_a_roll_back_keeps_the_restored_checkpoint(tmp_pat
     assert [entry.record.step for entry in list_checkpoints(tmp_path / "checkpoints")] == [5, 10]
     resumed = fit_fragile(tmp_path, Recover(["roll_back"]), Batches({12}), resumes=True, steps=12)
     assert resumed.trainer.train_dataloader.next == 15
-
-
-def test_the_time_of_undone_steps_is_reported_as_lost(tmp_path):
-    lost = []
-
-    class Look(Hook):
-        def on_time_spent(self, trainer, pl_module, what, seconds):
-            if what == "lost":
-                lost.append(seconds)
-
-    slow = Fragile(lambda calls: time.sleep(0.05 if 11 <= calls <= 13 else 0))
-    fit_fragile(tmp_path, Recover(["roll_back"]), Batches({12}), trainer=slow, steps=14, every=10, callbacks=[Look()])
-    assert len(lost) == 1
-    assert lost[0] >= 0.1  # three steps; the first may end before the checkpoint is durable
 
 
 def test_another_fit_with_the_same_callback_begins_at_the_first_rung(tmp_path):

@@ -22,8 +22,6 @@ STEPS = 24
 
 
 class Sharded(Fragile):
-    """A model of layers that can be sharded."""
-
     def configure(self, ctx):
         state = super().configure(ctx)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -79,7 +77,6 @@ def recover_on_rank(rank: Rank) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """The folder of several short trainings, and the final state of each rank."""
     folder = tmp_path_factory.mktemp("recover")
     return folder, on_ranks(recover_on_rank, folder)[0]
 

@@ -1,9 +1,7 @@
 """Rules that need more than one check, or more than one rank, on plain numbers."""
 
-import json
 import math
 
-import msgspec
 import pytest
 
 from genlight.callbacks.health.rules import Case, History, Reading, find_faults
@@ -53,13 +51,3 @@ def test_a_rate_that_rises_after_it_fell_is_a_fault_and_a_warm_up_is_not() -> No
         *([], [], [], []),
         ["rising_learning_rate"],
     ]
-
-
-def test_a_history_is_plain_data_and_can_be_restored() -> None:
-    history = History()
-    reading = Reading(100, {"w": 0.0, "v": 1.0}, [(1, 2.0), (2, math.nan)], rate=0.1)
-    history.note_faults(find_faults(Case(reading, history)))
-    history.add(reading)
-
-    assert list(history.active) == ["nonfinite_loss"]
-    assert msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(history))), History) == history

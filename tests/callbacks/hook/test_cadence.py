@@ -46,8 +46,6 @@ def test_the_next_multiple_is_the_first_step_that_crosses_one(step, every, ahead
 
 
 class Periodic:
-    """The part of a hook that `Boundaries` uses."""
-
     def __init__(self, every):
         self.every_n_steps = every
 

@@ -1,6 +1,5 @@
 """The policy of hooks: the effect of failures, the ranks that get an event, and the order of hooks."""
 
-import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -10,9 +9,8 @@ from hypothesis import given, settings, strategies as st
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint, ModelCheckpoint
 
 from genlight.adapter.contract.exceptions import HookOrderError, TrainingCanceled
-from genlight.callbacks import Evaluate, LogMetrics
 from genlight.callbacks.hook.events import callbacks_of, fire, run_state_of
-from genlight.callbacks.hook.hook import HOOK_EVENTS, RUN_STATE_KEY, Hook, listeners, order_callbacks, skippable
+from genlight.callbacks.hook.hook import RUN_STATE_KEY, Hook, listeners, order_callbacks, skippable
 from support.messages import refusal
 from support.stopping import StopsAt
 
@@ -20,8 +18,6 @@ LOG = "genlight.callbacks.hook.hook"
 
 
 class FailingHook(Hook):
-    """Fails in every step."""
-
     def __init__(self, critical=False, error=None):
         self.critical = critical
         self.error = error or ValueError("no such luck")
@@ -31,8 +27,6 @@ class FailingHook(Hook):
 
 
 class Recording(Hook):
-    """Records the names of its events."""
-
     def __init__(self, into=None, name=None):
         self.events = [] if into is None else into
         self.name = name
@@ -47,7 +41,6 @@ def fake_trainer(*callbacks, rank=0):
 
 @pytest.fixture(params=["contract", "plain"])
 def train(request, fit, fit_plain, counting_trainer):
-    """Train four steps with callbacks, in genlight's loop and in Lightning's own."""
     if request.param == "plain":
         return fit_plain
     return lambda callbacks, **arguments: fit(counting_trainer(), callbacks, **arguments)[0]
@@ -131,20 +124,6 @@ def test_a_call_of_super_is_part_of_the_outer_event():
     assert child.failures == {"on_train_start": 1}
 
 
-@pytest.mark.parametrize("event", ["on_train_batch_start", "on_mb_end"])
-def test_each_event_of_a_step_may_fail(fit, counting_trainer, event):
-    def fail(self, *args):
-        raise ValueError("no such luck")
-
-    failing, after = type("Failing", (Hook,), {event: fail})(), Recording()
-
-    trainer, _ = fit(counting_trainer(), [failing, after])
-
-    assert failing.failures == {event: 4}
-    assert len(after.events) == 4
-    assert trainer.global_step == 4
-
-
 def test_failures_of_saving_and_loading_are_always_raised():
     class Broken(Hook):
         def on_save_checkpoint(self, trainer, pl_module, checkpoint):
@@ -196,8 +175,6 @@ def test_only_callbacks_that_define_an_event_listen_to_it():
 
 
 class Waiting(Hook):
-    """Waits for every third step and records the steps after which it is called."""
-
     ranks = "all"
 
     def __init__(self):
@@ -247,57 +224,6 @@ def test_a_stop_calls_every_waiting_hook(fit, counting_trainer):
     assert early.called == [1, 3, 6]
 
 
-def test_metrics_and_scores_arrive_as_events_with_their_step(fit, counting_trainer):
-    heard = []
-
-    class Evaluated(counting_trainer):
-        def evaluate(self, state, ctx):
-            return {"score": float(state["steps"])}
-
-    class Listens(Hook):
-        def on_metrics(self, trainer, pl_module, metrics, step):
-            heard.append((step, "metrics", metrics["train/loss"]))
-
-        def on_scores(self, trainer, pl_module, scores, step):
-            heard.append((step, "scores", scores["score"]))
-
-    fit(Evaluated(), [Listens(), LogMetrics(2), Evaluate(3)], steps=6)
-
-    assert [(step, kind) for step, kind, _ in heard] == [
-        (2, "metrics"),
-        (3, "scores"),
-        (4, "metrics"),
-        (6, "scores"),
-        (6, "metrics"),
-    ]
-    assert [value for _, kind, value in heard if kind == "scores"] == [3.0, 6.0]
-
-
-def test_the_events_of_a_run_come_in_their_order(fit, counting_trainer):
-    seen = []
-
-    def note(name):
-        return lambda self, trainer, pl_module, *rest: seen.append(name)
-
-    names = [*HOOK_EVENTS, "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"]
-    hook = type("All", (Hook,), {name: note(name) for name in names})()
-
-    fit(counting_trainer(), [hook], steps=2)
-
-    assert seen == [
-        "on_train_start",
-        "on_new_training_run",
-        "on_train_epoch_start",
-        "on_mb_end",
-        "on_mb_end",
-        "on_train_epoch_end",
-        "on_train_phase_end",
-        "on_epoch_end",
-        "on_train_end",
-        "on_training_end",
-    ]
-
-
 # order
 
 
@@ -310,19 +236,6 @@ def ordered(*callbacks):
     trainer = fake_trainer(*callbacks)
     order_callbacks(trainer)
     return callbacks_of(trainer)
-
-
-def test_a_reader_runs_after_the_writer_in_any_order_of_registration(train):
-    for callbacks in (["Reader", "Writer"], ["Writer", "Reader"]):
-        ran = []
-        hooks = {
-            "Reader": reading("Reader", reads=("eval_scores",)),
-            "Writer": reading("Writer", writes=("eval_scores",)),
-        }
-        for hook in hooks.values():
-            hook.events = ran
-        train([hooks[name] for name in callbacks], steps=1)
-        assert ran == ["Writer", "Reader"]
 
 
 def test_independent_hooks_and_other_callbacks_keep_their_places():
@@ -350,23 +263,6 @@ def test_a_cycle_and_a_missing_writer_are_errors_at_the_start_that_name_only_the
 
     assert "First, Second, First" in str(caught.value) or "Second, First, Second" in str(caught.value)
     assert "Bystander" not in str(caught.value)
-
-
-def test_hooks_that_are_equal_or_unhashable_can_be_ordered():
-    @dataclasses.dataclass
-    class Data(Hook):
-        reads: tuple = ()
-        writes: tuple = ()
-
-    @dataclasses.dataclass
-    class Equal(Hook):
-        pass
-
-    reader, writer, equals = Data(reads=("x",)), Data(writes=("x",)), [Equal(), Equal()]
-
-    result = ordered(reader, *equals, writer)
-
-    assert [id(hook) for hook in result] == [id(hook) for hook in (*equals, writer, reader)]
 
 
 def test_the_order_is_computed_once_and_again_if_callbacks_are_added():

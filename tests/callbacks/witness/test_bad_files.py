@@ -20,7 +20,6 @@ from genlight.callbacks.witness.entry import (
     WitnessFile,
     compare,
     file_of_rank,
-    limit_between,
     read_witness,
     summarize,
     unpack,
@@ -109,17 +108,6 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(when, tmp_path, monkeypat
     assert os.strerror(errno.ENOSPC) in line
 
 
-def test_a_batch_that_cannot_be_read_ends_nothing(tmp_path, monkeypatch, caplog):
-    def fail(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("genlight.callbacks.witness.witness.read_batch", fail)
-
-    attempt(tmp_path, Hosted(), rows())
-
-    assert len(lines_of(caplog)) == 1
-
-
 def test_another_number_of_ranks_is_compared_with_nothing(broken_off, caplog):
     caplog.set_level("INFO")
     folder, path = broken_off
@@ -179,13 +167,6 @@ def test_another_loss_than_the_first_one_is_named_so(loss):
 
     assert found is not None
     assert "the loss is the same, but another one differs" in found.text
-
-
-def test_settings_that_one_of_two_starts_changed_on_purpose_limit_the_comparison():
-    changed, unchanged = {"built": "a", "kept": ["lr"]}, {"built": "b", "kept": []}
-
-    assert limit_between(changed, unchanged) == limit_between(unchanged, changed)
-    assert "lr" in limit_between(changed, unchanged)[1]
 
 
 def test_of_several_ranks_the_earliest_difference_counts_and_steps_before_it_are_equal():

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.promise(name="resume")
 
 
 def repeat(folder: Any, module: Any, **options: Any) -> list[str]:
-    """Train again from the checkpoint of step 10, up to step 24."""
     seed(8)
     proofs = Proofs()
     checkpoint = Checkpoint(folder, every_n_steps=10, asynchronous=False, overlap=True, **options)
@@ -33,8 +32,6 @@ def repeat(folder: Any, module: Any, **options: Any) -> list[str]:
 
 
 class Frozen(Plain):
-    """Trains only its last layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.body[0].requires_grad_(False)
@@ -51,8 +48,6 @@ def test_the_newest_checkpoint_has_the_values_of_the_repeated_step(make, weights
 
 
 class Forgets(Hosted):
-    """Keeps a number that it does not use, and that it stores but does not restore."""
-
     def configure(self, ctx: Any) -> Any:
         return {**super().configure(ctx), "seen": torch.zeros(())}
 

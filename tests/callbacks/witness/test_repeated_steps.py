@@ -81,17 +81,6 @@ def test_entries_become_rarer_the_farther_the_checkpoint_is_behind(tmp_path):
     assert [entry.step for entry in recorded.entries.values()] == [*before, *range(401, 411), *range(420, 701, 10)]
 
 
-def test_steps_that_two_attempts_trained_are_compared_with_both(tmp_path):
-    attempt(tmp_path, Hosted(), rows(), until=19)
-    (first,) = attempt(tmp_path, Hosted(), rows(), steps=14)
-    assert first.steps == (11, 12, 13, 14)
-    (tmp_path / "final.json").unlink()
-
-    (second,) = attempt(tmp_path, Hosted(), rows())
-
-    assert second.steps == tuple(range(11, 20))
-
-
 def test_accumulated_batches_of_one_step_are_compared_one_by_one(tmp_path):
     (proof,) = attempts(tmp_path, Plain, until=17, trainer={"accumulate_grad_batches": 3})
 
@@ -100,8 +89,6 @@ def test_accumulated_batches_of_one_step_are_compared_one_by_one(tmp_path):
 
 
 class Counts(Hosted):
-    """Its loss depends on a counter that it does not store."""
-
     count = 0
 
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
@@ -110,15 +97,11 @@ class Counts(Hosted):
 
 
 class Energy(Counts):
-    """Reports no metric with the name of a loss."""
-
     def train_step(self, batch: Any, state: Any, ctx: Any) -> Any:
         return StepResult({"energy": super().train_step(batch, state, ctx).metrics["loss"], "seconds": 1.0})
 
 
 class OwnDropout(Plain):
-    """Draws its dropout from a generator that nothing stores."""
-
     def __init__(self) -> None:
         super().__init__()
         self.noise = torch.Generator().manual_seed(1)
@@ -141,8 +124,6 @@ class Draws(Hook):
 
 
 class FewerThreads(Hosted):
-    """Rounds otherwise in each attempt, as other threads would."""
-
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         return super().loss(batch, state) * (1 + self.number * 1e-6)
 
@@ -169,8 +150,6 @@ class Manual(Plain):
 
 
 class Stream(IterableDataset[Any]):
-    """The same rows, in order."""
-
     def __iter__(self) -> Any:
         return (Rows()[row] for row in range(len(Rows())))
 
@@ -186,8 +165,6 @@ FAULTS = {
 
 
 class ChangesAfterStep(pl.Callback):
-    """Changes what a step has trained, after it."""
-
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         with torch.no_grad():
             for weight in module.parameters():
@@ -205,8 +182,6 @@ def test_a_checkpoint_holds_what_other_callbacks_change_after_the_step(make, tmp
 
 
 class Slower(Hosted):
-    """The same with another learning rate."""
-
     def configure(self, ctx: Any) -> Any:
         state = super().configure(ctx)
         state["optimizer"].param_groups[0]["lr"] = 0.05
