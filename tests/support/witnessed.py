@@ -1,7 +1,6 @@
 """Trainings that break off without a last checkpoint, as if the process was killed, and are started again."""
 
 import contextlib
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,3 @@ def attempts(folder: Path, make_module: Any, make_data: Any = rows, *, until: in
     """Break a training off, start it again with other seeds, and return what the second attempt found."""
     assert attempt(folder, make_module(), make_data(), until=until, **options) == []
     return attempt(folder, make_module(), make_data(), **{**options, "seed": 8})
-
-
-attempt_numbers = itertools.count()
-"""Something outside of a run that differs between its attempts."""

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from genlight.adapter.contract.exceptions import CheckpointError, StartupContractError
+from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.callbacks.checkpoint import (
     Checkpoint,
     DurableCheckpointIO,
@@ -96,19 +96,6 @@ def test_retention_removes_only_checkpoints_of_this_callback_and_run(tmp_path, t
     assert sorted(path.stem for path in tmp_path.glob("*.json")) == kept
     for name in kept:
         verify(tmp_path / f"{name}.json")
-
-
-@pytest.mark.parametrize("name", ["final.json", "step-00000004.json"])
-def test_a_users_file_with_the_name_of_a_checkpoint_is_refused_before_training(
-    tmp_path, make_trainer, make_net, make_loader, name
-):
-    (tmp_path / name).write_text("[]")
-    trainer = make_trainer(Checkpoint(tmp_path, every_n_steps=2), max_epochs=1)
-    with pytest.raises(StartupContractError, match=f"{name}, which is not a checkpoint") as refused:
-        trainer.fit(make_net(), make_loader())
-    assert refused.value.code == "startup.artifacts_in_use"
-    assert trainer.global_step == 0
-    assert tree(tmp_path) == {name: b"[]"}
 
 
 def test_a_resumed_training_renames_files_in_its_way_and_keeps_earlier_ones(tmp_path, train_net, caplog):

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from genlight.callbacks.checkpoint import (
     newest_valid,
     save,
 )
-from genlight.callbacks.checkpoint.format.record import step_name
 from genlight.callbacks.checkpoint.loading import read_ahead
 from genlight.callbacks.checkpoint.selection import newest_complete
 
@@ -216,28 +214,19 @@ def test_records_listings_and_verification_import_neither_torch_nor_lightning_no
     assert done.stderr == ""
 
 
-_opened: list[str] | None = None
-
-
-def _note_opened(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "open" and _opened is not None and isinstance(arguments[0], str | bytes | os.PathLike):
-        _opened.append(os.path.basename(os.fsdecode(arguments[0])))
-
-
 @pytest.mark.parametrize("search", [newest_valid, newest_complete, find_checkpoint])
-def test_a_search_for_the_newest_reads_no_older_record(search: Callable[[Path], object], tmp_path: Path) -> None:
-    for step in range(1, 6):
-        save(tmp_path / step_name(step), {"global_step": step, "state_dict": {}})
+def test_a_search_for_the_newest_reads_no_older_record(search, tmp_path, monkeypatch):
+    save_steps(tmp_path, *range(1, 6))
     (tmp_path / "step-00000005.json").write_text("broken")
-    sys.addaudithook(_note_opened)  # it cannot be removed
-    global _opened
-    _opened = []
-    try:
-        search(tmp_path)
-        records = {name for name in _opened if name.startswith("step-")}
-    finally:
-        _opened = None
-    assert records == {"step-00000005.json", "step-00000004.json"}
+    real, opened = os.open, set()
+
+    def note(path, *rest, **options):
+        opened.add(os.path.basename(path))
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", note)
+    search(tmp_path)
+    assert {name for name in opened if name.startswith("step-")} == {"step-00000005.json", "step-00000004.json"}
 
 
 def test_a_record_is_listed_by_the_step_in_its_name_and_others_by_their_own(tmp_path: Path) -> None:

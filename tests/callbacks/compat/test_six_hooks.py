@@ -97,40 +97,45 @@ def run(tmp_path: Path, quiet):
     return train
 
 
-def test_all_six_hooks_are_called_in_order_with_the_metrics_of_the_step(run) -> None:
-    notes = Notes()
+def test_all_six_hooks_are_called_in_order_with_the_metrics_of_the_step(run, fit_plain) -> None:
+    notes, of_lightnings_loop = Notes(), Notes()
     run([notes])
+    fit_plain([CallbackList([of_lightnings_loop], defaults=False)], steps=3)
 
-    assert notes.calls == ["on_train_begin", *EPOCH, "on_train_end"]
+    assert notes.calls == of_lightnings_loop.calls == ["on_train_begin", *EPOCH, "on_train_end"]
     assert notes.steps == [(1, 9.0), (2, 8.0), (3, 7.0)]
+    assert [(step, loss >= 0) for step, loss in of_lightnings_loop.steps] == [(1, True), (2, True), (3, True)]
 
 
-def test_all_six_hooks_are_called_in_lightnings_own_loop(fit_plain) -> None:
-    notes = Notes()
-    fit_plain([CallbackList([notes], defaults=False)], steps=3)
-
-    assert notes.calls == ["on_train_begin", *EPOCH, "on_train_end"]
-    assert [step for step, _ in notes.steps] == [1, 2, 3]
-    assert all(loss >= 0 for _, loss in notes.steps)
-
-
-def test_the_trainer_has_the_attributes_that_six_hook_callbacks_use(run) -> None:
-    seen = {}
+def test_the_trainer_has_the_attributes_that_six_hook_callbacks_use(run, tmp_path: Path) -> None:
+    """Among them times and losses of the whole run, which a report at the end has too."""
 
     class Looks(Callback):
+        def on_train_begin(self, trainer):
+            self.before = (trainer.state.ttfi_sec, trainer.state.total_loss, trainer.best_loss)
+
         def on_step_end(self, trainer):
-            names = ("epoch", "model", "optimizer", "scheduler", "config", "loss", "best_loss", "device", "max_steps")
-            seen.update({name: getattr(trainer, name) for name in names})
-            seen["state"] = trainer.state.global_step
+            names = ("model", "optimizer", "scheduler", "config", "loss", "best_loss", "device", "max_steps", "state")
+            self.seen = {name: getattr(trainer, name) for name in names}
 
-    _, module = run([Looks()])
+    looks = Looks()
+    _, module = run([looks, LoggingCallback(2), TrainingReportCallback(tmp_path / "report.json")], steps=4)
 
-    state = module.contract_state
+    seen, state = looks.seen, module.contract_state
     assert (seen["model"], seen["optimizer"]) == (state["model"], state["optimizer"])
     assert seen["scheduler"] is state["lr_sched"]
-    assert (seen["config"].width, seen["config"].total_steps) == (7, 3)
-    assert (seen["loss"], seen["best_loss"], seen["state"], seen["max_steps"]) == (7.0, 7.0, 3, 3)
+    assert (seen["config"].width, seen["config"].total_steps) == (7, 4)
+    assert (seen["loss"], seen["best_loss"], seen["state"].global_step, seen["max_steps"]) == (6.0, 6.0, 4, 4)
     assert seen["device"] == torch.device("cpu")
+    assert looks.before == (None, 0.0, math.inf)
+    assert seen["state"].total_loss == 9.0 + 8.0 + 7.0 + 6.0
+    profile = seen["state"].runtime_profile()
+    assert 0 < seen["state"].ttfi_sec == profile["ttfi_sec"] <= profile["elapsed_sec"]
+    assert profile["throughput_steps_per_sec"] > 0
+    assert 0 < seen["state"].train_start_time < time.time()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["global_step"], report["loss"], report["best_loss"], report["config"]["width"]) == (4, 6.0, 6.0, 7)
+    assert report["elapsed_sec"] > 0
 
 
 def test_an_unknown_attribute_is_named(run) -> None:
@@ -194,17 +199,19 @@ def test_a_six_hook_callback_passed_to_the_trainer_is_refused_with_the_remedy(qu
         train()
 
 
-def test_a_second_fit_calls_each_hook_once_and_has_the_default_callbacks_too(run, tmp_path: Path) -> None:
+def test_logging_and_checkpoints_are_on_by_default_also_in_a_second_fit(run, tmp_path: Path, capfd) -> None:
     notes = Notes()
-    trainer, module = run(CallbackList([notes]))
+    trainer, module = run(CallbackList([notes]), steps=100)
+    assert "step 100  " in capfd.readouterr().err
+    assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")] == [100]
     notes.calls.clear()
-    trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = 6, 2
+    trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = 103, 2
     trainer.fit(module, BatchStream(range(3)))
 
     assert notes.calls.count("on_train_begin") == 1
     assert notes.calls.count("on_step_end") <= 3
     assert sum(isinstance(callback, Checkpoint) for callback in trainer.callbacks) == 1
-    assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")][-1] == 6
+    assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")][-1] == 103
 
 
 def test_a_copy_has_separate_callbacks(run) -> None:
@@ -212,14 +219,6 @@ def test_a_copy_has_separate_callbacks(run) -> None:
     run(copy.deepcopy(CallbackList([notes], defaults=False)))
 
     assert notes.calls == []
-
-
-def test_logging_and_checkpoints_are_on_by_default(run, tmp_path: Path, capfd) -> None:
-    trainer, _ = run([Notes()], defaults=True, steps=100)
-
-    assert "step 100  " in capfd.readouterr().err
-    assert any(isinstance(callback, Checkpoint) for callback in trainer.callbacks)
-    assert [listed.record.step for listed in list_checkpoints(tmp_path / "checkpoints")] == [100]
 
 
 def test_a_callback_can_save_a_pt_file_that_another_run_loads(run, tmp_path: Path) -> None:
@@ -264,26 +263,6 @@ def test_early_stopping_heartbeats_diagnosis_and_progress_work(run, tmp_path: Pa
     assert "Digits  step 30/200" in capfd.readouterr().err
 
 
-def test_the_state_has_times_and_the_sum_of_the_losses(run) -> None:
-    class Looks(Callback):
-        def on_train_begin(self, trainer):
-            self.before = (trainer.state.ttfi_sec, trainer.state.total_loss, trainer.best_loss)
-
-        def on_step_end(self, trainer):
-            self.view = trainer.state
-
-    looks = Looks()
-    run([looks, LoggingCallback(2)], steps=4)
-
-    assert looks.before == (None, 0.0, math.inf)
-    assert looks.view.total_loss == 9.0 + 8.0 + 7.0 + 6.0
-    profile = looks.view.runtime_profile()
-    assert 0 < looks.view.ttfi_sec <= profile["elapsed_sec"]
-    assert profile["ttfi_sec"] == looks.view.ttfi_sec
-    assert profile["throughput_steps_per_sec"] > 0
-    assert 0 < looks.view.train_start_time < time.time()
-
-
 def test_a_function_evaluates_at_its_cadence_with_the_model_in_eval_mode(run, tmp_path: Path) -> None:
     modes = []
 
@@ -298,15 +277,6 @@ def test_a_function_evaluates_at_its_cadence_with_the_model_in_eval_mode(run, tm
     assert module.contract_state["model"].training
     logged = [event for event in read_log(tmp_path / "events.jsonl") if event.get("name") == "eval/accuracy"]
     assert [(event["step"], event["value"]) for event in logged] == [(2, 0.2), (4, 0.4)]
-
-
-def test_a_report_is_written_at_the_end_without_secrets(run, tmp_path: Path) -> None:
-    run([TrainingReportCallback(tmp_path / "report.json")], steps=3)
-
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["global_step"], report["loss"], report["best_loss"]) == (3, 7.0, 7.0)
-    assert report["config"]["width"] == 7
-    assert report["elapsed_sec"] > 0
 
 
 @pytest.mark.parametrize(
