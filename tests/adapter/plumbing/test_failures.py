@@ -3,7 +3,7 @@
 import pytest
 
 from genlight.adapter.contract.exceptions import EventLogError, InputError, TrainingCanceled, UsageError
-from genlight.adapter.plumbing.failures import describe_failure, safe_text, stop_reason
+from genlight.adapter.plumbing.failures import error_to_report, safe_text, stop_reason
 
 
 @pytest.mark.parametrize(
