@@ -88,6 +88,7 @@ class GenlightCallback(TrainerCallback):  # type: ignore[misc]  # transformers m
         return result
 
     def _end(self, trainer: Any, error: BaseException | None) -> None:
+        """Write the terminal event of the attempt."""
         if self._log is None:
             return
         step, directory = trainer.state.global_step, Path(trainer.args.output_dir)
@@ -163,6 +164,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _mark_complete(folder: Path) -> None:
+    """Make the files of a checkpoint durable, then write `_MARK`."""
     entries: dict[str, tuple[int, str]] = {}
     for path in _files(folder):
         fsync_file(path)

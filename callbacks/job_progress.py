@@ -58,6 +58,7 @@ class JobProgress(Hook):
         self._begin(every_s=line_every_s)
 
     def _begin(self, every_s: float) -> None:
+        """Reset the line, for a new fit."""
         self._every_s, self._pace, self._next = every_s, Pace(every_s), 0.0
         self._shown_step = -1
         self._looks: deque[tuple[int, float]] = deque()
@@ -134,6 +135,7 @@ class JobProgress(Hook):
             self._live = None
 
     def _show(self, trainer: pl.Trainer, now: float) -> None:
+        """Write the line of this step."""
         step = trainer.global_step
         self._looks.append((step, now))
         while len(self._looks) > 2 and self._looks[0][1] < now - WINDOW_S:

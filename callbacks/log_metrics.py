@@ -190,6 +190,7 @@ def _send(
     figures: Mapping[str, float],
     step: int,
 ) -> None:
+    """Send `metrics` to monitors, and with `figures` to all loggers."""
     hosted = getattr(pl_module, "hosted_trainer", None)
     if hosted is not None:
         hosted.published.update(metrics)  # read lazily by monitors and progress bars

@@ -139,6 +139,7 @@ def restore_groups(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) ->
 
 
 def _as_stored(stored: Any, loaded: Any, place: Place, parameter: Tensor | None, on_host: Mapping[Place, bool]) -> Any:
+    """Return `loaded` with the type, shape and device of `stored`; see `restore_as_stored`."""
     if isinstance(stored, Tensor) and isinstance(loaded, Tensor):
         device = loaded.device
         if place in on_host and parameter is not None and parameter.device.type != "cpu":

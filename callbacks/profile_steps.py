@@ -81,6 +81,7 @@ class ProfileSteps(Hook):
             self.next_due_step = self.first - 1
 
     def _write(self, trainer: pl.Trainer) -> None:
+        """Stop the profiler, if it runs, and write its trace."""
         profile, self._profile = self._profile, None
         if profile is None:
             return

@@ -223,6 +223,7 @@ def _settings(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple
 
 
 def _leaves_of_settings(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each setting, counter and entry of a scheduler's state."""
     own = getattr(module, "replicated_settings", None)
     stack = list(own() if own is not None else _settings_of_trainer(trainer))[::-1]
     while stack:
@@ -243,6 +244,7 @@ def _settings_of_trainer(trainer: pl.Trainer) -> Iterator[tuple[str, Any]]:
 
 
 def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, buffers and optimizer states of a module without a trainer class."""
     yield from module.named_parameters()
     yield from module.named_buffers()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -306,6 +308,7 @@ def _values(tensor: Tensor, group: dist.ProcessGroup | None) -> list[str]:
 
 
 def _cause(what: str, drifted: Sequence[str], count: int) -> str:
+    """Return the likely cause of a difference, in words."""
     if what == "settings":
         return (
             "a learning rate, a schedule or a count that depends on the loss or the rows of one rank: average that "

@@ -211,6 +211,7 @@ class Heartbeat(Hook):
         return counter
 
     def _beat(self, trainer: pl.Trainer) -> None:
+        """Write and publish the figures since the last heartbeat."""
         window, attempt, now = self._window, self._attempt, _Mark(time.monotonic(), trainer.global_step, self._batches)
         self._window = now
         seconds, device = max(now.at - window.at, 1e-9), trainer.strategy.root_device
@@ -317,6 +318,7 @@ class SystemMonitor(Hook):
             publish_figures(trainer, {f"system/{name}": float(value) for name, value in figures.items()})
 
     def _read(self, directory: str) -> dict[str, float]:
+        """Return the load of the machine, this process and its GPUs."""
         memory = psutil.virtual_memory()
         process = self._process = self._process or psutil.Process()
         figures: dict[str, float] = {

@@ -97,6 +97,7 @@ class TrainJobStatus(Hook):
             self._sender.close()
 
     def _status(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """Return the status of this moment in the form that the server expects."""
         step, now, last = trainer.global_step, time.monotonic(), last_step(trainer)
         first, began_s = self._began = self._began or (step, now)
         state = run_state_of(trainer)
@@ -137,6 +138,7 @@ class _Sender:
         self._thread.join(TIMEOUT_S)
 
     def _run(self) -> None:
+        """Send the newest status every `every_s` seconds until the sender is closed."""
         status: dict[str, Any] | None = None
         while True:
             is_last = self._is_closed.wait(self._every_s)
@@ -147,6 +149,7 @@ class _Sender:
                 return
 
     def _sent(self, status: dict[str, Any]) -> bool:
+        """Send a status; return whether the server has accepted it."""
         token, authority = os.environ.get(TOKEN_VARIABLE), os.environ.get(CA_VARIABLE)
         fault = ""
         try:

@@ -362,6 +362,7 @@ class CheckpointHook(TrainerHook):
         trainer_state.latest_wandb_uri = uri
 
     def _upload(self, record: Path, trainer_state: TrainerState) -> str:
+        """Upload a checkpoint as an artifact of W&B, and return its address."""
         import wandb
 
         run = self.wandb_run

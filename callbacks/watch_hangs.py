@@ -126,6 +126,7 @@ class WatchHangs(Hook):
     def _watch(
         self, batches: Callable[[], int], directory: Path, rank: int, ranks: int, stopped: threading.Event
     ) -> None:
+        """Check in a thread that steps are finished, until `stopped` is set."""
         began_s = time.time()
         usual_s, reported, seen, seen_at_s = 0.0, False, batches(), time.monotonic()
         others = [_work_file(directory, other) for other in range(ranks) if other != rank]
@@ -154,6 +155,7 @@ class WatchHangs(Hook):
                 self._report(directory, rank, ranks, now - since_s, began_s)
 
     def _report(self, directory: Path, rank: int, ranks: int, seconds: float, began_s: float) -> None:
+        """Write the stacks of all threads and warn; with `end_run`, end the process."""
         self._count += 1
         path = directory / f"rank-{rank}-{self._count}.txt"
         try:

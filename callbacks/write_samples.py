@@ -71,9 +71,10 @@ class WriteSamples(Hook):
     ``step-00000200-00/`` with the files that the generator wrote to its ``output_dir``. The folder has a temporary name
     until its files are on disk, and the JSON is written last: a sample without it does not count, and leftovers of a
     killed run are removed at the next start. If the trainer has no generator, the JSON holds only the request. Without
-    requests, the generator is called once with the default request, and a text file ``step-00000200.txt`` is written as
-    well. Random numbers drawn by sampling do not affect training. A run that resumes from a checkpoint that was saved
-    before the samples of its step first makes these samples, because a kill may have prevented them.
+    requests, the generator, if there is one, is called once with the default request, and a text file
+    ``step-00000200.txt`` is written as well. Random numbers drawn by sampling do not affect training. A run that
+    resumes from a checkpoint that was saved before the samples of its step first makes these samples, because a kill
+    may have prevented them.
 
     Args:
         directory: Folder for samples.
@@ -180,6 +181,7 @@ class WriteSamples(Hook):
     def _write_sample(
         self, generate: Callable[..., Any] | None, name: str, request: SampleRequest, facts: dict[str, Any], ctx: Any
     ) -> tuple[Path, list[Path]]:
+        """Make one sample, complete or absent; return its record and files."""
         temporary, folder = self.directory / temporary_name(name), self.directory / name
         record = self.directory / f"{name}.json"
         seed = request.seed if request.seed is not None else self.seed

@@ -275,6 +275,7 @@ class Overlap:
             self._release()
 
     def _release(self) -> None:
+        """Wait for the copy, and note the tensors that something wrote to while it ran."""
         began_s = time.monotonic()
         if self._thread is not None:
             self._thread.join()  # returns at once in a forked process, which has no such thread

@@ -65,6 +65,7 @@ class Listed:
 
     @functools.cached_property
     def _content(self) -> tuple[CheckpointRecord | None, str, OSError | None]:
+        """Return the record or None, the reason why it is broken, and the error of the read."""
         self._seen[self.path] = _identity(self.path)
         try:
             record = read_record(self.path)

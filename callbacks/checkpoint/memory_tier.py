@@ -84,6 +84,7 @@ def _warn_of(folder: Path, fault: str) -> None:
 
 
 def _fault_of(folder: Path, directory: str | os.PathLike[str]) -> str:
+    """Return the reason not to use a folder in memory; empty if there is none."""
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file, not a folder"

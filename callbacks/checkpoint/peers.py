@@ -187,6 +187,7 @@ class Ring:
         return self._has_ended
 
     def _offer(self, record: CheckpointRecord) -> None:
+        """Send `record` next, in place of one that still waits."""
         with self._changed:
             if self._waiting is not None and not self._is_slow:
                 self._is_slow = True
@@ -213,6 +214,7 @@ class Ring:
         return not was_closing
 
     def _send_all(self) -> None:
+        """Send offered checkpoints until the ring ends, then the end itself."""
         with self._ending():
             while not self._is_closing:
                 with self._changed:

@@ -464,6 +464,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ending_the_run(ResumeDifferenceError(proof.text))
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save this step on disk or in memory; before a stop on disk, unless that was done."""
         # If all ranks have agreed to stop after this step, its state must be on disk before the run ends.
         is_ending = run_state_of(trainer).stop_reason is not None
         if self._only_in_memory and not is_ending:
@@ -667,6 +668,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         return path
 
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool, wait: bool) -> Path:
+        """Save on disk, and measure how long that stalls training; see `save`."""
         began_s, step = time.monotonic(), trainer.global_step
         waited_s = self._store.overlap.waited_s  # training waited so long for the copy of the last save
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"

@@ -154,6 +154,7 @@ class PositionedLoader(DataLoader[Any]):
         self._begun, self._batches = None, 0
 
     def _whole_pass(self) -> Iterator[Any]:
+        """Begin a new pass, and return its batches."""
         self._begun, self._source, self._batches = self._random_states(), self._order.begin(), 0
         self._is_seeded = self._iterator is None
         if self._iterator is not None:
@@ -263,6 +264,7 @@ class PositionedLoader(DataLoader[Any]):
         }
 
     def _state_of_workers(self) -> dict[str, Any]:
+        """Return the state for `WORKERS`."""
         are_needed = self._begun is not None or self.persistent_workers
         return {
             "num_workers": self.num_workers,
@@ -296,6 +298,7 @@ class PositionedLoader(DataLoader[Any]):
         self._load_state_of_workers(state.get(WORKERS))
 
     def _load_state_of_workers(self, saved: dict[str, Any] | None) -> None:
+        """Keep the state for `WORKERS` until the next pass, without the parts that do not fit."""
         self._to_restore, self.lost_on_resume, self._source, self._progress = saved, None, None, None
         if saved is None:  # saved on fewer ranks
             return

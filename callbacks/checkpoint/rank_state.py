@@ -409,6 +409,7 @@ def _take_apart(path: Path, value: Any) -> tuple[Any, TensorTable]:
 
 
 def _iterate_differences(tree: Mapping[str, Any], own: Digests, digests_of_zero: Digests) -> Iterator[tuple[Path, Any]]:
+    """Yield path and value of each entry that differs from rank zero's."""
     entries = _entries_of(tree)
     other_members = {path[0] for path in own.keys() ^ digests_of_zero.keys()}
     for name in tree:

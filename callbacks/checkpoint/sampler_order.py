@@ -180,6 +180,7 @@ def _copy_plain(value: Any) -> Any:
 
 
 def _is_same(value: Any, other: Any) -> bool:
+    """Whether two results of `_copy_plain` are equal, types included."""
     if type(value) is not type(other):
         return False
     if isinstance(value, torch.Tensor):

@@ -397,6 +397,7 @@ class CallbackList(Hook):
             self._view.best_loss = state_dict.get("best_loss", math.inf)
 
     def _missing(self, view: TrainerView) -> list[Any]:
+        """Return the default callbacks that neither this list nor the trainer has."""
         if not self.defaults:
             return []
         logs = any(isinstance(callback, LoggingCallback) for callback in self.callbacks)
@@ -444,6 +445,7 @@ class CallbackList(Hook):
             self._call("on_train_end", trainer)
 
     def _call(self, hook: str, trainer: Any) -> None:
+        """Call `hook` of all callbacks, from the user's own loop."""
         for callback in self.callbacks:
             if isinstance(callback, pl.Callback | NeedsFit):
                 name = type(callback).__name__

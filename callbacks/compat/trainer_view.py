@@ -222,6 +222,7 @@ class TrainerView:
             self._best_loss = min(self._best_loss, loss)
 
     def _checkpoint(self) -> dict[str, Any]:
+        """Return the content of a ``.pt`` checkpoint of this moment."""
         checkpoint = {
             "model_state_dict": self.model.state_dict(),
             "optimizer_state_dict": {} if self.optimizer is None else self.optimizer.state_dict(),

@@ -99,6 +99,7 @@ def _number(name: object, score: Any) -> float:
 
 
 def _evaluation_of(pl_module: pl.LightningModule) -> Callable[..., Any]:
+    """Return the ``evaluate`` of the hosted trainer class; raises a `ContractError` if there is none."""
     plugin = getattr(pl_module, "plugin", None)
     evaluate = getattr(plugin, "evaluate", None)
     if not callable(evaluate):

@@ -256,6 +256,7 @@ class Diagnosis(Hook):
             probe.close()
 
     def _check(self, trainer: pl.Trainer, outputs: Any) -> None:
+        """Exchange the readings of all ranks, and judge them."""
         assert self._probe is not None
         read = functools.partial(self._probe.read, self._step, outputs)
         everyone = [(read(), None)] if trainer.world_size == 1 else gather_results(read, self._group)
@@ -272,6 +273,7 @@ class Diagnosis(Hook):
             self._report(trainer, fault)
 
     def _report(self, trainer: pl.Trainer, fault: Fault) -> None:
+        """Report a fault that begins or ends to callbacks, loggers, the log and telemetry."""
         fire(trainer, "on_fault", fault)
         if not trainer.is_global_zero:
             return

@@ -167,6 +167,7 @@ class Probe:
             self._timer, self._handles = [], []
 
     def _reading(self, step: int, outputs: Any) -> Reading:
+        """Return the reading of this rank, with one transfer from the device."""
         latent = _latent(self._trainer, outputs)
         read = _on_host(
             self._device,
@@ -198,6 +199,7 @@ class Probe:
 
     @_within_step
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Note rates, gradient norms and samples of the weights."""
         self._is_updated = True
         self._rates += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         used = [p for p in parameters_of(optimizer) if id(p) in self._names and p.grad is not None]
@@ -235,6 +237,7 @@ class Probe:
 
     @_within_step
     def _note_output(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Note the outputs of a module, and later the gradients at them."""
         if not torch.is_grad_enabled():  # an evaluation, or the first forward of a module with gradient checkpointing
             return
         for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):

@@ -232,6 +232,7 @@ class Recover(Hook):
             publish_figures(trainer, {"recover/lr_factor": 1.0})
 
     def _climb(self, trainer: pl.Trainer, fault: Fault) -> None:
+        """Take the next rung for `fault`, or end the run after too many."""
         progress, step, attempt = self._progress, trainer.global_step, len(self._progress.attempts) + 1
         if attempt > self.max_attempts:
             raise ending_the_run(
@@ -408,6 +409,7 @@ def _restore(trainer: pl.Trainer, pl_module: Any, target: CheckpointRecord, *, k
 def _restore_callbacks(
     trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any], keeps: pl.Callback
 ) -> None:
+    """Restore the states of all callbacks except `keeps`."""
     states: Mapping[str, Any] = checkpoint.get("callbacks", {})
     for callback in callbacks_of(trainer):
         if callback is keeps:

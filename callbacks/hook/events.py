@@ -214,6 +214,7 @@ def awaits_module_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bo
 
 
 def _announce_end_of_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    """Replace the module's hook by one that calls it, fires the event, and is used once."""
     hook = pl_module.on_train_batch_end
     is_of_instance = "on_train_batch_end" in vars(pl_module)
 

@@ -115,6 +115,7 @@ class _StoppableIterator:
     """An iterator of torch that calls `_on_wait` while it waits for a batch."""
 
     _leash: Connection
+    """Pipe to the workers; they end at a message, or when it is closed."""
     _workers: list[Any]
     _waits_since: float | None = None
 

@@ -138,6 +138,7 @@ class StopSignals:
         self._received, self.exit_code = [], None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread."""
         # This runs when the main thread returns to Python, perhaps long after the signal. Only the thread that reads
         # arrivals knows when a signal came, and so whether it was a second one.
         if self._hears_arrivals():
@@ -192,6 +193,7 @@ class StopSignals:
             _print(f"{signal.Signals(number).name}: {self.what_next}; {again}")
 
     def _watch_arrivals(self) -> None:
+        """Start the thread that reads arrivals, unless the program has its own wakeup file."""
         # The kernel may deliver a signal to any thread. If another thread gets it, a main thread that sleeps or waits
         # does not wake up, and the handler runs only when the main thread returns to Python.
         readable, writable = os.pipe()
@@ -215,8 +217,8 @@ class StopSignals:
     def _read_arrivals(self, readable: int) -> None:
         """Receive each signal on arrival.
 
-        A signal is late if it came after `REPEATS_WITHIN_S`. On a busy machine this thread may read it long after it
-        came. Therefore a signal counts as late only if this thread once found nothing to read after that time.
+        A signal is late if it came more than `REPEATS_WITHIN_S` after the first one. On a busy machine this thread may
+        read a signal long after it came. So it counts as late only if nothing was left to read when that time was over.
         """
         poll = select.poll()
         poll.register(readable, select.POLLIN)

@@ -125,6 +125,7 @@ class Agreement:
         self._work = self._group.allreduce([self._numbers], dist.ReduceOp.MAX)
 
     def _read(self) -> int:
+        """Return the result of the pending round."""
         assert self._work is not None
         self._work.wait()
         self._work = None
@@ -185,6 +186,7 @@ class SpotNotice:
             end.set()
 
     def _ask(self) -> None:
+        """Ask once whether there is a notice; warn at the first failure."""
         try:
             self._is_noticed = self._has_notice()
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -195,6 +197,7 @@ class SpotNotice:
             log.warning("%s takes back this machine: the run saves a checkpoint and stops", self.cloud)
 
     def _has_notice(self) -> bool:
+        """Return whether the cloud's metadata address has a notice now."""
         if self.cloud == "aws":  # answers 404 until there is a notice
             token = self._read("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
             headers = {"X-aws-ec2-metadata-token": token}

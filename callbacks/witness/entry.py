@@ -210,6 +210,7 @@ class WitnessFile:
             os.close(descriptor)
 
     def _write_again(self, entries: Iterable[Entry]) -> None:
+        """Replace the file by its header and `entries`, and open it for more."""
         self.close()
         _refuse_linked_folder(self.path)
         if os.path.lexists(self.path):
@@ -371,6 +372,7 @@ class Proof:
         return f"step {found.step}, repeated after the restart, is not the same{where}: {found.text}{before}"
 
     def _equal(self) -> str:
+        """Return the words for the steps that are equal."""
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         if self.against:
             return f"step {self.steps[-1]}, repeated after the restart, has every value of {self.against}{ranks}"

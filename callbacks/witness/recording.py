@@ -144,6 +144,7 @@ def _state_of_numpy() -> bytes:
 
 
 def _digest_of_states(states: Sequence[Any]) -> int:
+    """Return a digest of states of generators; 0 if there are none."""
     if not states:
         return 0
     hasher = xxhash.xxh3_64()
@@ -231,6 +232,7 @@ def _of_arrow(value: Any) -> list[Any] | None:
 
 
 def _leaf(value: Any) -> list[Part]:
+    """Return the parts to hash of a value that is no container."""
     if isinstance(value, torch.Tensor):
         about = f"{value.dtype} {tuple(value.shape)}".encode()
         value = value.to_local() if isinstance(value, DTensor) else value

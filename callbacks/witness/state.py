@@ -63,7 +63,7 @@ def values_in(path: str, value: Any, *, others: bool = False) -> Iterator[tuple[
         for i, entry in enumerate(value):
             yield from values_in(f"{path}[{i}]", entry, others=others)
     elif isinstance(value, Tensor):
-        if is_lazy(value) or value.is_meta:  # in a lazy module before its first batch, or in a skeleton
+        if is_lazy(value) or value.is_meta:  # it has no values
             return
         if is_wrapper(value):
             for name, part in wrapped_tensors(path, value):

@@ -133,6 +133,7 @@ class Witness:
         return proof
 
     def _read(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, key: Key) -> None:
+        """Take the digests of the batch that was trained last."""
         if self._is_unreadable:
             return
         try:
@@ -150,6 +151,7 @@ class Witness:
         return self._every << (behind // dense).bit_length() if behind >= dense > 0 else self._every
 
     def _plan_next_step(self, step: int) -> None:
+        """Set `next_step` after an observation of `step`."""
         if self._pending or step < self._saves[-1] + FIRST_STEPS:
             self.next_step = step + 1
             return
@@ -171,6 +173,7 @@ class Witness:
                 self._equal.add(entry.step)
 
     def _exchange(self, step: int, *, is_last: bool) -> Proof | None:
+        """Return the result if a rank has found a difference, or if `step` is the last to compare; otherwise None."""
         is_last = is_last or step >= self._steps[-1]
         if is_last:
             self._settle(waits=True)

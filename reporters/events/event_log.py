@@ -281,6 +281,7 @@ class EventLog:
             self._append(event, *metrics)
 
     def _append(self, first: Event, *metrics: Metric) -> None:
+        """Write events that the rules allow; see `_write`."""
         log, rules, events = self._file, self._rules, [first, *metrics]
         phase, seq = rules.phase, self._last_seq_found + log.lines
         timestamp_ms = max(0, time_ns() // 1_000_000)  # the clock of a machine may never have been set

@@ -193,6 +193,7 @@ class EventLogger(Logger):
             self._last_step = 0
 
     def _started_log(self) -> EventLog:
+        """Return the log, after its ``started`` event if this logger writes that."""
         event_log: EventLog = self._log or self.experiment
         if self._owns_log and event_log.phase == "new":
             module = None if self._trainer is None else self._trainer.lightning_module
@@ -213,6 +214,7 @@ class EventLogger(Logger):
         return self._last_step if self._trainer is None else self._trainer.global_step
 
     def _fail(self, event_log: EventLog, error: BaseException) -> None:
+        """Write the terminal event of a failed attempt, unless there is one."""
         if event_log.phase == "ended":
             return
         step = self._completed_steps()

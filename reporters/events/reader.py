@@ -195,6 +195,7 @@ class _Rows:
             column.append(value)
 
     def table(self, run_id: str) -> pyarrow.Table:
+        """Return the rows as a table of `read_metrics`."""
         import pyarrow as pa
 
         attempts, steps, times, numbers, values = (pa.array(column) for column in self._columns)

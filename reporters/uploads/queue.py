@@ -218,6 +218,7 @@ class Queue:
             ) from error
 
     def _open(self, is_ours: Callable[[Entry], bool]) -> None:
+        """Read the entries of earlier processes, and remove what killed ones have left."""
         for folder in (self.directory, self.directory / DELIVERED):
             for debris in folder.glob(f"{TEMPORARY_PREFIX}*.json-*"):  # left by a killed process
                 debris.unlink()
@@ -339,6 +340,7 @@ class Queue:
             return self._refusal
 
     def _write_missing(self) -> None:
+        """Write the entries that the disk refused, and remove files of entries that are gone."""
         foreign = {entry.seq for entry in self.foreign}
         for path in _entry_files(self.directory):
             if int(path.stem) not in {*self._entries, *foreign}:

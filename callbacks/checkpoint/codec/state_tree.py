@@ -187,6 +187,7 @@ def _numpy_scalar(parts: list[str]) -> Any:
 
 
 def _array_apart(array: Any) -> list[Any]:
+    """Return type, shape and bytes of a NumPy array; the bytes as a tensor."""
     if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.itemsize:
         raise ValueError("only arrays of plain numbers and texts can be stored; store others as lists, or by field")
     octets = _numpy().ascontiguousarray(array).reshape(-1).view("u1")
@@ -331,6 +332,7 @@ def _dataclass_apart(value: Any) -> dict[str, Any]:
 
 
 def _find_dataclass(content: Any) -> type:
+    """Return the dataclass that `content` names, if it has the stored fields."""
     name, values = content
     kind = find_type(name)
     if not dataclasses.is_dataclass(kind):
@@ -463,6 +465,7 @@ class _Encoder:
         raise _refusal(value, path, _hint(value, path))
 
     def _inside(self, container: Any, path: Path, encode_content: Callable[[Any, Path], Any]) -> Any:
+        """Encode the content of `container`; refuse cycles and too deep nesting."""
         if id(container) in self.open_containers:
             raise _refusal(container, path, "it contains itself")
         if len(self.open_containers) >= MAX_DEPTH:
@@ -477,6 +480,7 @@ class _Encoder:
         return [self.encode(item, (*path, index)) for index, item in enumerate(items)]
 
     def _dict(self, items: dict[Any, Any], path: Path) -> dict[str, Any]:
+        """Encode a dictionary as an object, or as pairs if a key needs an encoding."""
         if all(map(is_plain_key, items)):
             return {key: self.encode(item, (*path, key)) for key, item in items.items()}
         pairs = []
@@ -486,6 +490,7 @@ class _Encoder:
         return {"$dict": pairs}
 
     def _by_kind(self, kind: Kind, value: Any, path: Path) -> dict[str, Any]:
+        """Encode a value by its `Kind`, as an object with the tag of the kind."""
         if kind.has is not None and not _can_be_found(type(value)):
             raise _refusal(value, path, "its class must be at the top level of a module and have no __del__")
         try:
@@ -529,6 +534,7 @@ class _Decoder:
         return {key: self.decode(item) for key, item in tree.items()}
 
     def _tagged(self, tag: str, content: Any) -> Any:
+        """Return the value of an object whose only key is `tag`."""
         if tag == "$dict":
             return {self.decode(key): self.decode(item) for key, item in content}
         if tag == "$tensor":

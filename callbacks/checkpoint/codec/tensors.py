@@ -162,6 +162,7 @@ class TensorTable:
         return True
 
     def _add(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+        """Return the content of a reference to `tensor`; add its values unless they were added before."""
         file, key = TENSORS_FILE, ""
         if path[:-1] == WEIGHTS and type(path[-1]) is str:
             file, key = MODEL_FILE, path[-1]
@@ -200,6 +201,7 @@ class TensorTable:
         return reference
 
     def _free_key(self, file: str, path: Path) -> str:
+        """Return a key in `file` that no other tensor has, made from the path of a tensor."""
         parts = path[1:] if path[0] == "checkpoint" else path
         key = candidate = ".".join(map(str, parts))
         number = 1

@@ -415,6 +415,7 @@ def library_versions() -> Mapping[str, str]:
 
 
 def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
+    """Return the record of an older runtime."""
     step = content.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
         step = step_of_name(name_of(path)) or 0
@@ -433,6 +434,7 @@ def _old_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
 
 
 def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
+    """Return the record with this `content`; raises like `_parse_record`."""
     if content.get("format") != FORMAT:
         raise ValueError(f"{path.name} is not a checkpoint record")
     if (format_version := content.get("format_version")) != FORMAT_VERSION:

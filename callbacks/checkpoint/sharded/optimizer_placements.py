@@ -109,6 +109,7 @@ def _follows(leaf: DTensor, parameter: torch.Tensor | None) -> bool:
 
 
 def _place(value: Any, parameter: torch.Tensor | None, dimensions: Sequence[int | None] | None) -> Any:
+    """Return a loaded value, sharded by `dimensions` or, without these, like its parameter."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if dimensions is None:
