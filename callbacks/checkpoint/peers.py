@@ -67,16 +67,16 @@ def save_newest(
     Args:
         channel: Connects all ranks.
         directory: The folder of checkpoints on disk, which all nodes share.
-        accept: Whether the run may continue from a checkpoint, and it is newer than those on disk.
+        accept: Whether a checkpoint is newer than those on disk, and the run may continue from it.
     """
     folder = memory_folder(directory) if channel.rank in first_ranks(channel) else None
     listed = [] if folder is None else list_checkpoints(folder)
     own = {each.record.digest: each.record for each in listed if each.record and accept(each.record)}
     offers = channel.gather_everywhere({digest: (record.step, record.path.name) for digest, record in own.items()})
-    found = [(step, -rank, digest, name) for rank, of in enumerate(offers) for digest, (step, name) in of.items()]
-    for step, rank, digest, name in sorted(found, reverse=True):
+    found = [(step, rank, digest, name) for rank, each in enumerate(offers) for digest, (step, name) in each.items()]
+    for step, rank, digest, name in sorted(found, key=lambda offer: (-offer[0], offer[1])):
 
-        def copy(rank: int = -rank, digest: str = digest) -> None:
+        def copy(rank: int = rank, digest: str = digest) -> None:
             if channel.rank == rank:
                 copy_checkpoint(own[digest], directory)
 
@@ -84,7 +84,7 @@ def save_newest(
             channel.agreed(copy, f"copy step {step} from the memory of its node to the disk")
             return read_record(directory / name)
         except (CheckpointError, OSError) as error:
-            log.warning("Step %d in the memory of the node of rank %d is not used: %s", step, -rank, error)
+            log.warning("Step %d in the memory of the node of rank %d is not used: %s", step, rank, error)
     return None
 
 
