@@ -325,9 +325,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._check_directory(trainer, pl_module, listed)
         if trainer.is_global_zero:
             self.run = replace(self.run, metadata=self.run.metadata or metadata_of_module(pl_module))
-            frozen = frozen_in(pl_module, trainer.optimizers)
-            leaves_out = self.weights == "trained"
-            self._store.begin(self.directory, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
+            self._share_frozen(self._store, self.directory, trainer, pl_module)
             keep_configurations(self.directory, pl_module)
         self._open_memory(trainer, pl_module)
         if next(saver for saver in savers_of(trainer) if saver.saves_anything) is self:
@@ -385,11 +383,17 @@ class Checkpoint(Hook, LightningCheckpoint):
         memory.store.before_background_save.append(self._wake)
         memory.store.copies_later = self.copy_while_training
         if trainer.is_global_zero:
-            frozen, leaves_out = frozen_in(pl_module, trainer.optimizers), self.weights == "trained"
-            memory.store.begin(folder, Frozen(frozen, leaves_out=leaves_out, loaded=self._store.loaded))
+            self._share_frozen(memory.store, folder, trainer, pl_module)
         if has_copies:
             open_copies = functools.partial(open_here, name=folder.name)
             self._ring = open_ring(self._channel, ranks, self.directory, open_copies)
+
+    def _share_frozen(
+        self, store: CheckpointStore, folder: Path, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> None:
+        """Have the checkpoints that `store` saves in `folder` share the frozen weights of the module, or omit them."""
+        frozen = frozen_in(pl_module, trainer.optimizers)
+        store.begin(folder, Frozen(frozen, leaves_out=self.weights == "trained", loaded=self._store.loaded))
 
     def _newest_after(self, step: int, listed: list[Listed]) -> CheckpointRecord | None:
         """Return the newest checkpoint of this run after `step`, but not its final one."""
