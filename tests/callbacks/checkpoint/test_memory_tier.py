@@ -267,8 +267,8 @@ def test_a_listing_says_which_checkpoints_are_in_memory(killed):
     directory, _ = killed
     facts = [checkpoint_facts(each, proves=True) for each in list_tiers(directory)]
     assert [(each["step"], each["tier"], each["state"]) for each in facts] == [
-        (4, "disk", "whole"),
-        (7, "memory", "whole, in memory"),
+        (4, "disk", "intact"),
+        (7, "memory", "intact, in memory"),
     ]
 
 
