@@ -75,8 +75,8 @@ class Probe:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, *, most_losses: int, traces: bool) -> None:
         self._trainer = trainer
         self._device = trainer.strategy.root_device
-        given: Sequence[Any] = trainer.optimizers
-        optimizers = [optimizer for optimizer in given if isinstance(optimizer, Optimizer)]
+        all_optimizers: Sequence[Any] = trainer.optimizers
+        optimizers = [optimizer for optimizer in all_optimizers if isinstance(optimizer, Optimizer)]
         self._optimizers = with_step_hooks(optimizers)
         updated = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) in updated}
@@ -84,6 +84,7 @@ class Probe:
         self._first: Any = next(iter(named.values()), None)
         """The parameter whose gradient comes last: the first that a forward uses."""
         self._parts = [(name, part) for name, part in module.named_modules() if name and not any(part.children())]
+        """The modules without children, with their names."""
         self._timer: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = []
         self._failures: list[Exception] = []
@@ -92,7 +93,9 @@ class Probe:
         self._batches: deque[tuple[torch.Tensor, ...]] = deque(maxlen=2)
         self._running_step = trainer.global_step + 1
         self._began: _Moment | None = None
+        """The end of the last step, until the last gradient of this step."""
         self._spans: list[tuple[_Moment, _Moment]] = []
+        """The measured times: each from the end of a step to the last gradient of the next."""
         self._seen: list[tuple[tuple[int, bool, str], torch.Tensor]] = []
         """Step, direction (whether in the backward) and module, with the largest magnitude of its values."""
         self._traced = self._trace_modules() if traces else []
@@ -100,8 +103,8 @@ class Probe:
     def watch_next(self, *, is_checked: bool) -> None:
         """Time the next step; if it `is_checked`, watch its update and its modules too."""
         if not self._timer and self._first is not None and self._first.is_leaf and not isinstance(self._first, DTensor):
-            # A hook of the node, not of the parameter: under DDP, a hook of a parameter counts as the class's own and
-            # is refused. A parameter holds its node weakly.
+            # On the parameter's node in the autograd graph: under DDP, a hook on the parameter itself would count as
+            # the class's own, and be refused. The node is kept here, because the parameter holds it only weakly.
             self._node = get_gradient_edge(self._first).node
             self._timer = [self._node.register_hook(self._note_last_gradient)]
         self._began = self._now()
@@ -242,13 +245,13 @@ class Probe:
             return
         for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided:
-                self._note(tensor, name=name, in_backward=False)
+                self._note_magnitude(tensor, name=name, in_backward=False)
                 if tensor.requires_grad:
-                    hook = functools.partial(self._note, name=name, in_backward=True)
+                    hook = functools.partial(self._note_magnitude, name=name, in_backward=True)
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     @_within_step
-    def _note(self, tensor: torch.Tensor, *, name: str, in_backward: bool) -> None:
+    def _note_magnitude(self, tensor: torch.Tensor, *, name: str, in_backward: bool) -> None:
         # The largest magnitude, or nan if there is one; a sum of squares could overflow.
         if tensor.numel():
             largest: torch.Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"))

@@ -66,7 +66,7 @@ def protected_workers(on_wait: Callable[[float], None] | None = None) -> Iterato
             far in seconds. It ends the wait by raising.
     """
     kinds = {kind: vars(kind)[_ENTRY] for kind in _kinds(DataLoader) if _ENTRY in vars(kind)}
-    if isinstance(kinds[DataLoader], functools.partialmethod):
+    if isinstance(kinds[DataLoader], functools.partialmethod):  # an outer block has replaced the methods
         kinds = {}
     for kind, start in kinds.items():
         setattr(kind, _ENTRY, functools.partialmethod(start_workers, start))
@@ -80,6 +80,7 @@ def protected_workers(on_wait: Callable[[float], None] | None = None) -> Iterato
 
 
 def _kinds(base: type[DataLoader[Any]]) -> Iterator[type[DataLoader[Any]]]:
+    """Yield `base` and all classes derived from it."""
     yield base
     for kind in base.__subclasses__():
         yield from _kinds(kind)
@@ -92,7 +93,7 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     ends them, and if a signal ends the server, they end after their next batch.
     """
     init = loader.worker_init_fn
-    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # or a subclass prepared it
+    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # or the method of a subclass prepared it
         return start(loader)
     ours, theirs = multiprocessing.Pipe(duplex=False)[::-1]
     util.register_after_fork(ours, Connection.close)
