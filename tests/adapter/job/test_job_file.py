@@ -46,7 +46,7 @@ def written(config, **environ):
 
 
 def settings_of(config):
-    own = {"spec_path", "asked", "given", "base_dir", "secrets"}
+    own = {"spec_path", "as_given", "sources", "base_dir", "secrets"}
     return {name: value for name in config.__struct_fields__ if name not in own for value in [getattr(config, name)]}
 
 
