@@ -127,8 +127,8 @@ class _Case:
     def rounding_distances(self) -> Mapping[str, float]:
         """How far each value of `one_process` moves if the initial weights are rounded differently.
 
-        Some gradients are zero except for rounding, such as that of the bias of attention keys, or of a bias before a
-        batch norm. Adam still makes complete steps from them, and the running mean of the batch norm follows.
+        Some gradients are zero except for rounding, such as the gradient of a bias of attention keys, or of a bias
+        before a batch norm. Adam still makes complete steps from them, and the running mean of the batch norm follows.
         """
         random = torch.Generator().manual_seed(self.subject.seed)
 

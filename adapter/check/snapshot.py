@@ -143,7 +143,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 def values_of_optimizer(found: Found[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield kind, path and value of settings and states. A parameter that is not in `names` is named by its place."""
+    """Yield kind, path and value of settings and states. A parameter that is not in `names` has its place as a name."""
     places: dict[int, str] = {}
     for g, group in enumerate(found.value.param_groups):
         for i, parameter in enumerate(group["params"]):

@@ -335,7 +335,7 @@ def _train_rank(name: str, subject: Subject, batches: list[Any], **checkpoints: 
 
 
 if __name__ == "__main__":
-    # The pickled subject has the classes of the imported module, not those of `__main__`.
+    # The pickled subject has classes of the imported module, which are not the classes of `__main__`.
     from genlight.adapter.check import subject as imported
 
     sys.exit(imported.run_rank(Path(sys.argv[1]), int(sys.argv[2])))

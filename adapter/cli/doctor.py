@@ -179,7 +179,7 @@ def _dataset(config: RunConfig) -> Outcomes:
 
 
 def _trainer(config: RunConfig, *, is_sound: bool) -> Outcomes:
-    """Import the trainer class without constructing it, and yield its faults and those of the Lightning trainer."""
+    """Import the trainer class without constructing it, and yield the faults of class and Lightning trainer."""
     with on_sys_path([config.spec_dir, Path.cwd()]):
         target = import_trainer(config)
         yield (

@@ -61,7 +61,7 @@ from .terminal import print_error
 
 log = logging.getLogger(__name__)
 
-# Read docstrings that are below a field, as those of the feed's options are.
+# Read docstrings that are below a field, as in the feed's options.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 # The default of an argument of Lightning's `Timer`. Without this, LightningCLI cannot save the configuration.
 yaml.SafeDumper.add_representer(Interval, lambda dumper, interval: dumper.represent_str(interval.value))
@@ -140,7 +140,7 @@ class SaveAttemptConfig(SaveConfigCallback):
 
 
 class EndedError(SystemExit):
-    """A subcommand failed or was stopped, which is already reported; the code is genlight's exit code."""
+    """A subcommand failed or was stopped, and has reported it. The code is genlight's exit code."""
 
 
 class GenlightCLI(LightningCLI):

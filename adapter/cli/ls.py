@@ -1,7 +1,7 @@
 """List runs: state, step, age, speed, loss, best score, size, device hours and cost.
 
 A run is lost if its process, on this host or another, has ended without reporting how. BEST is the score that the job
-names in `checkpoints.monitor`. HOURS are those of all attempts, times their number of processes; COST is HOURS times
+names in `checkpoints.monitor`. HOURS are the hours of all attempts, times their processes; COST is HOURS times
 the `price_per_device_hour` of the job. RESTART says whether the steps that the newest attempt repeated after a restart
 have the same bits as the first time.
 

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code: 0, or 1 if the steps differ from those of the run or one fails.
+    """Run the command and return its exit code: 0, or 1 if the steps differ from the run or one fails.
 
     Raises:
         UsageError: The run cannot be replayed.

@@ -326,7 +326,7 @@ def _submit(script: str, folder: Path) -> tuple[str, int]:
     """Write the script into `folder` and hand it to sbatch, whose errors go to standard error.
 
     Returns:
-        The id of the job, which is printed as well, and the exit code of sbatch; with ``--sbatch wait``, of the job.
+        The printed id of the job, and the exit code of sbatch or, with ``--sbatch wait``, of the job.
     """
     make_directory(folder)
     path = folder / "slurm_job.sh"

@@ -1,7 +1,7 @@
 """Keep references of a job away from private addresses, such as a cloud's metadata service or an internal database.
 
-The author of a job may not be allowed to reach every address that this machine can reach. So each connection, also that
-of a redirect, is checked after it is open and before a byte is sent. At that point a name server can no longer change
+The author of a job may not be allowed to reach every address that this machine can reach. So each connection, also
+after a redirect, is checked when it is open and before a byte is sent. At that point a name server can no longer change
 the address. A proxy opens its own connections; with a proxy, the host's addresses are looked up and checked first.
 """
 

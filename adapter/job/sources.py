@@ -100,12 +100,12 @@ class ConfigErrors:
 
 @dataclass
 class Sources:
-    """The settings that were given, and the source of each."""
+    """The settings that the user gave, and the source of each."""
 
     errors: ConfigErrors = field(repr=False)
     """Collects errors and warnings. Faulty keys are skipped."""
     path: Path | None = None
-    """The job file; None if none was named."""
+    """The job file; None without one."""
     merged: dict[str, Any] = field(default_factory=dict, repr=False)
     """Settings as in the job file, overridden by the environment and ``--set``."""
     of: dict[str, str] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Sources:
         return msgspec.convert(value, key.type)
 
     def _refuse(self, name: str, rule: Rule, value: Any) -> Any:
-        """Note a value that breaks `rule`. It is named by the variable that gave it, or by the setting. Return None."""
+        """Note a value that breaks `rule`, under the name of its environment variable or its setting; return None."""
         if self.errors.concern(name):  # one mistake is one fault
             return None
         source = self.source_of(name)
@@ -261,7 +261,7 @@ def read_sources(
 
 
 def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str], errors: ConfigErrors) -> Path | None:
-    """Return the path of the job file; if none is named, note an error and return None."""
+    """Return the path of the job file; without one, note an error and return None."""
     text = environ.get(JOB_VARIABLE, "").strip() if given is None else os.fspath(given)
     if not text:
         errors.add(

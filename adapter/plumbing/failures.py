@@ -2,8 +2,8 @@
 
 All reports of an attempt come from here: the event log, the terminal payload, the command line, the notes of ranks.
 
-1. `error_to_report` chooses the error: the stop that caused a failure, or an error with a clearer message than that of
-   torch or Lightning.
+1. `error_to_report` chooses the error: the stop that caused a failure, or an error with a clearer message than torch or
+   Lightning give.
 2. `describe_failure` classifies that error.
 """
 

@@ -127,7 +127,7 @@ def build_client(
         origins: The result of `trusted_origins` (`urls.py`).
         timeout_s: Seconds without a byte in either direction after which a transfer counts as stalled.
         max_connections: Maximum number of open connections.
-        verify: The certificate authorities to accept; True means those of the system.
+        verify: The certificate authorities to accept; True means the authorities of the system.
 
     Raises:
         StartupContractError: A proxy or certificate from the environment cannot be used.

@@ -222,7 +222,7 @@ class _States(Repetition):
             return
         values = dict(snapshot(module.contract_state, module.plugin, kinds=EVERYTHING, host=module).values)
         if (entry := self.entry) is not None and entry.step == step:
-            # Only the states of global generators: those of generators that the model holds are among the values.
+            # Only the states of global generators: generators that the model holds are among the values.
             states = zip(RANDOM_STATES[:OF_MODEL], entry.random, strict=False)
             losses = {name: value for name, value in module.metrics().items() if "loss" in name.lower()}
             values["rows"] = {f"batch {entry.batch} of epoch {entry.epoch}": f"{entry.rows:016x}"}
@@ -317,7 +317,7 @@ class _Search:
         result.cause = CAUSES.get("start" if step == 0 else kind, "")
 
     def _judge(self, side: int, states: _States) -> str:
-        """Return why the steps of a run differ from those of its replay; empty if they do not."""
+        """Return why a run and its replay have different steps; empty if the steps are the same."""
         name, summary, result = NAMES[side], self._summaries[side], self._result
         result.notes.append(f"{name}, trained again: {states.text}")
         if (found := states.difference) is None:

@@ -84,7 +84,7 @@ def compare_witnesses(
     for rank in sorted(expected.keys() & actual.keys()):
         equal, found = [], None
         first, second = expected[rank].entries, actual[rank].entries
-        # The steps that are recorded depend on where a run started, so only steps that both have are compared.
+        # Runs that started at different steps record different steps, so only common steps are compared.
         for key in sorted(first.keys() & second.keys()):
             found = compare(first[key], second[key], rank=rank, facts={}, with_values=with_values, hints=hints)
             if found is not None:

@@ -24,7 +24,7 @@ _NOT_REHEARSED = frozenset(
     {"artifacts_dir", "checkpoints_dir", "samples_dir", "metrics_dir", "events_path", "canceled"}
 )
 _NOT_REHEARSED |= {"cancel_file_path", "max_runtime_seconds", "orchestrated", "capability_token", "file_store_url"}
-"""Settings whose environment variables are removed for a rehearsal; those of uploads are removed, too."""
+"""Settings whose environment variables are removed for a rehearsal, in addition to the variables of uploads."""
 WITHOUT_EFFECTS = (
     "uploads=null",
     "capability_token=null",

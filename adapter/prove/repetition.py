@@ -261,7 +261,7 @@ class Repetition(pl.Callback):
 
     @property
     def is_same(self) -> bool | None:
-        """Whether the steps have the same bits as those of the run; None if none could be compared."""
+        """Whether the steps have the same bits as in the run; None if none could be compared."""
         return self.difference is None if self._equal or self.difference else None
 
     @property

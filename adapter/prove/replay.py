@@ -59,8 +59,8 @@ class Value:
 class StepView:
     """Reads the values of a step in the order in which they are made; waits for the device.
 
-    Gradients of weights are read at the update, where they are unscaled and clipped; those of weights that no update
-    used are read at the end of the step.
+    Gradients of weights are read at the update, when they are unscaled and clipped. If no update used a weight, its
+    gradient is read at the end of the step.
 
     Args:
         discovered: The objects of the class.
@@ -209,7 +209,7 @@ class RowSearch:
     """The rows that make a step fail."""
 
     groups: tuple[tuple[int, int], ...] = ()
-    """First and last index of rows that make it fail: single rows, or rows that could not be told apart."""
+    """First and last index of rows that make it fail: single rows, or rows that the trials did not separate."""
     is_confirmed: bool = False
     """Whether the step without these rows does not fail."""
     trials: int = 0
@@ -252,7 +252,7 @@ class Replay:
     record: str
     """Name of the checkpoint that it started from; empty if it started at the beginning of the run."""
     is_same: bool | None = None
-    """Whether the replayed steps have the same bits as those of the run; None if none could be compared."""
+    """Whether the replayed steps have the same bits as in the run; None if none could be compared."""
     witness: str = ""
     """The comparison in words."""
     error: str = ""

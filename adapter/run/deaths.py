@@ -38,7 +38,7 @@ FOLDER = ".deaths"
 DEATH = "GENLIGHT_DEATH"
 """Variable that a supervisor sets: the rank that died in the attempt before, and its exit code, as ``RANK CODE``."""
 MOST_AT_A_STEP = 2
-"""After this many deaths in one step, from one checkpoint, the next attempt begins at the checkpoint before it."""
+"""Number of deaths in one step, from one checkpoint, after which an attempt begins at the checkpoint before it."""
 MOST_AT_THE_START = 4
 """The same before the first step; more, because a machine that shuts down often kills an attempt there."""
 _AGAIN = "attempts in a row were killed"

@@ -18,7 +18,7 @@ NAME = "proof.json"
 _COMMENT = "Written by `genlight prove`."
 _LARGEST_BYTES = 4 << 20
 _PACKAGES = (*PACKAGES_OF_NUMBERS, "pyarrow")
-"""Packages whose version is part of what was proven; pyarrow reads the rows."""
+"""Packages whose versions a certificate covers; pyarrow reads the rows."""
 
 
 def write_proof(config: RunConfig, target: object, results: Sequence[Mapping[str, Any]], **facts: Any) -> None:

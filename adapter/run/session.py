@@ -161,9 +161,9 @@ class Session:
     has_other_checkpoint: Callable[[], bool] = lambda: False
     """Returns whether a restart finds a checkpoint outside of `checkpoints_dir`."""
     explain_further: Callable[[Exception], GenlightError | None] = lambda _: None
-    """As for `error_to_report`."""
+    """See `error_to_report`."""
     refuse: Callable[[Exception], GenlightError | None] | None = None
-    """As for `error_to_report`; used only until the first step has begun."""
+    """See `error_to_report`; used only until the first step has begun."""
     processes: RankProcesses | None = None
     """Processes of other ranks that this rank started and that end with it; None without other ranks."""
     before_report: list[Callable[[], None]] = field(default_factory=list)

@@ -292,7 +292,7 @@ def _checkpoint(listed: Listed) -> dict[str, Any]:
 
 
 def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
-    """Yield the samples, oldest first. If too many steps have samples, yield those of evenly spaced steps."""
+    """Yield the samples, oldest first. If too many steps have samples, skip some, evenly spaced."""
     samples = folder / "samples"
     records = [path for path in sorted(samples.glob("step-*.json")) if not path.is_symlink()]
     by_step: dict[str, list[Path]] = {}

@@ -47,7 +47,7 @@ MOST_AT_ONCE = 20
 MOST_HISTORIES = 16
 """Maximum number of runs kept in memory with their curves; the least recently requested are dropped."""
 COUNTS_FOR_S = 0.3
-"""Seconds that one listing may spend on the fields in `COUNTED`; later listings fill those of the other runs."""
+"""Seconds that one listing may spend on the fields in `COUNTED`; the next listing continues with other runs."""
 POINTS = 60_000
 """Points of all curves on a page."""
 _PIECE_BYTES = 1 << 20

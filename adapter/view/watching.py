@@ -140,7 +140,7 @@ class WatchRuns(App[None]):
         self._say(question if self._awaits_answer else f"{_name(folder)} is not running")
 
     def action_stop(self) -> None:
-        """Stop the run, if the user has just been asked."""
+        """Stop the run, as the answer to `action_ask_to_stop`."""
         if not self._awaits_answer:
             return
         self._awaits_answer = False
