@@ -224,8 +224,8 @@ def train_on_ranks(subject: Subject, jobs: dict[str, list[list[Any]]], folder: P
 
     Returns:
         The weights and optimizer states of each rank, by name of the job; if FSDP 2 cannot train the class, only the
-        reason, under `REFUSED`. Runs with halved rows and sharded runs are also resumed half-way; the name of these
-        results ends with `RESUMED`.
+        reason, under `REFUSED`. Every job is also resumed half-way, except for ``same`` if there is ``halves``; the
+        names of these results end with `RESUMED`.
 
     Raises:
         RanksError: A rank failed, or took too long; the message holds the trainer's own error if there is one.

@@ -50,7 +50,7 @@ _EVALUATION = ExitHints(start_over="name another by `--ckpt_path`")
 class SaveOnStop(Checkpoint):
     """Saves only when the run stops, next to the files of Lightning's `ModelCheckpoint`.
 
-    Added to a fit without a `Checkpoint` callback, which would otherwise lose the steps since Lightning's last file.
+    A fit without a `Checkpoint` callback gets one, because a stop would lose its steps since Lightning's last file.
     """
 
     saves_anything = True
@@ -97,7 +97,7 @@ def begin_fit(session: Session, trainer: pl.Trainer, start: Start | None, settin
     """Refuse to overwrite checkpoints in the folder of this fit, and note that the fit begins.
 
     Args:
-        session: Has the folder.
+        session: Knows the folder of checkpoints.
         trainer: The trainer of the fit.
         start: As `find_start` returns it.
         settings: As for `find_start`. With ``--resume never`` existing checkpoints are moved aside.

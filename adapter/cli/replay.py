@@ -1,4 +1,4 @@
-"""Replay the steps of a run up to one of them, bit for bit, and show what happened in it.
+"""Replay a run up to a step, bit for bit, and show what happened in that step.
 
 The training starts from the newest checkpoint before the step, or from the beginning, in a scratch folder; the folder
 of the run is only read. The witness of the run, the file with digests of its steps, proves that the steps are the same.

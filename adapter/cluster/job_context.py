@@ -259,9 +259,9 @@ def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
 def expand_hostlist(text: str) -> list[str]:
     """Return the host names that a hostlist expression stands for, such as ``n[9-10],rack[1-2]n[3-4]``.
 
-    The order is the same as in ``scontrol show hostnames``, because ranks count nodes in it; duplicates are kept. If
-    there are three or more brackets, the last one varies fastest and the last but one slowest. A suffix after the last
-    bracket (``n[1-2]-ib``) is allowed, although Slurm before 23 refuses it.
+    The order is that of ``scontrol show hostnames``, because a node's rank is its position there; duplicates are kept.
+    If there are three or more brackets, the last one varies fastest and the last but one slowest. A suffix after the
+    last bracket (``n[1-2]-ib``) is allowed, although Slurm before 23 refuses it.
 
     Raises:
         ValueError: It names no host, is malformed, or stands for more than 65,536 hosts; the message quotes it.

@@ -27,7 +27,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 def is_private(address: str) -> bool:
     """Return whether an IP address is not public: private, loopback, link-local, reserved or multicast.
 
-    If an IPv6 address contains an IPv4 address, that one decides.
+    If an IPv6 address contains an IPv4 address, the IPv4 address decides.
 
     Raises:
         ValueError: `address` is not an IP address.

@@ -1,7 +1,7 @@
-"""The identity of a job, by which a checkpoint is recognized as its own.
+"""The identity of a job, which shows whether a checkpoint belongs to the job.
 
-A job is its trainer, hyperparameters, data and inputs; its duration, its machine and its cadences do not count. A
-record keeps one digest of them. Values under secret names are not part of the identity.
+Trainer, hyperparameters, data and inputs are its parts; the duration, the machine and the cadences are not, and neither
+are values under secret names. A checkpoint's record keeps one digest of the identity.
 """
 
 from __future__ import annotations

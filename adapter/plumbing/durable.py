@@ -20,9 +20,7 @@ from pathlib import Path
 from .safe_open import file_mode, folder_mode
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Start of every temporary name, by which the leftovers of a killed process are recognized."""
-
-
+"""Start of every temporary name. Leftovers of killed processes are recognized by it."""
 _TEMPORARY_FILE = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+-\d+-[0-9a-f]{{8}}", re.DOTALL)
 _MAY_BE_WRITTEN_S = 60
 

@@ -98,7 +98,7 @@ def describe_failure(
         error: The exception that ended the run. The report is about the one that `error_to_report` returns for it.
         has_checkpoint: Whether a restart finds a checkpoint.
         lost_steps: Whether trained steps may be lost; then not even a stop is resumable without a checkpoint.
-        stage: The activity that failed; it is the category of exceptions whose type does not decide.
+        stage: The activity that failed: the category, unless the exception's type decides it.
         secrets: Texts that must not be shown.
         environ: Environment whose values must not be shown; None takes the process's own.
     """
@@ -122,9 +122,9 @@ def error_to_report(
     explain_further: Callable[[Exception], GenlightError | None] = lambda _: None,
     refuse: Callable[[Exception], GenlightError | None] | None = None,
 ) -> BaseException:
-    """Return the error to report in place of `error`, which becomes its cause, or `error` itself.
+    """Return the error to report: a better one with `error` as its cause, or `error` itself.
 
-    It is the first of these that applies:
+    The better one is the first of these that exists:
 
     - a stop, also one that Lightning or Python raised as another exception;
     - the stop that caused a failure, if the checkpoint of the stop was saved or the signal ended a data worker;
@@ -228,7 +228,7 @@ def modules_of(error: BaseException) -> list[str]:
 
 
 def is_input_error(error: Exception) -> bool:
-    """Return whether genlight or Lightning refused an input and no other code was running: the message is enough."""
+    """Return whether genlight or Lightning refused an input and no other code ran; its message is enough then."""
     modules = [name for name in modules_of(error) if name != "__main__"]
     return (
         bool(modules)

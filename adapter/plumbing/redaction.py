@@ -30,7 +30,7 @@ SHORTEST_OF_SECRET_NAME = 6
 SHORTEST_OF_ANY_NAME = 16
 """A value of this length may be a secret, whatever the name of its variable or query parameter."""
 LONGEST_TEXT = 64 * 1024
-"""Maximum number of characters read of an exception's text: 200 MB would be copied a dozen times on the way."""
+"""Maximum number of characters read of an exception's text, because hiding its secrets copies it a dozen times."""
 LONGEST_WORD = 4096
 """A text that is too long is cut at most this many characters earlier than necessary, between two words."""
 MOST_LINES = 400
@@ -94,7 +94,7 @@ def redact(text: str, secrets: Iterable[str | None]) -> str:
 
 
 def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
-    """Return the `text` of a log without `secrets`, credentials in URLs, and likely secrets.
+    """Return `text` for a log: without `secrets`, credentials in URLs, and likely secrets.
 
     Likely secrets are recognized in the text by their form or name, and in the environment by the name of the variable
     or the length of the value.
@@ -105,7 +105,7 @@ def hide_secrets(text: str, *, secrets: Iterable[str | None] = (), environ: Mapp
 
 
 def hide_environment(text: str, *, secrets: Iterable[str | None] = (), environ: Mapping[str, str] | None = None) -> str:
-    """Return a `text` that leaves the machine without `secrets`, credentials in URLs and values of the environment.
+    """Return `text` for use elsewhere: without `secrets`, credentials in URLs, and values of the environment.
 
     Values of fewer than 6 characters stay: ``1`` or ``true`` are part of many texts. A run's settings (``TRAINER_…``)
     stay too, without the credentials of their URLs.

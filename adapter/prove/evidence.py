@@ -75,8 +75,8 @@ def compare_witnesses(
     """Compare the steps that two runs have recorded, by rank; None if they have no step in common.
 
     Args:
-        expected: One witness, by rank.
-        actual: The other one.
+        expected: The witness of one run, by rank.
+        actual: The witness of the other run.
         with_values: As for `compare`.
         hints: As for `compare`.
     """

@@ -1,4 +1,4 @@
-"""Replay the steps of a run up to one of them, from the newest checkpoint before it, and show that step: ``replay``.
+"""Replay a run from the newest checkpoint before a step to that step, and show what happened in it: ``replay``.
 
 It shows the norms of that step by module, its first value that is not finite, and the rows that cause it.
 """

@@ -118,7 +118,7 @@ def search_log(descriptor: int, searches: Searches) -> Search:
 
 
 def _search_lines(search: Search, block: bytes) -> Search:
-    """Search complete lines."""
+    """Continue `search` in `block`, which has only complete lines."""
     newest_at = 0
     for at in sorted([*_places(block, b'"started"'), *_places(block, b'"resume_proof"')]):
         begin, event = _line_at(block, at)

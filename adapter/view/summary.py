@@ -327,7 +327,8 @@ def _state(
     """Return the state of a run and the reason for it, as in `RunSummary.detail`."""
     lock = folder / LOCK_NAME
     is_live = is_held(lock) or is_held(log) or is_held(folder / "checkpoints" / LOCK_NAME)
-    if end is not None and not (is_live and modified_ms(lock) > end.timestamp_ms + _CLOCK_MARGIN_MS):
+    has_newer_attempt = end is not None and is_live and modified_ms(lock) > end.timestamp_ms + _CLOCK_MARGIN_MS
+    if end is not None and not has_newer_attempt:
         if isinstance(end, Completed):
             return "completed", f"stopped by {end.stopped}" if isinstance(end.stopped, str) else ""
         return ("stopped" if end.error in STOP_REASONS else "failed"), end.error
@@ -335,8 +336,8 @@ def _state(
         return "running", ""
     here = socket.gethostname()
     host = holder.get("host") or metadata.get("host") or here
-    can_ask = os.access(lock, os.R_OK) or os.access(log, os.R_OK)
-    if host == here and can_ask:
+    can_see_locks = os.access(lock, os.R_OK) or os.access(log, os.R_OK)
+    if host == here and can_see_locks:
         return "lost", f"its process on {host} no longer exists"
     # Some file systems do not show locks of other hosts, so only a long silence shows that the process is gone.
     moments = [event.timestamp_ms for event in tail]
