@@ -113,8 +113,8 @@ class _Case:
     def one_process(self) -> Snapshot:
         """The final values of a training in one process, under the conditions of a rank.
 
-        Dropout is off, because each rank draws other random numbers for it. There is one thread, because another number
-        of threads rounds differently, and Adam may make a complete step of that.
+        Dropout is off, because each rank draws other random numbers for it. There is one thread, because the rounding
+        depends on the number of threads, and Adam may turn a rounding error into a complete step.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

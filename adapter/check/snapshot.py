@@ -180,12 +180,7 @@ def _copy(value: Any, *, gather: bool) -> Any:
 
 
 def compare_snapshots(
-    plain: Snapshot,
-    hosted: Snapshot,
-    *,
-    kinds: Iterable[str] = KINDS,
-    exact: bool = True,
-    floor: float = 0.0,
+    plain: Snapshot, hosted: Snapshot, *, kinds: Iterable[str] = KINDS, exact: bool = True, floor: float = 0.0
 ) -> dict[str, dict[str, float]]:
     """Return the relative distances between the values of two loops, by kind and name.
 

@@ -22,12 +22,7 @@ from ...callbacks.checkpoint.format.record import CheckpointRecord, read_record
 from ...callbacks.checkpoint.format.slice_index import rank_of
 from ...callbacks.checkpoint.listing import Listed
 from ...callbacks.checkpoint.memory_tier import list_tiers
-from ...callbacks.checkpoint.selection import (
-    best_first,
-    find_checkpoint,
-    folder_of_checkpoints,
-    monitored,
-)
+from ...callbacks.checkpoint.selection import best_first, find_checkpoint, folder_of_checkpoints, monitored
 from ..contract.exceptions import UsageError
 from ..plumbing.text import size_text
 from ..view.checkpoints import checkpoint_facts

@@ -47,15 +47,7 @@ from ..run.fit import continue_runs, fit, join
 from ..run.folder import directory_fault
 from ..run.report import show_results
 from ..run.session import Completion, FollowerSession, Session
-from .lightning_start import (
-    SaveOnStop,
-    begin_fit,
-    checkpoints_of,
-    find_start,
-    hold_folder,
-    save_on_stop,
-    say,
-)
+from .lightning_start import SaveOnStop, begin_fit, checkpoints_of, find_start, hold_folder, save_on_stop, say
 from .parser import refuse, suggest_name
 from .terminal import print_error
 

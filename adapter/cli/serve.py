@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-host", action="append", default=[], metavar="NAME", help="allow the name of a proxy; may be repeated"
     )
     parser.add_argument(
-        "--prefix",
-        default="",
-        type=_prefix,
-        metavar="PATH",
-        help="path below which a proxy shows it, such as /runs",
+        "--prefix", default="", type=_prefix, metavar="PATH", help="path below which a proxy shows it, such as /runs"
     )
 
 

@@ -99,10 +99,7 @@ class InputsSpec(Block, frozen=True, kw_only=True):
 
     base_model_ref: Annotated[Reference, alias("base_model_url"), example("owner/name")] | None = None
     """A model, passed to the trainer in `ctx.model_handles`."""
-    dataset_parquet_refs: Annotated[
-        tuple[NonBlankReference, ...],
-        alias("dataset_parquet_urls"),
-    ] = ()
+    dataset_parquet_refs: Annotated[tuple[NonBlankReference, ...], alias("dataset_parquet_urls")] = ()
     """Parquet files to train on, instead of `dataset.parquet_paths`."""
     resume_checkpoint_ref: Annotated[Reference, alias("resume_checkpoint_url")] | None = None
     """A checkpoint record to resume from; its files lie next to it."""

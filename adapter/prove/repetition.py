@@ -249,7 +249,7 @@ class Repetition(pl.Callback):
             self._equal = (*self._equal, step)
 
     def on_mb_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """End the training after the last step, which all callbacks have seen. Collective."""
+        """End the training once all callbacks have seen the last step. Collective."""
         if pl_module.completed_steps == self.last:
             if (proof := summarize(self._channel.gather_everywhere((self._equal, self.difference)))) is not None:
                 self._equal, self.difference = proof.steps, proof.difference

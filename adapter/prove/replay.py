@@ -80,8 +80,10 @@ class StepView:
         }
         self._weights = {name: tensor for name, tensor in live_weights(discovered).items() if not is_lazy(tensor)}
         self._running = [""]
+        """Names of the modules that run, the innermost last; ``""`` stands for the code outside of modules."""
         weights = self._weights.values() if counts_memory else ()
         self._seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        """Addresses of memory that does not count: weights, and what was counted before."""
         self._names = {id(tensor): name for name, tensor in self._weights.items()}
 
     @contextlib.contextmanager

@@ -116,5 +116,5 @@ def _answer(ask: Callable[[], T], within_s: float, raise_if_stopped: Callable[[]
 
 
 def _text(error: Exception) -> str:
-    """Return the message if it is an error of genlight, which hides secrets; otherwise only the type."""
+    """Return the message of an error of genlight, because it hides secrets; of any other error only the type."""
     return str(error) if isinstance(error, GenlightError) else type(error).__name__

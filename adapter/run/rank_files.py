@@ -69,8 +69,8 @@ class RankFiles:
 
     Args:
         artifacts_dir: The run's folder.
-        began_s: When this process started, in seconds since 1970; None asks the system. Records of an earlier attempt
-            that was killed do not count.
+        began_s: When this process started, in seconds since 1970; None asks the system. Older records do not count:
+            an earlier attempt that was killed left them.
     """
 
     def __init__(self, artifacts_dir: Path, *, began_s: float | None = None) -> None:

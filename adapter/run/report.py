@@ -18,11 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..cluster.job_context import this_rank
-from ..contract.exceptions import (
-    GenlightError,
-    ReplayWriterError,
-    StartupContractError,
-)
+from ..contract.exceptions import GenlightError, ReplayWriterError, StartupContractError
 from ..job.config import JOB_NAME
 from ..plumbing.durable import make_directory, write_bytes_durably
 from ..plumbing.failures import Failure, is_users, place_in_users_code

@@ -365,14 +365,15 @@ class Session:
         return replace(error.failure, resumable=own.resumable) if isinstance(error, FailedElsewhere) else own
 
     def _without_false_hope(self, failure: Failure) -> Failure:
-        """Return `failure`; not resumable if the attempt before ended in the same way, because the next one would, too.
+        """Return `failure`, but not as resumable if the attempt before ended in the same way: so would the next one.
 
         A stop before the first step also gets another exit code: a scheduler would restart such a run forever.
         """
         log, before, last = self.event_log, Attempt(), Attempt()
         if log is not None and failure.exit_code in (EXIT_STOPPED, EXIT_FAILED):
             before, last = last_attempts(log.path, log.run_id)
-            before, last = (last, Attempt()) if log.phase == "new" else (before, last)
+            if log.phase == "new":  # this attempt is not in the log yet
+                before, last = last, Attempt()
         if failure.exit_code == EXIT_STOPPED:
             self._is_idle = not self._completes and self.step in (0, last.resumed_from)
             self._ends_again = self._is_idle and before.is_stopped_at_its_start()
@@ -382,6 +383,7 @@ class Session:
         return replace(failure, resumable=False) if is_same and self._ends_again else failure
 
     def _report(self, error: BaseException, failure: Failure) -> int:
+        """Log, send and record the failure, let the other ranks end, and return the exit code."""
         step = self.step
         self._log_end(error, failure)
         if self.only_prints:

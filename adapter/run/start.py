@@ -166,7 +166,7 @@ def _go_back_from_deaths(start: Start, config: RunConfig, *, knows_types: bool) 
 def before_deaths(
     start: Start, folder: Path, directory: Path, ways: ExitHints, *, job: str, knows_types: bool
 ) -> Start:
-    """Return `start`, or a start from the checkpoint before its own if attempts from that were killed in the same step.
+    """Return `start`; if attempts from its checkpoint were killed in the same step, a start from the one before.
 
     Args:
         start: A start from the newest checkpoint of `directory`, or at step 0.
@@ -177,7 +177,7 @@ def before_deaths(
         knows_types: As for `newest_valid`.
 
     Raises:
-        RepeatedDeathError: There is no earlier one, or an attempt from there was killed in that step too.
+        RepeatedDeathError: There is no earlier checkpoint, or an attempt from it was killed in that step too.
     """
     deaths = repeated_deaths(folder, job)
     start = dataclasses.replace(start, deaths=tuple(deaths))
@@ -214,6 +214,7 @@ def _find_end(config: RunConfig, allow_changed: bool) -> Start | None:
 
 
 def _find_unchanged_end(config: RunConfig) -> Start | None:
+    """Return the end of this run if it has completed with the same job."""
     try:
         return _find_end(config, allow_changed=False)
     except StartupContractError:  # the checkpoint is of another run or another job, so the folder is in use
@@ -221,11 +222,7 @@ def _find_unchanged_end(config: RunConfig) -> Start | None:
 
 
 def newest_start(
-    directory: Path,
-    ways: ExitHints,
-    *,
-    knows_types: bool,
-    prove: Callable[[CheckpointRecord], None] = verify_files,
+    directory: Path, ways: ExitHints, *, knows_types: bool, prove: Callable[[CheckpointRecord], None] = verify_files
 ) -> Start:
     """Return the start from the newest complete checkpoint of `directory`, or at step 0 if there is no checkpoint.
 
@@ -257,7 +254,7 @@ def refuse_to_overwrite(directory: Path, ways: ExitHints) -> None:
         ways: The ways out, in words.
 
     Raises:
-        StartupContractError: ``startup.artifacts_in_use``: it would.
+        StartupContractError: ``startup.artifacts_in_use``: there are such files.
     """
     if checkpoint_files(directory):
         raise StartupContractError(

@@ -69,11 +69,7 @@ def train(
     here = [path for path in (config.spec_dir, working_directory()) if path is not None]
     from_ref = config.inputs.resume_checkpoint_ref is not None
     decide = functools.partial(
-        decide_start,
-        config,
-        allow_changed=allow_changed,
-        may_have_completed=may_have_completed,
-        prove=_read_ahead,
+        decide_start, config, allow_changed=allow_changed, may_have_completed=may_have_completed, prove=_read_ahead
     )
     start = Start() if from_ref else decide(import_types=lambda: import_seeded(config, here))
     if start.record is not None and start.finished_step is not None:
@@ -124,13 +120,7 @@ def _report_finished(config: RunConfig, session: Session, record: CheckpointReco
     return _completion(config, step)
 
 
-def _fit(
-    config: RunConfig,
-    session: Session,
-    target: Any,
-    inputs: MaterializedInputs,
-    start: Start,
-) -> Completion:
+def _fit(config: RunConfig, session: Session, target: Any, inputs: MaterializedInputs, start: Start) -> Completion:
     """Make the objects of the training, and run the Lightning fit."""
     from ...callbacks.checkpoint.policy import savers_of
     from ..module.module import ContractModule
@@ -258,8 +248,8 @@ def prepare_training(
         The trainer and the data module, which is None if the trainer class collects its own data.
 
     Raises:
-        StartupContractError: Hooks cannot be called, the job needs a missing hook, or its ``lightning`` block has
-            arguments that cannot be used here or with a trainer class, or does not fit the tasks of srun.
+        StartupContractError: Hooks cannot be called, or the job needs a missing hook; its ``lightning`` block has
+            unusable arguments, or does not fit the tasks of srun.
     """
     from ..cluster.placement import placement_fault
     from ..job.lightning_objects import instantiate
