@@ -136,9 +136,9 @@ def read_run_config(
     sources = read_sources(spec_path, overrides, os.environ if environ is None else environ, errors)
     given = Settings(**sources.block(Settings, sources.merged, complete=complete and sources.readable))
     settings = _fill_in(given, sources)
-    _contradictions(settings, errors)
-    _lightning_arguments(settings.lightning, errors)
-    _without_effect(given, sources, errors)
+    _note_contradictions(settings, errors)
+    _check_lightning_arguments(settings.lightning, errors)
+    _warn_of_settings_without_effect(given, sources, errors)
     fields = spec_fields(settings, sources.folder)
     config = RunConfig(
         **{
@@ -197,7 +197,7 @@ def _artifact_paths(settings: Settings, sources: Sources, *, is_from_file: bool)
     return {"events_path": folders["metrics_dir"] / "events.jsonl", **folders, "artifacts_dir": root}
 
 
-def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
+def _note_contradictions(settings: Settings, errors: ConfigErrors) -> None:
     """Note settings that exclude each other, and missing settings that another one requires."""
     inputs = settings.inputs
     sources = {
@@ -233,7 +233,7 @@ def _contradictions(settings: Settings, errors: ConfigErrors) -> None:
         errors.add(f"Invalid `callbacks`. {fault}", name="callbacks")
 
 
-def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:
+def _check_lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> None:
     """Note arguments that contradict the job. Lightning's own checks run later, when Lightning is loaded."""
     if "max_steps" in arguments:
         errors.add("Invalid `lightning.max_steps`. The job's own `max_steps` decides; remove this one.")
@@ -249,7 +249,7 @@ def _lightning_arguments(arguments: Mapping[str, Any], errors: ConfigErrors) -> 
         )
 
 
-def _without_effect(settings: Settings, sources: Sources, errors: ConfigErrors) -> None:
+def _warn_of_settings_without_effect(settings: Settings, sources: Sources, errors: ConfigErrors) -> None:
     """Note settings that have no effect because of another one, and numbers that were written as texts."""
     if settings.canceled:
         errors.warn(f"The run stops before its first step, since it is canceled by `{sources.source_of('canceled')}`.")

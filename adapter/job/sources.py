@@ -243,7 +243,7 @@ def read_sources(
     sources = Sources(errors, _path_of_job(job_file, environ, errors))
     raw = None if sources.path is None else read_job_file(sources.path, errors)
     sources.readable, raw = raw is not None, raw or {}
-    for name, value in _resolve_aliases(_of_job(raw, errors), keys_of(Settings), errors).items():
+    for name, value in _resolve_aliases(_settings_of_job_file(raw, errors), keys_of(Settings), errors).items():
         sources.put((name,), value, JOB_FILE)
     _read_environment(sources, environ, errors)
     for text in overrides:
@@ -272,7 +272,7 @@ def _path_of_job(given: str | os.PathLike[str] | None, environ: Mapping[str, str
     return Path("/dev/stdin" if text == "-" else os.path.abspath(os.path.expanduser(text)))
 
 
-def _of_job(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
+def _settings_of_job_file(raw: Mapping[str, Any], errors: ConfigErrors) -> dict[str, Any]:
     """Return `raw` without the settings that a job file cannot give."""
     elsewhere = {name: key for name, key in keys_of(Settings).items() if name not in keys_of(JobSpec)}
     for name in raw.keys() & elsewhere.keys():

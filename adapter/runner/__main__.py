@@ -41,11 +41,11 @@ class Terminated(BaseException):
 
 
 def _terminate(*_: object) -> None:
-    signal.signal(signal.SIGTERM, _stay)
+    signal.signal(signal.SIGTERM, _ignore)
     raise Terminated("SIGTERM: the scheduler ended the job")
 
 
-def _stay(*_: object) -> None:
+def _ignore(*_: object) -> None:
     """Ignore SIGTERM: the function has ended, and its outcome is being reported."""
 
 
@@ -96,13 +96,13 @@ def _run(options: argparse.Namespace) -> int:
         function = _function(options.module, options.function)
         args, kwargs = bind_job_context(function, args, kwargs, context)
         result = _call(function, args, kwargs)
-        signal.signal(signal.SIGTERM, _stay)
+        signal.signal(signal.SIGTERM, _ignore)
         if not context.rank:
             write_result(options.output_file, result, options.result)
             output = options.output_file
     except BaseException as caught:  # noqa: BLE001 - whatever ended it, the callbacks are called
         error = caught
-    signal.signal(signal.SIGTERM, _stay)
+    signal.signal(signal.SIGTERM, _ignore)
     end = _end_context(begin, error, output)
     if end.traceback is not None:
         log.error("%s:%s failed\n%s", options.module, options.function, end.traceback.rstrip())

@@ -156,6 +156,7 @@ class History:
     left_out_curves: int = 0
     _attempts: Attempts = field(default_factory=Attempts)
     _faults: dict[str, int] = field(default_factory=dict)
+    """The step from which each fault that `Diagnosis` found has lasted, by kind."""
     _position: Position = field(default_factory=Position)
     _is_broken: bool = False
 
