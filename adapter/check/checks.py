@@ -37,10 +37,11 @@ from ..gradients.rank_check import find_user_line
 from ..module.module import ContractModule
 from ..module.plugin_loading import HOOK_ARGUMENTS, misspelled_hooks, optional_hook, signature_faults
 from ..plumbing.counted_dict import CountedDict
+from ..plumbing.redaction import safe_str
 from ..plumbing.text import list_first
 from .batches import halves
 from .finding import Finding, Level
-from .isolation import quiet, where_raised
+from .isolation import describe_error, quiet
 from .snapshot import Snapshot, compare_snapshots, flatten, live_weights
 from .subject import REFUSED, RESUMED, SHARDED, Observer, RanksError, Subject, train_on_ranks
 
@@ -162,7 +163,7 @@ def run_checks(subject: Subject) -> Iterator[Finding]:
     try:
         trainer = subject.make()
     except Exception as error:  # noqa: BLE001  # whatever the class raises is the finding
-        yield _finding("hooks", "fail", f"{type(error).__name__}: {error}")
+        yield _finding("hooks", "fail", describe_error(error))
         return
     yield _check_hooks(trainer)
     yield from (Finding("hooks", "warn", misspelled) for misspelled in misspelled_hooks(trainer))
@@ -185,7 +186,7 @@ def _check_training(subject: Subject, folder: Path) -> Iterator[Finding]:
     try:
         full_run = subject.train(Observer(keep=True), at_update=at_update)
     except Exception as error:  # noqa: BLE001  # as above
-        yield _finding("devices" if _ABOUT_CUDA.search(str(error)) else "steps", "fail", _describe_error(error))
+        yield _finding("devices" if _ABOUT_CUDA.search(safe_str(error)) else "steps", "fail", describe_error(error))
         return
     case = _Case(subject, full_run, had_gradients, folder)
     for name, check in CHECKS.items():
@@ -194,11 +195,7 @@ def _check_training(subject: Subject, folder: Path) -> Iterator[Finding]:
                 case.levels[finding.check] = finding.level
                 yield finding
         except Exception as error:  # noqa: BLE001  # as above
-            yield Finding(name, "fail", _describe_error(error))
-
-
-def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}{where_raised(error)}"
+            yield Finding(name, "fail", describe_error(error))
 
 
 def _check_hooks(trainer: object) -> Finding:
@@ -359,7 +356,7 @@ def check_evaluate(case: _Case) -> Iterator[Finding]:
         with quiet():
             module.plugin.evaluate(module.contract_state, module.ctx)
     except Exception as error:  # noqa: BLE001  # whatever the class raises is the finding
-        yield _finding("evaluate", "warn", f"{type(error).__name__}: {error}")
+        yield _finding("evaluate", "warn", describe_error(error))
         return
     changed = before.differences(trained.take_snapshot(*TRAINED))
     left = [path for path, part in parts.items() if part.training != modes[path]]

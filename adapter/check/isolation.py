@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import re
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +15,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..plumbing.devices import isolated_random_numbers
+from ..plumbing.failures import frame_of_user
+from ..plumbing.redaction import safe_str
 
 
 def turn_off_dropout(modules: Iterable[nn.Module]) -> None:
@@ -54,8 +54,8 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def where_raised(error: BaseException) -> str:
-    """Return the innermost line of the user's own code, with its place; an empty text if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not re.search(r"site-packages|/genlight/|importlib|lib/python", f.filename)]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line})" if own else ""
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an error, and the innermost line of the user's code if there is one."""
+    frame = frame_of_user(error)
+    place = "" if frame is None else f" ({Path(frame.filename).name}:{frame.lineno}: {frame.line})"
+    return f"{type(error).__name__}: {safe_str(error)}{place}"

@@ -30,7 +30,7 @@ from ..plumbing.redaction import safe_str
 from ..plumbing.text import list_first
 from .batches import NO_DATA, check_columns, describe_batch, job_batches
 from .finding import Finding, Level
-from .isolation import quiet, where_raised
+from .isolation import describe_error, quiet
 from .snapshot import KINDS, Snapshot, live_weights, snapshot
 
 
@@ -184,7 +184,7 @@ def diagnose_first_step(config: RunConfig) -> Iterator[Finding]:
         try:
             yield from _first_step(config, stack)
         except Exception as error:  # noqa: BLE001  # whatever the class or its data raises is the finding
-            yield Finding("step", "fail", f"{type(error).__name__}: {safe_str(error)}{where_raised(error)}")
+            yield Finding("step", "fail", describe_error(error))
 
 
 def _first_step(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Finding]:

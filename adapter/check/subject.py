@@ -34,7 +34,7 @@ from ..discovery.discover import Discovered
 from ..feed.data_module import MockDataModule
 from ..module.module import ContractModule
 from ..module.plugin_loading import load_trainer_plugin, on_sys_path
-from .isolation import quiet, seeded, turn_off_dropout
+from .isolation import describe_error, quiet, seeded, turn_off_dropout
 from .snapshot import EVERYTHING, Snapshot, is_real, snapshot
 
 WORLD_SIZE = 2
@@ -295,7 +295,7 @@ def run_rank(folder: Path, rank: int) -> int:
                 results[f"{name}{RESUMED}"] = _resume_rank(name, subject, dealt, folder / name)
     except Exception as error:  # noqa: BLE001  # whatever the trainer class raises is reported by the parent
         traceback.print_exc()
-        (folder / f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        (folder / f"rank{rank}.error").write_text(describe_error(error))
         return 1
     torch.save(results, folder / f"rank{rank}.pt")
     with suppress(RuntimeError):  # the other rank may be gone
@@ -311,7 +311,7 @@ def _resume_rank(name: str, subject: Subject, batches: list[Any], folder: Path) 
     try:
         return _train_rank(name, subject, batches, save_to=folder, resume_from=saved.path)
     except Exception as error:  # noqa: BLE001  # whatever a resume raises is the finding
-        return {REFUSED: {REFUSED: f"{type(error).__name__}: {error}"}}
+        return {REFUSED: {REFUSED: describe_error(error)}}
 
 
 def _train_rank(name: str, subject: Subject, batches: list[Any], **checkpoints: Any) -> Mapping[str, Any]:
@@ -329,7 +329,7 @@ def _train_rank(name: str, subject: Subject, batches: list[Any], **checkpoints: 
     except Exception as error:
         if name != SHARDED:
             raise
-        return {REFUSED: {REFUSED: f"{type(error).__name__}: {error}"}}
+        return {REFUSED: {REFUSED: describe_error(error)}}
     numbers = {path: value for path, value in values.items() if is_real(value)}
     return {**state.values, "value": numbers}
 

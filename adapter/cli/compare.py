@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
 from .parser import add_json, add_overrides, at_least
 from .terminal import align_columns, print_error, say
 
@@ -41,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         GenlightError: The trainings cannot be compared.
     """
-    from ..contract.exceptions import ContractError, GenlightError, InputError, StartupContractError
-
     try:
         comparison = _compare(args)
     except (StartupContractError, ContractError, InputError, OSError):
         raise
     except Exception as error:  # noqa: BLE001  # an error of the class is a result of the comparison
-        text = str(error) if isinstance(error, GenlightError) else f"{type(error).__name__}: {error}"
+        from ..check.isolation import describe_error
+
+        text = str(error) if isinstance(error, GenlightError) else describe_error(error)
         return print_error("compare", f"training failed: {text}", 1)
     if args.json:
         say(comparison.as_json())

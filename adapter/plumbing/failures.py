@@ -264,7 +264,7 @@ def explain(error: Exception) -> GenlightError | None:
             "`MASTER_PORT` to a free port, the same for all ranks (under torchrun `--rdzv-endpoint` or "
             "`--master-port`), or end that process.",
         )
-    frame = _frame_of_user(error)
+    frame = frame_of_user(error)
     if frame is not None and _NO_DEVICE.search(text):
         return ContractError(
             f"{frame.filename}:{frame.lineno} asks for a device that this process does not have: "
@@ -282,11 +282,12 @@ def explain(error: Exception) -> GenlightError | None:
 
 def place_in_users_code(error: Exception) -> str:
     """Return " in FILE:LINE", the innermost line of the user's code in the traceback of `error`; empty without one."""
-    frame = _frame_of_user(error)
+    frame = frame_of_user(error)
     return "" if frame is None else f" in {frame.filename}:{frame.lineno}"
 
 
-def _frame_of_user(error: Exception) -> traceback.FrameSummary | None:
+def frame_of_user(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost frame of the user's code in the traceback of `error`; None if there is none."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((frame for frame in frames if is_users(frame.filename)), None)
 

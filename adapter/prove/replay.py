@@ -32,11 +32,10 @@ from ...callbacks.checkpoint.rank_state import capture_rng, restore_rng
 from ...callbacks.finite import are_finite
 from ...callbacks.optimizer_state import parameters_of
 from ..check.batches import count_rows, describe_batch, take_rows
-from ..check.isolation import where_raised
+from ..check.isolation import describe_error
 from ..check.snapshot import live_weights
 from ..contract.exceptions import UsageError
 from ..discovery.discover import Discovered, Found
-from ..plumbing.redaction import safe_str
 from ..view.summary import summary_of
 from .repetition import PastRun, Repetition, open_run, read_traces, repeat, start_before
 
@@ -360,8 +359,7 @@ class _Observer(Repetition):
     def complete(self, error: BaseException | None) -> None:
         """Complete the result after the training has ended, by an exception of a step or as planned."""
         if error is not None:
-            text = f"{type(error).__name__}: {safe_str(error)}{where_raised(error)}"
-            self.result.error = f"step {self.running_step}: {text}"
+            self.result.error = f"step {self.running_step}: {describe_error(error)}"
             if self.running_step == self.last:
                 self._read_view()
         if self.entry is not None and self.entry.step == self.last:
