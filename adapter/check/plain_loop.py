@@ -70,11 +70,11 @@ class PlainLoop:
             getattr(hook, event, lambda _: None)(self._trainer_state)
 
     def on_rollout_start(self, *_: Any) -> None:
-        """Pass on the event; this object is its own only callback."""
+        """Pass the event on to the class's own hooks; `RolloutBatches` fires it on `callbacks`."""
         self.call_hooks("on_rollout_start")
 
     def on_rollout_end(self, *_: Any) -> None:
-        """Pass on the event."""
+        """Pass the event on."""
         self.call_hooks("on_rollout_end")
 
     def begin(self, batches: Iterable[Any] | None) -> Iterator[Any]:
