@@ -410,8 +410,7 @@ def check_resume(case: _Case) -> Iterator[Finding]:
     if broken:
         yield _finding("resume", "fail", f"{broken[0]} is not finite after {2 * subject.steps} steps")
         return
-    unequal = full.take_snapshot("weight").differences(again.take_snapshot("weight"))
-    if unequal:
+    if unequal := full.take_snapshot("weight").differences(again.take_snapshot("weight")):
         yield _finding("reproducible", "warn", f"two runs from the same seed end with a different {unequal[0]}")
         yield _finding("resume", "skip", "two uninterrupted runs already differ")
         return

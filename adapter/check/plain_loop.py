@@ -192,8 +192,7 @@ def _first_step(config: RunConfig, stack: contextlib.ExitStack) -> Iterator[Find
     plugin = make_trainer(find_trainer(config.trainer))
     ctx, batches = job_batches(config, plugin, plain_context(config), stack)
     loop = PlainLoop(plugin, ctx)
-    raw = next(loop.begin(batches), None)
-    if raw is None:
+    if (raw := next(loop.begin(batches), None)) is None:
         raise InputError("the source of batches is empty; check `dataset`")
     yield Finding("batch", "pass", describe_batch(raw))
     yield from check_columns(raw)

@@ -90,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     proves = args.action == "verify"
-    checkpoints = _list_path(args.path)
-    if not checkpoints:
+    if not (checkpoints := _list_path(args.path)):
         text = f"no checkpoint in {args.path}; name the folder of a run, its checkpoints, or one of them"
         return print_error("checkpoints", text, 2 if proves else 0)
     records = [each.record for each in checkpoints if each.record is not None]
@@ -106,8 +105,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _list_path(path: str) -> list[Listed]:
-    folder = folder_of_checkpoints(path)
-    if folder is not None:
+    if (folder := folder_of_checkpoints(path)) is not None:
         return list_tiers(folder)
     return [Listed(find_checkpoint(path))]
 

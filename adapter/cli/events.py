@@ -74,8 +74,7 @@ def _check(path: Path, *, as_json: bool) -> int:
 
 
 def _goodput(path: Path, *, as_json: bool) -> None:
-    account = account_of(path)
-    if account is None:
+    if (account := account_of(path)) is None:
         raise UsageError(f"{path} has no attempt that started, so there is no time to account for")
     if as_json:
         say_json([{**asdict(account), "goodput": account.goodput}])

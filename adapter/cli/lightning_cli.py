@@ -259,8 +259,7 @@ class GenlightCLI(LightningCLI):
             kwargs["enable_progress_bar"] = False  # Lightning's bar counts epochs; a trainer class has none
             self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], JobProgress()]
         trainer = super().instantiate_trainer(**{**kwargs, **launcher_arguments({**settings, **kwargs})})
-        fault = placement_fault(trainer)
-        if fault is not None:
+        if (fault := placement_fault(trainer)) is not None:
             raise UsageError(fault)
         return trainer
 

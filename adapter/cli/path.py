@@ -32,8 +32,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: There is no run, or its job does not say which checkpoint is best.
     """
-    folder = folder_of_checkpoints(args.run)
-    if folder is None:
+    if (folder := folder_of_checkpoints(args.run)) is None:
         raise UsageError(f"{args.run} is not the folder of a run; `genlight ls` lists the runs below a folder")
     candidates = list_checkpoints(folder)[::-1]
     if args.best:

@@ -193,8 +193,7 @@ def _script(args: argparse.Namespace, config: RunConfig) -> str:
     words = [str(program) if is_shared else "genlight", "run", str(config.spec_path)]
     words += [word for each in ("resume_from_latest=true", *args.set) for word in ("--set", each)]
     artifacts, events = f"artifacts_dir={config.artifacts_dir}", shlex.quote(str(config.events_path))
-    fault = _shared_by_tasks(config)
-    if fault is None:
+    if (fault := _shared_by_tasks(config)) is None:
         below = config.events_path.relative_to(config.artifacts_dir)
         events = f'{shlex.quote(str(config.artifacts_dir))}"$task"/{shlex.quote(str(below))}'
     filled = (_START + _RUN + ("" if args.no_requeue else _REQUEUE)).format(

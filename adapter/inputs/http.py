@@ -206,8 +206,7 @@ class _Transfer:
                 self._receive(response, start, total)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise TransientError(failure_text(error)) from None
-        fault = request.fault_of(self.part)
-        if fault is not None:
+        if (fault := request.fault_of(self.part)) is not None:
             self._drop_part()
             if start:  # the first part may have another version, or may have been damaged since
                 raise TransientError(f"the combined file {fault}")

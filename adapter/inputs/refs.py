@@ -72,8 +72,7 @@ def parse_ref(text: str) -> Ref:
     Raises:
         InputError: The text is not a valid reference, or is a local path that does not exist.
     """
-    reference = text.strip()
-    if not reference:
+    if not (reference := text.strip()):
         raise _unknown(text, "it is empty")
     if not is_storable(reference):
         raise _unknown(text, "it contains control characters, or is not UTF-8")
@@ -114,8 +113,7 @@ def _path(reference: str) -> Path | None:
 
 def _http_ref(text: str) -> HttpRef:
     """Parse the URL of a file, with its digest if the URL ends in ``#sha256=…``."""
-    problem = url_fault(text)
-    if problem:
+    if problem := url_fault(text):
         raise _unknown(safe_url(text), problem)
     url, fragment = urldefrag(text)
     algorithm, separator, digest = fragment.partition("=")
@@ -127,8 +125,7 @@ def _http_ref(text: str) -> HttpRef:
 
 
 def _hub_ref(text: str, reference: str) -> HubRef:
-    match = HUB.fullmatch(text)
-    if match is None:
+    if (match := HUB.fullmatch(text)) is None:
         raise _unknown(reference, "there is no such path, and it is not a repository")
     return HubRef(f"hf:{text}", f"{match['owner']}/{match['name']}", match["revision"], match["path"])
 

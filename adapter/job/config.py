@@ -114,8 +114,7 @@ def resolve_run_config(
         StartupContractError: With every error; its code is the first one of `CODES` that applies.
     """
     config, errors = read_run_config(spec_path=spec_path, overrides=overrides, environ=environ)
-    error = errors.exception(secrets=config.secrets)
-    if error is not None:
+    if (error := errors.exception(secrets=config.secrets)) is not None:
         raise error
     return config
 

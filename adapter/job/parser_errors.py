@@ -46,8 +46,7 @@ def shorten_error(message: str) -> str:
     For a class path and its arguments, only their errors remain; for a plain value, the expected types.
     """
     if _UNION not in message:
-        simple = _SIMPLE.search(message)
-        if simple is None:
+        if (simple := _SIMPLE.search(message)) is None:
             return message
         return f"`{simple['key']}`: Expected {_plain(simple['type'])}, but received {simple['value']}"
     key, given = _KEY.search(message), _GIVEN.search(message)

@@ -312,8 +312,7 @@ def _resolve_aliases(raw: Mapping[str, Any], keys: Mapping[str, Key], errors: Co
 def _read_environment(sources: Sources, environ: Mapping[str, str], errors: ConfigErrors) -> None:
     """Apply the settings that the environment gives; a blank variable gives none."""
     for name, key in all_keys():
-        text = environ.get(key.variable, "").strip()
-        if not text:
+        if not (text := environ.get(key.variable, "").strip()):
             continue
         value = text if key.type_is(str) else value_of(key, text)
         if key.type_is(bool) and not isinstance(value, bool):

@@ -110,8 +110,7 @@ def callbacks_of_job(job: Settings) -> dict[str, dict[str, Any]]:
 def faults_of_callbacks(chosen: Mapping[str, Any]) -> Iterator[str]:
     """Yield the errors in the ``callbacks`` of a job, each as a sentence."""
     for name, arguments in chosen.items():
-        known = STANDARD_CALLBACKS.get(name)
-        if known is None:
+        if (known := STANDARD_CALLBACKS.get(name)) is None:
             yield f"There is no callback `{name}`.{nearest(name, STANDARD_CALLBACKS)}"
         elif not isinstance(arguments, (bool, dict)):
             yield f"`{name}` takes true, false or an object of arguments."

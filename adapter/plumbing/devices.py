@@ -150,8 +150,7 @@ def gather_results(
 
 def release_memory() -> None:
     """Return unreferenced device memory, so that another program can use it."""
-    device = accelerator()
-    if device is not None:
+    if (device := accelerator()) is not None:
         gc.collect()
         getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
 

@@ -103,8 +103,7 @@ def describe_failure(
         environ: Environment whose values must not be shown; None takes the process's own.
     """
     error = error_to_report(error)
-    reason = stop_reason(error)
-    if reason is not None:
+    if (reason := stop_reason(error)) is not None:
         return Failure(reason, reason, resumable=has_checkpoint or not lost_steps, exit_code=EXIT_STOPPED)
     category = failure_category(error) or stage
     text = f"{category}:{safe_text(error, secrets=secrets, environ=environ)}"

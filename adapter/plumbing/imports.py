@@ -107,6 +107,5 @@ def require_linux(module: str) -> None:
     Raises:
         ImportError: This is another system.
     """
-    fault = unsupported_system(module)
-    if fault is not None:
+    if (fault := unsupported_system(module)) is not None:
         raise ImportError(fault)

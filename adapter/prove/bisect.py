@@ -260,8 +260,7 @@ class _Search:
             steps = (start, *_spaced(low, high))
             pair = [self._states(side, steps) for side in (0, 1)]
             at_start = self._differing_at_start(pair)
-            found = _first_difference(pair, unstable | at_start)
-            if found is None:
+            if (found := _first_difference(pair, unstable | at_start)) is None:
                 break
             step, path = found
             before = max((each for each in steps if each < step), default=start)

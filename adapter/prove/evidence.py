@@ -49,8 +49,7 @@ def read_evidence(checkpoints: Path, events: Path) -> Evidence:
         LookupError: It has no final checkpoint, or no witness.
         BrokenCheckpointError: Its final checkpoint is broken.
     """
-    record = find_final(checkpoints)
-    if record is None:
+    if (record := find_final(checkpoints)) is None:
         raise LookupError("the run has no final checkpoint")
     witness = {rank: read_witness(file_of_rank(checkpoints, rank)) for rank in range(record.world_size)}
     lost = [rank for rank, recorded in witness.items() if recorded is None]

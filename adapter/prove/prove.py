@@ -178,8 +178,7 @@ def _judge(case: _Case, run: Rehearsal, reference: Evidence, tolerance: float) -
             f"completed on {case.ranks_after} of {len(reference.witness)} ranks, whose steps have other rows; {costs}"
         )
         return Finding(case.name, "pass", text)
-    difference = first_difference(reference, outcome, HINTS)
-    if difference is None:
+    if (difference := first_difference(reference, outcome, HINTS)) is None:
         return Finding(case.name, "pass", f"the same bits; {costs}")
     if tolerance == math.inf:
         return Finding(

@@ -38,8 +38,7 @@ def prepare_artifact_dirs(config: RunConfig) -> None:
         StartupContractError: ``startup.invalid_artifact_paths``. The message lists every directory that is unusable or
             writable by others.
     """
-    faults = artifact_dir_faults(config, create=True)
-    if faults:
+    if faults := artifact_dir_faults(config, create=True):
         raise StartupContractError(INVALID, "\n  ".join(faults))
 
 

@@ -115,8 +115,7 @@ def decide_start(
                 return completed
             refuse_to_overwrite(config.checkpoints_dir, ExitHints())
             return _go_back_from_deaths(Start(), config, knows_types=False)
-        completed = _find_end(config, allow_changed)
-        if completed is not None:
+        if (completed := _find_end(config, allow_changed)) is not None:
             return completed
         if import_types is not None:
             import_types()
@@ -355,8 +354,7 @@ def move_checkpoints_aside(directory: Path) -> Path | None:
 def _move_aside(records: Sequence[Path], others: Sequence[Path], root: Path) -> Path | None:
     """Move checkpoints and other files. A kill in between leaves each checkpoint complete, in one of the two places."""
     # Records last: a data folder without its record would be taken for the remains of a killed run.
-    olds = [*folders_of_checkpoints(records), *records, *others]
-    if not olds:
+    if not (olds := [*folders_of_checkpoints(records), *records, *others]):
         return None
     try:
         return _move_files_aside(olds, set(records), root)

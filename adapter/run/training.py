@@ -265,8 +265,7 @@ def prepare_training(
             "`dataset.parquet_paths`, `inputs.dataset_parquet_refs`, `data` or `mock_batches`.",
         )
     check_trainer_arguments(trainer)
-    fault = placement_fault(trainer)
-    if fault is not None:
+    if (fault := placement_fault(trainer)) is not None:
         raise StartupContractError("startup.invalid_job_spec", fault)
     return trainer, data
 
@@ -278,8 +277,7 @@ def check_plugin(config: RunConfig, plugin: Any) -> None:
         StartupContractError: ``startup.invalid_trainer``: hooks do not take their arguments;
             ``startup.invalid_job_spec``: the job has `validate`, and the trainer has no ``evaluate``.
     """
-    wrong = signature_faults(plugin)
-    if wrong:
+    if wrong := signature_faults(plugin):
         raise StartupContractError(
             "startup.invalid_trainer", f"{'; '.join(wrong)}. Give the hooks the parameters of the contract."
         )

@@ -89,8 +89,7 @@ def emit(callbacks: Iterable[Any], event: str, context: object) -> None:
     """
     for callback in callbacks:
         try:
-            method = getattr(callback, event, None)
-            if method is not None:
+            if (method := getattr(callback, event, None)) is not None:
                 method(context)
         except (Exception, SystemExit, KeyboardInterrupt):
             log.exception("%s.%s failed; the run continues", type(callback).__name__, event)

@@ -180,8 +180,7 @@ class History:
     def take(self, event: Event) -> None:
         """Add the next event of the log."""
         self.ledger.take(event)
-        undone_after = self._attempts.take(event)
-        if undone_after is not None:
+        if (undone_after := self._attempts.take(event)) is not None:
             for curve in self.curves.values():
                 curve.remove_after(undone_after)
         if isinstance(event, Metric):
@@ -233,8 +232,7 @@ class History:
             self._add_finding("warn", event.step, f"rolled back to step {event.number:.0f}")
         if event.name.startswith(FAULT_PREFIX):
             self._take_fault(event.name.removeprefix(FAULT_PREFIX), event)
-        curve = self.curves.get(event.name)
-        if curve is None:
+        if (curve := self.curves.get(event.name)) is None:
             if len(self.curves) >= MOST_CURVES:
                 self.left_out_curves += 1
                 return
@@ -337,8 +335,7 @@ def _file(samples: Path, name: str, budget: Budget) -> dict[str, Any]:
         return {**shown, "note": "it is outside the run's samples"}
     try:
         size, beginning = path.stat().st_size, read_beginning(path, BEGINNING_BYTES)
-        kind = media_kind(beginning)
-        if kind is None:
+        if (kind := media_kind(beginning)) is None:
             return {**shown, **_text(path, beginning, size)}
         if budget.address_of is not None:
             return {**shown, "kind": kind, "source": budget.address_of(f"{samples.name}/{name}")}
@@ -362,8 +359,7 @@ def _text(path: Path, beginning: bytes, size: int) -> dict[str, Any]:
     if not all(each.isprintable() or each in "\t\r\n" for each in text):
         return {"note": f"neither a picture nor a text, {size:,} bytes"}
     more = {"note": f"{rest:,} more bytes are not shown"} if rest > 0 else {}
-    delimiter = _TABLES.get(path.suffix.lower())
-    if delimiter is None:
+    if (delimiter := _TABLES.get(path.suffix.lower())) is None:
         return {"text": text, **more}
     lines = text.splitlines()[: -1 if rest > 0 else None]
     rows = [row[:MOST_ROWS] for row in itertools.islice(csv.reader(lines, delimiter=delimiter), MOST_ROWS + 1)]

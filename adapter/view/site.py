@@ -375,8 +375,7 @@ class _Files(StreamingResponse):
 def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
     """Yield the first `size` bytes of a file that may grow or shrink meanwhile."""
     while size > 0:
-        piece = os.read(descriptor, min(size, _PIECE_BYTES))
-        if not piece:
+        if not (piece := os.read(descriptor, min(size, _PIECE_BYTES))):
             raise OSError("a file became shorter while it was sent")
         size -= len(piece)
         yield piece

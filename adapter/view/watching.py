@@ -108,8 +108,7 @@ class WatchRuns(App[None]):
 
     def action_metric(self, by: int) -> None:
         """Show the next metric, or the one before."""
-        names = self._metrics()
-        if names:
+        if names := self._metrics():
             self._metric = names[(names.index(self._metric) + by) % len(names)]
         self._show()
 
