@@ -188,7 +188,7 @@ class _Caller(Hook):
 
     @override
     def on_training_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.finish()  # here, while everything is on its device
+        self.finish()  # the modules are still on their device
 
     def finish(self) -> None:
         """Write the final artifact, then report ``completed``; the caller uploads the final artifact itself."""

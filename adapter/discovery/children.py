@@ -70,7 +70,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def _children(path: str, value: Any) -> Iterable[Reference]:
     """Return the children of an object that is neither a tensor, an optimizer, a module nor a scheduler."""
-    if isinstance(value, CountedDict):  # a job's hyperparameters would count as read
+    if isinstance(value, CountedDict):  # a search would count a job's hyperparameters as read
         return ()
     if isinstance(value, Mapping):
         return _items(path, value) if len(value) <= SEARCHED_ITEMS else ()

@@ -185,7 +185,7 @@ def discover(
         generators=tuple(
             Found(path, path, value)
             for path, value in [*found, *globals_of(type(trainer))]
-            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)  # it has no state
+            if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)  # has no state
         ),
         stateful=tuple(Found(path, path, value) for path, value in found if keeps_state(value)),
         roots=(("state", state), ("trainer", trainer)),
@@ -206,7 +206,7 @@ def _layout(
     shapes = {
         f"{path}.{name}": None if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
         for path, module in modules
-        for name, parameter in module.named_parameters(remove_duplicate=False)  # parameters may be tied later
+        for name, parameter in module.named_parameters(remove_duplicate=False)  # a step may tie parameters
     }
     sizes = {path: tuple(len(group["params"]) for group in each.param_groups) for path, each in optimizers}
     return {**shapes, **{f"{path}.param_groups": size for path, size in sizes.items()}}

@@ -84,7 +84,7 @@ class Share(msgspec.Struct, frozen=True):
         full = max(first, min(end, self.full_steps))
         start, stop = self.interval(first, rank) if first < full else (0, 0)
         stride = self.step_rows if self.shard == "rows" else self.batch_size
-        # Full steps have equal distances. If steps have few rows, calling `interval` takes longer than a step.
+        # Full steps are equally far apart. With few rows in a step, calling `interval` would take longer than the step.
         starts, stops = (range(place, place + (full - first) * stride, stride) for place in (start, stop))
         return chain(zip(starts, stops, strict=True), (self.interval(step, rank) for step in range(full, end)))
 

@@ -227,7 +227,7 @@ def _overflow_flag(grads: Sequence[Tensor]) -> Tensor | None:
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         values = _real_values(grad)
-        if 0 in values.stride():  # the kernel writes to `values`; torch.autograd.grad returns such ones for a sum
+        if 0 in values.stride():  # the kernel cannot write to an expanded tensor, such as a sum's gradient
             values = values.clone()
         by_kind.setdefault((values.device, values.dtype), []).append(values)
     total: Tensor | None = None
@@ -238,7 +238,7 @@ def _overflow_flag(grads: Sequence[Tensor]) -> Tensor | None:
         amp_foreach_non_finite_check_and_unscale(tensors, found, one)
         total = found if total is None else total + found.to(total.device)
     sharded = next((grad for grad in grads if isinstance(grad, DTensor)), None)
-    if sharded is not None and total is not None:  # each rank saw its own part
+    if sharded is not None and total is not None:  # each rank has checked only its own part
         dist.all_reduce(total, op=dist.ReduceOp.MAX, group=sharded.device_mesh.get_group())
     return None if total is None else total.clamp_(max=1.0)
 

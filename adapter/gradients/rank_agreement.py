@@ -117,7 +117,7 @@ class RankAgreement:
     def _gather(self, code: int) -> Tensor:
         """Return the codes of all ranks, on the device; the stream waits for them, but the host does not."""
         codes = torch.zeros(self._ranks, dtype=torch.int64, device=self._device)
-        codes[dist.get_rank(self._group)].fill_(code)  # only a kernel; copying from the host would wait
+        codes[dist.get_rank(self._group)].fill_(code)  # only starts a kernel; a copy from the host would wait
         dist.all_reduce(codes, group=self._group)
         return codes
 

@@ -88,7 +88,7 @@ def step_router(
             trainer.strategy.root_device,
             group,
             rank_local,
-            bucket_bytes=BUCKET_BYTES if megabytes is None else int(megabytes * 2**20),  # the unit of DDP
+            bucket_bytes=BUCKET_BYTES if megabytes is None else int(megabytes * 2**20),  # DDP means MiB
             wire=wire_type(trainer.strategy),
             is_last_step=lambda: trainer.global_step + 1 == trainer.max_steps,
         )
@@ -361,7 +361,7 @@ class StepRouter:
         if not torch_hooks.is_active(self):
             return inner(*args, **kw)
         hooks.call("on_before_zero_grad", optimizer)
-        # A class's own `zero_grad` may do anything.
+        # Only torch's `zero_grad` is known to write gradients and nothing else.
         is_torchs = getattr(inner, "__func__", None) is Optimizer.zero_grad
         with self.averaging.zeroing() if self.averaging is not None and is_torchs else nullcontext():
             return inner(*args, **kw)
@@ -436,7 +436,7 @@ class StepRouter:
         if device is None:
             return call(*args, **kwargs)
         was_enabled = torch.is_autocast_enabled(device)
-        torch.set_autocast_enabled(device, False)  # ``torch.autocast`` does this in a dozen calls
+        torch.set_autocast_enabled(device, False)  # a context of ``torch.autocast`` takes a dozen calls
         try:
             return call(*args, **kwargs)
         finally:

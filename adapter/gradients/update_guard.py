@@ -211,7 +211,7 @@ def update_guard(
     if recover is None:
         return None
     own = [found.path for found in discovered.optimizers if id(found.value) not in shared]
-    if trainer.world_size > 1 and own and {*recover.ladder} != {"skip"}:  # only one rank would see a fault
+    if trainer.world_size > 1 and own and {*recover.ladder} != {"skip"}:  # only one rank sees its own faults
         raise ContractError(
             "`lower_lr` and `roll_back` need updates that all ranks make alike, but the updates of "
             f"{', '.join(own)} are rank-local. Use `on_nonfinite: skip`, or one device."

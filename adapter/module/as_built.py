@@ -124,7 +124,7 @@ class BuiltSettings:
             for group_path, group in _groups_of(path, optimizer):
                 plain = {name: _number(value) for name, value in group.items() if name not in _NO_SETTING}
                 if "lr" in plain:
-                    plain["lr"] = _number(group.get("initial_lr", group["lr"]))  # a warm-up begins at another rate
+                    plain["lr"] = _number(group.get("initial_lr", group["lr"]))  # a warm-up has changed `lr`
                 settings[group_path] = {name: value for name, value in plain.items() if _is_plain(value)}
         for path, stateful, _ in self._stateful:
             settings[path] = dict(_settings("", stateful.state_dict()))

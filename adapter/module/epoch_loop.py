@@ -310,7 +310,7 @@ class Step:
         try:
             outputs = self.train(raw)
         except StopIteration as error:
-            # Lightning would treat it as the end of the data and end the run as if it were complete.
+            # Lightning would take it for the end of the data and end the run as if it were complete.
             raise RuntimeError("the trainer raised StopIteration inside a step") from error
         current.processed += 1
         total.processed += 1
@@ -453,7 +453,7 @@ def _is_user_hook(hook: Callable[..., Any]) -> bool:
 
 def _validates_at_ends(trainer: pl.Trainer) -> bool:
     """Whether `trainer` validates only at the ends of epochs."""
-    interval = trainer.val_check_batch  # None for an interval in seconds
+    interval = trainer.val_check_batch  # None if the interval is in seconds
     return (
         trainer.check_val_every_n_epoch is not None
         and interval is not None

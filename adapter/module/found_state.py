@@ -127,7 +127,7 @@ class FoundState:
                     yield _NAME.findall(path)[0], path, node
         for found in with_inner_optimizers(now):
             for name, value in _own_attributes(found.value):
-                for _, node in walk(value, ""):  # without paths, because keys may be addresses
+                for _, node in walk(value, ""):  # without paths, because keys in them may be addresses
                     if _is_leaf(node):
                         yield f"{found.path}.{name}", "", node
         for name, value in globals_of(type(now.roots[1][1])):

@@ -135,7 +135,7 @@ class HostedTrainer:
             for found in discovered.modules:
                 self.module.add_module(found.name, found.value)
             if discovered.parameters:
-                # Checkpoints contain the name of this attribute.
+                # Do not rename this attribute: checkpoints contain its name.
                 self.module.loose = BareParameters({found.name: found.value for found in discovered.parameters})
             self._state = ConfiguredState(self.module, self.plugin, value, discovered, self._keep_on_resume)
         if self.rollouts is not None:

@@ -136,7 +136,7 @@ class ContractFitLoop(FitLoop):
 
     @override
     def _load_combined_loader_states(self) -> None:
-        if self._combined_loader is not None:  # Lightning makes its iterators right after this
+        if self._combined_loader is not None:  # Lightning makes the iterators right after this
             loaders = self._combined_loader.flattened
             positioned = [with_position(loader) for loader in loaders]
             if any(new is not old for new, old in zip(positioned, loaders, strict=True)):
@@ -146,7 +146,7 @@ class ContractFitLoop(FitLoop):
             load_loader_states(self._combined_loader, self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
             if self.epoch_loop.batch_progress.is_last_batch and not self.epoch_loop.loader_ended:
-                # Advance loaders that count epochs by themselves.
+                # Advance loaders that count their epochs themselves.
                 skip_to_next_epoch(
                     loader
                     for loader in self._combined_loader.flattened
@@ -165,7 +165,7 @@ class ContractFitLoop(FitLoop):
         self.epoch_loop.restarting = self.restarted_mid_epoch
         for counters in counts:
             if self.restarted_mid_epoch:
-                # A run that reached its step limit has ended this epoch for Lightning, although data was left.
+                # For Lightning, reaching the step limit has ended this epoch, although data was left.
                 counters.processed = counters.completed = counters.started - 1
             else:
                 counters.ready = counters.started = counters.completed = counters.processed

@@ -269,7 +269,8 @@ class ContractModule(pl.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         step = self.hosted_trainer.restored_step = checkpoint.get("global_step", 0)
-        if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:  # of the older runtime; the class restores it
+        # A checkpoint of the older runtime has no weights: the class restores them.
+        if CONTRACT_KEY in checkpoint and "state_dict" not in checkpoint:
             checkpoint["state_dict"] = self.state_dict()
             start_after(self.trainer, step)
         if CONTRACT_KEY in checkpoint:

@@ -96,7 +96,7 @@ def on_sys_path(folders: Sequence[str | os.PathLike[str]]) -> Iterator[None]:
         yield
     finally:
         for folder in added:
-            with contextlib.suppress(ValueError):  # the module removed it itself
+            with contextlib.suppress(ValueError):  # the imported module may have removed it
                 sys.path.remove(folder)
 
 

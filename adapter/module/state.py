@@ -207,7 +207,7 @@ class ConfiguredState:
             parts[_RESIZED] = resized
         if router is not None and router.averaging is not None:
             parts[_AVERAGING] = router.averaging.state_dict()
-        if "lr_schedulers" in checkpoint:  # not if only weights are saved
+        if "lr_schedulers" in checkpoint:  # absent if only weights are saved
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             checkpoint["lr_schedulers"] = list(map(without_functions, schedulers, checkpoint["lr_schedulers"]))
         wrapped = {kept.path: kept.state_dict() for kept in self._kept_by_wrappers}
@@ -304,7 +304,7 @@ class ConfiguredState:
                 if id(optimizer) in driven:  # a hook made the schedule, whose constructor has set the learning rate
                     restore_groups(optimizer, saved.get("param_groups", ()))
             self._replaced.check(replaced, now, logs=is_first)
-        if attached_trainer(self.module) is not None:  # otherwise no optimizer was restored
+        if attached_trainer(self.module) is not None:  # without a Lightning trainer no optimizer was restored
             self.built_settings.reconcile(parts.get(_BUILT), logs=is_first)
         states = dict(parts.get(_GENERATORS, {}))
         # This comes last, because the code above may draw numbers, or restore these generators to the same states.

@@ -215,7 +215,7 @@ class AveragedParameters:
         self._header_size = NUMBERS * dist.get_world_size(group)
         self._plans: dict[tuple[bool, ...], Plan] = {}
         self.refresh()
-        self._bucket_group = self._new_group()  # here, because all ranks have to make it together
+        self._bucket_group = self._new_group()  # made here, because all ranks must make it together
 
     def refresh(self) -> bool:
         """Find parameters that were added, or that replaced others of the same name; return whether any were found."""

@@ -100,7 +100,7 @@ class _Unit:
         self.gathered = [part._parameters[name] for part, name in self.places]  # type: ignore[misc]
         self.module.reshard()
         self.module.set_reshard_after_forward(not self.keeps, recurse=False)
-        with contextlib.suppress(AttributeError):  # torch 2.13 and later
+        with contextlib.suppress(AttributeError):  # torch before 2.13 lacks it
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
         begin: RemovableHandle = self.module.register_forward_pre_hook(outside_of_graphs(self._begin), prepend=True)
         end: RemovableHandle = self.module.register_forward_hook(outside_of_graphs(self._end))
@@ -189,7 +189,7 @@ class _Unit:
         self.depth -= 1
         if self.depth == 0 and torch.is_grad_enabled():
             self.show_shards()
-        elif self.depth == 0:  # no backward needs them
+        elif self.depth == 0:  # no backward needs the gathered weights
             self.module.reshard()
 
     def show_shards(self) -> None:

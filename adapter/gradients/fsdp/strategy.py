@@ -99,7 +99,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self.sharding.cpu_offload and self._process_group_backend is None:
             from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
 
-            # Norms of gradients in host memory are sent from host memory.
+            # Gradients are in host memory then, and so are their norms, which ranks exchange.
             backend = _get_default_process_group_backend_for_device(self.root_device)
             self._process_group_backend = f"cpu:gloo,{device}:{backend}"
         self._data_parallel_size = ranks

@@ -362,7 +362,7 @@ def _assign_data(target: DTensor, value: Tensor) -> None:
         _take_data(target)
     _stand_ins.pop(id(target), None)
     if isinstance(value, DTensor):
-        shard._local_tensor = target._local_tensor  # FSDP 2 may have copied it, to pad it
+        shard._local_tensor = target._local_tensor  # FSDP 2 may have replaced it by a padded copy
     else:
         _stand_ins[id(target)] = target, weakref.ref(value)
 
