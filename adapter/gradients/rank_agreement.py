@@ -45,11 +45,9 @@ class RankAgreement:
             and one rank may compile an optimizer earlier than another.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | None = None, *, several_ranks: bool = True
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, several_ranks: bool) -> None:
         self._group = group
-        self._device = device or torch.device("cpu")
+        self._device = device
         self._ranks = dist.get_world_size(group) if several_ranks else 1
         self.compares_each = self._is_on = self.in_update = False
         self._steps = 0
