@@ -1,4 +1,4 @@
-"""Discovery of modules, optimizers, schedulers and bare parameters in a trainer's state or on the trainer itself.
+"""Finds modules, optimizers, schedulers and bare parameters in a trainer's state or on the trainer itself.
 
-May import the contract, the plumbing and the callbacks.
+This package may import the contract, the plumbing and the callbacks.
 """

@@ -38,7 +38,7 @@ class ReplayBuffer:
 
     Args:
         capacity: Maximum number of rows.
-        row: A row by column, for names, dtypes and shapes.
+        row: An example of a row, by column: its names, dtypes and shapes are those of the columns.
         seed: Seed of the buffer's generator, which draws the samples.
 
     Raises:
@@ -58,7 +58,7 @@ class ReplayBuffer:
         }
         self._generator = torch.Generator().manual_seed(seed)
         self._written = self._oldest = 0
-        """Rows that were ever written, and how many of them were overwritten."""
+        """The number of the next row, and the number of the oldest row that is not overwritten."""
         self._writer: tuple[int, int] | None = None
         self._changed = threading.Condition()
         self._saved = _SavedRows()

@@ -1,4 +1,4 @@
-"""Loading of a model folder's components from safetensors."""
+"""Loads the components of a model folder from safetensors files."""
 
 from __future__ import annotations
 

@@ -4,5 +4,5 @@
 and `as_built.py` compares them with those that a resume builds. `rollout.py` has the batches that a class collects
 itself. `plugin_loading.py` loads a class.
 
-This package may import the feed, gradients, discovery, callbacks, plumbing and the contract.
+This package may import the feed, gradients, discovery, callbacks, cluster, plumbing and the contract.
 """

@@ -314,7 +314,7 @@ class BareParameters(nn.Module):
             self.register_buffer(name, tensor)
 
     def named_bare_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors. A checkpoint holds their gradients within an accumulation window, as for parameters."""
+        """Yield the tensors. A checkpoint also holds their gradients while the class accumulates, as for parameters."""
         yield from self.named_buffers()
 
     @override

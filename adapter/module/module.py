@@ -57,7 +57,7 @@ class ContractModule(pl.LightningModule):
 
     Args:
         plugin: A trainer, or the import path of one (``module:Class``).
-        job: Identity, cadences and hyperparameters. None takes the step limit of the Lightning trainer and the
+        job: Identity, cadences and hyperparameters. None means the step limit of the Lightning trainer and the
             contract's defaults.
         model_handles: Handed to the trainer as ``ctx.model_handles``.
         context: A context made by the caller. Device, rank and run state are filled in; its ``dtype`` is kept.
