@@ -364,7 +364,7 @@ def _tensors_of(found: Found[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fault(found: Found[Any], device: torch.device, *, moved: bool, world_size: int) -> str:
-    """Return why this rank cannot train `found`, or an empty text; `moved` tells whether genlight moves it."""
+    """Return the reason why this rank cannot train `found`, or an empty text; `moved` is True if genlight moves it."""
     for path, tensor in _tensors_of(found):
         if tensor.is_meta and moved:
             return f"{path} has no values, because it is on the meta device; call to_empty and load its weights"

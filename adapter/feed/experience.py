@@ -404,7 +404,7 @@ class Minibatches:
         self.columns = dict(columns)
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.order: Tensor | None = None
-        """Rows in the order of the pass that was begun last; None before the first and without `shuffle`."""
+        """Row numbers in the order of the latest pass; None before the first pass and without `shuffle`."""
         lengths = {name: len(column) if column.ndim else 0 for name, column in self.columns.items()}
         self.rows = min(lengths.values(), default=0)
         most = self.rows if drop_last else batch_size
@@ -422,7 +422,7 @@ class Minibatches:
         yield from self.rest_of_pass(0)
 
     def rest_of_pass(self, first: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the minibatches from number `first` of the pass whose `order` was drawn last."""
+        """Yield the minibatches of the latest pass from number `first` on."""
         order, devices = self.order, {column.device for column in self.columns.values()}
         for index in range(first, len(self)):
             rows = slice(index * self.batch_size, (index + 1) * self.batch_size)

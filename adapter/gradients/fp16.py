@@ -174,7 +174,7 @@ class TrueUnitScaler(GradScaler):
             self._overflows[id(optimizer)] = found
 
     def _find_overflow(self, optimizer: Optimizer) -> Tensor | None:
-        """Like `_overflow_flag`, for the gradients of `optimizer` and of all tensors that no optimizer updates."""
+        """Return the `_overflow_flag` of `optimizer`; it is also 1 if a tensor that no optimizer updates overflowed."""
         found = _overflow_flag([p.grad for p in parameters_of(optimizer) if p.grad is not None])
         by_hand = self._overflow_by_hand
         return found if found is None or by_hand is None else torch.maximum(found, by_hand.to(found.device))
@@ -223,7 +223,7 @@ class TrueUnitScaler(GradScaler):
 
 
 def _overflow_flag(grads: Sequence[Tensor]) -> Tensor | None:
-    """Return one if one of `grads` is not finite, otherwise zero, as a tensor; None without any gradient."""
+    """Return a tensor that is 1 if a value in `grads` is not finite, and 0 otherwise; None if there are no `grads`."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         values = _real_values(grad)

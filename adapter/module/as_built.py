@@ -82,7 +82,7 @@ class BuiltSettings:
             )
 
     def record(self) -> dict[str, dict[str, str]]:
-        """Return the settings in effect, before training changed any, by path and name, as texts for a checkpoint."""
+        """Return the initial settings in effect, built or from a checkpoint, as texts by path and name."""
         return {path: dict(settings) for path, settings in self._in_effect.items()}
 
     def reconcile(self, saved: Mapping[str, Mapping[str, str]] | None, *, logs: bool) -> None:

@@ -94,7 +94,7 @@ class FoundState:
         return {name: each for name, each in self._fingerprints(now).items() if self._values.get(name) != each}
 
     def warn_of_lost(self, changed: Mapping[str, str], now: Discovered) -> None:
-        """Warn of values that differ from those at the time when `changed_values` returned `changed`."""
+        """Warn of the values in `changed`, a result of `changed_values` at the save, that are different now."""
         values = self._fingerprints(now)
         lost = [name for name, each in changed.items() if values.get(name) != each]
         if lost:
@@ -195,7 +195,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _fingerprint(value: Any, *, sampled: bool = False) -> Any:
-    """Return a value that is equal for equal types, shapes and bits; `sampled` compares only samples of tensors."""
+    """Return a fingerprint that is equal for equal types, shapes and bits; `sampled` skips most of a large tensor."""
     if type(value) in _NUMBERS:
         return type(value), value
     leaves = [(path, leaf) for path, leaf, _ in values_in("", value, others=_is_data(value))]

@@ -168,7 +168,7 @@ class HostedTrainer:
         return context if feed is None else dataclasses.replace(context, dataset=feed)
 
     def shard(self) -> None:
-        """Shard the trainer's modules, if the strategy does that."""
+        """Shard the trainer's modules, if the strategy shards."""
         if self._state is not None:
             self._state.is_sharded = shard_for(self.module.trainer.strategy, self._state.discovered)
 

@@ -165,7 +165,7 @@ class ContractModule(pl.LightningModule):
 
     @property
     def discovered(self) -> Discovered | None:
-        """The objects found in that result and on the trainer; None before ``configure``."""
+        """The objects found in `contract_state` and on the trainer; None before ``configure`` was called."""
         return self.hosted_trainer.state.discovered if self.hosted_trainer.is_configured else None
 
     @property

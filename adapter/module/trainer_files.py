@@ -52,7 +52,7 @@ def _check_primary_path(named: Any, output_dir: Path) -> None:
 
 
 def _make_relative(value: Any, output_dir: Path) -> Any:
-    """Return `value`, but an absolute path below `output_dir` relative to it, since that folder is renamed later."""
+    """Return `value`; an absolute path below `output_dir`, which is renamed later, becomes relative to it."""
     if not isinstance(value, str | os.PathLike) or not os.path.isabs(value):
         return value
     for root in (str(output_dir), os.path.realpath(output_dir)):  # a hook may have resolved the path

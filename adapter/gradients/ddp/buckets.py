@@ -124,7 +124,7 @@ class Bucket:
             read: Reads the numbers of a tensor on a device; called only if this rank lacks a gradient.
 
         Returns:
-            New gradients, by position, for the parameters without one on this rank but with one on another.
+            New gradients for the parameters that have one only on other ranks, by position.
         """
         (grads, views), self._sent = self._sent, ([], [])
         if grads:
