@@ -43,7 +43,7 @@ def find_lost(step: int, group: dist.ProcessGroup | None) -> str:
     if announce(f"{key}/{here}"):
         silent = find_silent(key, group)
     else:  # the rank that hosts the store is gone: under torchrun and Lightning that is the first one
-        first, *others = dist.get_process_group_ranks(group)
+        first, *others = _global_ranks(group)
         silent = others if here == 0 else [first]
     return describe_lost(silent, ANSWERED_WITHIN_S)
 
@@ -59,8 +59,13 @@ def describe_lost(lost: Sequence[int], seconds: float) -> str:
 def find_silent(key: str, group: dist.ProcessGroup | None) -> list[int]:
     """Return the global numbers of the other ranks of `group` that have not announced themselves under `key`."""
     here, deadline = dist.get_rank(group), time.monotonic() + ANSWERED_WITHIN_S
-    ranks = enumerate(dist.get_process_group_ranks(group))
+    ranks = enumerate(_global_ranks(group))
     return [number for rank, number in ranks if rank != here and not _answers(f"{key}/{rank}", deadline)]
+
+
+def _global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    # Early releases of torch refuse None here.
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def _answers(key: str, deadline: float) -> bool:
