@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 
+from ...adapter.cluster.job_context import this_rank
 from ...adapter.contract.exceptions import BrokenCheckpointError, CheckpointError
 from ...adapter.plumbing.safe_open import open_regular
 from ...adapter.plumbing.text import list_first
@@ -122,22 +123,25 @@ def load_torch_file(path: Path) -> dict[str, Any]:
 def read_ahead(record: CheckpointRecord) -> None:
     """Prove all files of `record`, and keep its tensors for a load of it, so that their bytes are read once.
 
-    If memory is short, none is kept.
+    Of slices, those of the rank with this one's number are kept. If memory is short, nothing is kept.
 
     Raises:
         BrokenCheckpointError: A file is missing or differs from what was saved.
     """
     _forget_ahead()
-    if _MOST_AHEAD * record.size_bytes > free_memory():
-        verify_files(record)
-        return
     names = {entry.path: record.file_name(entry) for entry in record.files}
     tensors = [entry for entry in record.files if is_of_tensors(names[entry.path])]
-    sliced = [entry for entry in record.files if rank_of(names[entry.path]) is not None]
+    sliced = [entry for entry in record.files if rank_of(names[entry.path]) == this_rank()]
+    if not _fits([*tensors, *sliced]):
+        tensors, sliced = [], []
     verify_files(record, [entry for entry in record.files if entry not in (*tensors, *sliced)])
     slices = {(record.digest, entry.path): read_proven(record, entry, bytes) for entry in sliced}
     _ahead.update({(record.digest, entry.path): read_tensors(record, entry) for entry in tensors})
     _slices_ahead.update(slices)
+
+
+def _fits(entries: Iterable[FileEntry]) -> bool:
+    return _MOST_AHEAD * sum(entry.size for entry in entries) <= free_memory()
 
 
 def _forget_ahead() -> None:
@@ -162,7 +166,7 @@ def _prove_slices(
     saved_by = 1 + max((saved for saved, _ in by_rank), default=0)
     proven = {each.path: _slices_ahead.pop((record.digest, each.path), None) for _, each in by_rank}
     left = [each for saved, each in by_rank if proven[each.path] is None and saved * size // saved_by == rank]
-    if _MOST_AHEAD * sum(entry.size for entry in left) <= free_memory():
+    if _fits(left):
         proven |= {entry.path: read_proven(record, entry, bytes) for entry in left}
     else:
         verify_files(record, left)
