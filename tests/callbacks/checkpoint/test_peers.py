@@ -1,5 +1,6 @@
 """Checkpoints in the memory of three nodes: real processes with separate folders for it, and real kills."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from genlight.adapter.plumbing.devices import host_group
 from genlight.callbacks import Checkpoint, Recover
 from genlight.callbacks.checkpoint import memory_tier
 from genlight.callbacks.checkpoint.listing import list_checkpoints
 from genlight.callbacks.checkpoint.memory_tier import memory_folder
+from genlight.callbacks.checkpoint.peers import _Link
 from support.plain_module import Fits
 from support.rank_processes import on_ranks, run_ranks
 from support.recovered import Batches, fit_fragile
@@ -45,11 +48,31 @@ class Dies(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step in (ON_LAST_NODE, NEWEST):
-            while steps(self.directory)[-1:] != [min(self.step, trainer.global_step)]:
+            newest = [min(self.step, trainer.global_step)]
+            # A node that receives copies keeps only the newest.
+            while (steps(self.directory) if trainer.global_rank else steps(self.directory)[-1:]) != newest:
                 time.sleep(0.01)
             dist.barrier()
         if trainer.global_step == NEWEST:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class BecomesFull(pl.Callback):
+    """Has room in memory until training begins; before step 12, training waits until a copy has arrived."""
+
+    def __init__(self):
+        self.begins, self.arrived = True, threading.Event()
+
+    def room(self):
+        if self.begins:
+            self.begins = False
+            return 1 << 40
+        self.arrived.set()
+        return 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 11:
+            self.arrived.wait()
 
 
 def steps(directory):
@@ -111,10 +134,28 @@ def stuck(rank, folder):
             if thread.name == "genlight-peer-copy":
                 thread.join()
         dist.barrier()
-        fit(rank, directory, path=str(directory), max_steps=12)
+        callbacks = [BecomesFull()] if rank.number == NODES - 1 else []
+        for callback in callbacks:
+            memory_tier._room = callback.room
+        fit(rank, directory, *callbacks, path=str(directory), max_steps=12)
         dist.barrier()
     is_equal = all(torch.equal(weights[key], value) for key, value in expected.items())
     return is_equal, left, os.listdir(root), (directory / memory_tier.POINTER).exists()
+
+
+def send_too_much(rank):
+    """Return what the receiver of a message says that is larger than it may be."""
+    link = _Link(host_group(), 1 - rank.number, tag=7)
+    if rank.number == 0:
+        with contextlib.suppress(RuntimeError):
+            link.put(b"12345")  # waits until the receiver closes the connection
+    elif rank.number == 1:
+        try:
+            link.get(4)
+        except RuntimeError as error:
+            link.break_off()
+            return str(error)
+    return ""
 
 
 def rolled_back(rank, folder):
@@ -131,8 +172,9 @@ def rolled_back(rank, folder):
     batches = Batches((16,) if rank.number == 1 else (), seed=rank.number)
     options = {"callbacks": [Looks(), saver], "devices": NODES, "strategy": rank.strategy()}
     with rank.group("rolled back"):
+        refusal = send_too_much(rank)
         fit_fragile(Path(folder, "r"), Recover(["roll_back"], good_steps=4), batches, steps=24, every=0, **options)
-    return seen, len(list(memory_tier.ROOT.iterdir()))
+    return seen, len(list(memory_tier.ROOT.iterdir())), refusal
 
 
 def lie(folder):
@@ -218,6 +260,7 @@ def test_training_does_not_wait_for_a_node_that_takes_no_copies(tmp_path):
     ranks, output = on_ranks(stuck, tmp_path, tmp_path, world_size=NODES, environ=environ)
     assert [is_equal for is_equal, *_ in ranks] == [True] * NODES
     assert "is not copied to the next node" in output
+    assert "is not copied to this node" in output
     # The end of the ring cannot pass the second node. Copies on it and on the third stay for the next start.
     assert [left for _, left, *_ in ranks] == [0, 1, 1]
     assert [tuple(after) for _, _, *after in ranks] == [([], False)] * NODES
@@ -226,8 +269,9 @@ def test_training_does_not_wait_for_a_node_that_takes_no_copies(tmp_path):
 def test_a_rollback_removes_later_steps_from_the_memory_of_all_nodes(tmp_path):
     environ = {"GROUP_WORLD_SIZE": str(NODES)}
     ranks, output = on_ranks(rolled_back, tmp_path, tmp_path, world_size=NODES, environ=environ)
-    for seen, left in ranks:
+    for seen, left, _ in ranks:
         numbers = [number for number, _ in seen]
         assert numbers != sorted(numbers), output
         assert all(step <= number for number, held in seen for step in held), seen
         assert left == 0
+    assert [refusal for *_, refusal in ranks] == ["", "rank 0 sends 5 bytes in place of at most 4", ""]
