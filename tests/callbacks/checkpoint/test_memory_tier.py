@@ -75,6 +75,7 @@ def test_a_killed_training_continues_from_memory_with_the_same_bits(killed, trai
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert newest_valid(directory)[0].path.parent == folder
     assert is_in_memory(find_checkpoint(directory))
+    assert not is_in_memory(shm / "checkpoints-of-a-user" / "step-00000007.json")
     assert_equal(train(resume=True), train(dirpath="whole", memory_every_n_steps=0))
     assert list(shm.iterdir()) == []
     assert not (directory / POINTER).exists()
