@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
 import pytest
@@ -10,14 +9,6 @@ import pytest
 from genlight.adapter.contract.exceptions import StartupContractError
 from genlight.adapter.run.folder import artifact_dir_faults, prepare_artifact_dirs
 from support.messages import refusal
-
-
-def test_directories_are_made_and_left_without_a_trace_of_the_probe(config_of, tmp_path):
-    prepare_artifact_dirs(config_of())
-    prepare_artifact_dirs(config_of())
-    assert sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")) == [
-        *("checkpoints", "metrics", "samples")
-    ]
 
 
 def test_a_file_in_the_way_is_named_with_the_directory_that_it_blocks(config_of, tmp_path):
@@ -36,19 +27,6 @@ def test_each_unwritable_directory_is_named(config_of, tmp_path):
     with pytest.raises(StartupContractError) as caught:
         prepare_artifact_dirs(config_of(*places))
     assert [line.split()[0] for line in caught.value.message.splitlines()] == ["`checkpoints_dir`", "`samples_dir`"]
-
-
-def test_an_unwritable_probe_is_not_named(config_of, tmp_path, monkeypatch):
-    make = os.open
-
-    def read_only(path, *rest):
-        if os.fspath(path).startswith(f"{tmp_path}/out"):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
-        return make(path, *rest)
-
-    monkeypatch.setattr(os, "open", read_only)
-    with refusal(StartupContractError):
-        prepare_artifact_dirs(config_of())
 
 
 def test_a_name_that_is_too_long_for_a_file_system_is_refused(config_of, tmp_path):
