@@ -90,6 +90,7 @@ def test_a_rank_that_a_batch_script_started_is_not_the_rank_of_the_script(within
 
 def test_outside_of_a_job_and_under_torchrun_nothing_changes(within):
     assert launcher_arguments({"devices": 2}) == {}
+    assert not SlurmEnvironment.detect()
     within(TASK | {"TORCHELASTIC_RUN_ID": "x", "RANK": "5"})
     assert launcher_arguments({"devices": 2}) == {}
     assert this_rank() == 5

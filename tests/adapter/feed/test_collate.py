@@ -76,6 +76,9 @@ def test_lists_of_varying_length_are_filled_up_with_zeros_and_their_lengths_are_
     assert batch["s"]["y"].tolist() == [[1.5, 0.0], [0.0, 0.0], [2.5, 3.5]]
     assert batch["s"]["y_lengths"].dtype == torch.int64
 
+    equal = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64()))
+    assert to_torch(pa.record_batch({"x": equal}))["x"].data_ptr() == equal.values.buffers()[1].address
+
 
 def test_a_column_named_as_the_lengths_of_another_is_refused():
     with refusal(InputError):

@@ -14,6 +14,7 @@ from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.user_data import RepeatedRead, feed_of
 from support.forked import run_forked
+from support.jobs import write_job
 from support.messages import refusal
 
 MODULE = '''
@@ -25,15 +26,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from genlight.adapter import StepResult
+from support.trainer_class import Counts
 
 
-class Sees:
+class Sees(Counts):
     """Keeps what it saw, and draws a number of each generator in each step."""
 
-    def setup(self, ctx): pass
     def configure(self, ctx):
         return {"seen": [], "model": torch.nn.Linear(1, 1)}
-    def prepare_batch(self, raw_batch, state, ctx): return raw_batch
     def train_step(self, batch, state, ctx):
         rows = batch.column("x").to_pylist() if hasattr(batch, "column") else torch.as_tensor(batch).flatten().tolist()
         state["seen"].append([*rows, torch.rand(()).item(), random.random(), float(np.random.rand())])
@@ -120,19 +120,10 @@ def generator():
 def make(folder: Path, name: str, **job: object) -> Path:
     module = f"mine_{name}"
     (folder / f"{module}.py").write_text(MODULE)
-    job = {
-        "run_id": "r",
-        "trainer": f"{module}:Sees",
-        "max_steps": 9,
-        "seed": 5,
-        "hyperparams": {"rows": 50},
-        "lightning": {"accelerator": "cpu"},
-        **job,
-    }
-    if isinstance(job.get("data"), str):
+    if "data" in job:
         job["data"] = f"{module}:{job['data']}"
-    (folder / "job.json").write_text(json.dumps(job))
-    return folder / "job.json"
+    usual = {"trainer": f"{module}:Sees", "max_steps": 9, "seed": 5, "hyperparams": {"rows": 50}, "mock_batches": ...}
+    return write_job(folder, **{**usual, **job})
 
 
 def seen(job: Path, run_id: str) -> list[list[float]]:

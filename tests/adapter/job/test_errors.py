@@ -33,3 +33,6 @@ def test_the_error_has_the_code_that_is_documented_first_and_names_the_others_by
 )
 def test_a_value_is_shown_short_on_one_line_and_without_credentials(value, shown):
     assert render_value(value) == shown
+    within_itself: list[object] = []
+    within_itself.append(within_itself)
+    assert render_value(within_itself) == "list"

@@ -203,6 +203,13 @@ def test_a_run_resumed_between_any_two_minibatches_is_exact(
     assert "keeps no position" not in caplog.text, "that warning is for loaders"
 
 
+def test_a_run_resumed_between_phases_does_not_warn_of_rollouts(tmp_path: Path, caplog: Any) -> None:
+    fit(tmp_path, Actor(), Checkpoint(tmp_path, every_n_epochs=1, save_final=False), steps=7)
+    caplog.clear()
+    fit(tmp_path, Actor(), Checkpoint(tmp_path), steps=8, ckpt_path=tmp_path / "step-00000006.json")
+    assert "training phase of a rollout" not in caplog.text
+
+
 def test_a_trainer_ends_an_update_early_and_it_stays_ended_over_a_resume(tmp_path: Path) -> None:
     """The update ends after two of six minibatches; the next one is of a new rollout, also after a checkpoint there."""
 
