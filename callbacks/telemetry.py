@@ -65,8 +65,8 @@ class RunEvents:
 class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts products, convolutions and attention by the formulas of torch's own counter.
 
-    It differs from `torch.utils.flop_counter.FlopCounterMode`: it puts no hooks on modules and gradients, which other
-    parts of the run may translate or forbid, and a formula that fails ends only the count, not the step.
+    Unlike `torch.utils.flop_counter.FlopCounterMode`, it puts no hooks on modules and gradients: other parts of the run
+    may translate or forbid such hooks. A formula that fails ends only the count, not the step.
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class Captured:
         return replace(self, entries=[entry for entry, _ in kept], sources=[source for _, source in kept])
 
     def snapshot(self, buffer: HostBuffer, overlap: Overlap) -> Captured:
-        """Return a copy with the current values, in `buffer`. Frozen tensors, which are written once, go elsewhere."""
+        """Return a copy with the current values, in `buffer`; frozen tensors go into a buffer of their own."""
         parts = [(buffer, self)]
         if FROZEN_FILE in {entry.file for entry in self.entries}:
             once, again = self.select(lambda e: e.file == FROZEN_FILE), self.select(lambda e: e.file != FROZEN_FILE)
@@ -108,9 +108,9 @@ class Captured:
         return replace(self, sources=[], files=files, overlap=overlap)
 
     def has_finite_weights(self) -> bool | None:
-        """Whether all parameters that this rank holds are finite; None if it cannot tell them from buffers.
+        """Whether all parameters that this rank holds are finite; None if they cannot be told from buffers.
 
-        An infinite buffer is not unusual: a mask is one.
+        Buffers may be infinite, for example a mask.
         """
         weights = [file for file in self.content() if file.name in (MODEL_FILE, FROZEN_FILE)]
         # Linked and omitted weights were finite at the start.
@@ -205,7 +205,8 @@ class Overlap:
     to the tensor meanwhile, through torch and by whatever name (an update, a load, an average, ``.data``, another
     view), torch first gives the tensor other memory. So the clone keeps the values of that moment, and the copy is
     consistent. Allocating the other memory takes longer than the copy. Therefore the next update of an optimizer, or
-    the end of the step, waits for the thread. A tensor that something else wrote to is copied at once by later saves.
+    the end of the step, waits for the thread. If other code writes to a tensor during the copy, later saves copy that
+    tensor at once.
 
     A write without torch, to an address that was read earlier, would not be noticed. Therefore a tensor is copied at
     once if a NumPy array shares its memory, or if that memory belongs to a file, several processes or another library.
@@ -305,10 +306,11 @@ _LIBRARIES = (
 
 
 def _runs_other_threads() -> bool:
-    """Whether another thread may run code of the program itself, which may use the tensors of the training.
+    """Whether another thread may run code of the program itself, and so may use the tensors of the training.
 
-    It goes by the function that each thread runs. The frames of the threads would be exact, but in Python 3.11
-    ``sys._current_frames`` can deadlock: it may collect garbage while it holds a lock that an ending thread needs.
+    The answer depends on the function that each thread was started with. The frames of the threads would be exact, but
+    in Python 3.11 ``sys._current_frames`` can deadlock: it may collect garbage while it holds a lock that an ending
+    thread needs.
     """
     return any(
         not thread.name.startswith("genlight-") and not _file_of(thread).startswith(_LIBRARIES)
@@ -330,7 +332,7 @@ _ALIGNMENT = 64
 _SPARE = 1 << 20
 """Spare bytes, so that a later save with a little more than these tensors need not allocate the memory again."""
 _LEAST_OVERLAPPED = 1 << 14
-"""Minimum bytes of a tensor to copy in the background; for less, that costs more than the copy."""
+"""Minimum bytes of a tensor to copy in the background; a smaller tensor is copied faster at once."""
 LARGEST_PINNED = 0.5
 """Largest share of the machine's memory to pin: the system cannot reclaim pinned pages."""
 

@@ -217,7 +217,7 @@ def _fetched_ahead(loop: FitLoop) -> list[Any] | None:
 
 
 def warn_of_lost_positions(trainer: pl.Trainer, *, is_within_epoch: bool) -> None:
-    """Warn of what the training loaders cannot restore, and of loaders without a state, which start again.
+    """Warn of what the training loaders cannot restore, and of loaders that have no state and so start again.
 
     A loader whose ``begins_anew`` is true starts again on purpose. Its ``lost_on_resume``, if set, is the warning.
     """

@@ -1,10 +1,10 @@
 """Checkpoints in the memory of this node: they outlive a killed process, but not the node.
 
 They have the same format as on disk, in a folder of `ROOT` that only this user may enter. That folder has a random
-name, which a file in the folder of checkpoints on disk contains. A note in the folder in memory contains the inode of
-the folder on disk. So a run in a copy of the folder on disk, or in a new folder at the same path, does not use these
-checkpoints. On several nodes the folder has the same name on each of them; `peers` copies the checkpoints from one to
-the next.
+name. A file in the folder of checkpoints on disk contains this name, and a note in the folder in memory contains the
+inode of the folder on disk. So a run in a copy of the folder on disk, or in a new folder at the same path, does not use
+these checkpoints. On several nodes, the folder in memory has the same name on each node; `peers` copies the checkpoints
+from each node to the next.
 
 When training has ended, the folder in memory is removed. If it held a newer checkpoint than the disk, that checkpoint
 is copied first.
@@ -117,7 +117,7 @@ def list_tiers(directory: str | os.PathLike[str]) -> list[Listed]:
     """
     folder = None if spans_nodes(os.environ) else memory_folder(directory)
     in_memory = [] if folder is None else list_checkpoints(folder)
-    # A training run may have removed some since they were listed.
+    # The run may have removed some of them after they were listed.
     in_memory = [each for each in in_memory if each.record is not None or each.path.exists()]
     return sorted([*in_memory, *list_checkpoints(directory)], key=lambda listed: listed.age)
 

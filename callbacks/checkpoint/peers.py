@@ -89,7 +89,7 @@ def save_newest(
 
 
 def forget_copies(directory: Path) -> None:
-    """Remove the checkpoints in the memory of this node, which is not the first one."""
+    """Remove the checkpoints in the memory of this node. Not called on the first node."""
     if (folder := memory_folder(directory)) is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -169,7 +169,7 @@ class Ring:
             self._offer(record)
 
     def close(self) -> bool:
-        """End the ring on the first node. On any other node, wait for its end, which removes the copies there.
+        """End the ring on the first node. On any other node, wait until the ring ends and its copies are removed.
 
         If the ring does not end soon, because a rank is lost, the copies stay for the next start of the run.
 

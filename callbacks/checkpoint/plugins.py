@@ -208,7 +208,7 @@ def rank_groups_of(strategy: Strategy) -> RankGroups | None:
 
 
 class _SavesThroughPlugin(ModelParallelStrategy):
-    """A `ModelParallelStrategy` with the checkpoint methods of its base class `Strategy`, which use the plugin."""
+    """A `ModelParallelStrategy` that saves and loads through the plugin, like its base class `Strategy`."""
 
     checkpoint_io: DurableCheckpointIO
 

@@ -313,8 +313,9 @@ class Checkpoint(Hook, LightningCheckpoint):
             digests = self._channel.gather_everywhere("" if loaded is None else loaded.digest)
             if len(set(digests)) > 1:
                 raise CheckpointError(
-                    f"the ranks have loaded different checkpoints, rank {self._channel.rank} {trainer.ckpt_path}. All "
-                    f"nodes must see the same folder of checkpoints; without its file {POINTER!r}, memory is not used"
+                    f"the ranks have loaded different checkpoints; rank {self._channel.rank} has {trainer.ckpt_path}. "
+                    f"All nodes must see the same folder of checkpoints; without its file {POINTER!r}, memory is not "
+                    "used"
                 )
         self._resume.begin_training(trainer, pl_module)
         listed = list_checkpoints(self.directory) if trainer.is_global_zero else []
@@ -340,7 +341,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         Raises:
             StartupContractError: The directory holds another run's checkpoints, and the user named none to resume from;
                 or a file that is not a checkpoint has the name of one.
-            CheckpointError: The disk has no space for one, or a rank does not see the directory.
+            CheckpointError: The disk has no space for a checkpoint, or a rank does not see the directory.
         """
         fault = self._directory_fault(trainer, listed) if trainer.is_global_zero else None
         fault = trainer.strategy.broadcast(fault)  # all ranks must raise, or the others would wait for rank zero
@@ -439,13 +440,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         if run_state.stop_reason is None and (not (is_due or is_due_in_memory) or suppressed(pl_module)):
             return
         self._only_in_memory = not is_due
-        if awaits_module_hook(trainer, pl_module):  # changes that it makes, as to a moving average, belong to this step
+        if awaits_module_hook(trainer, pl_module):  # it may still change state of this step, such as a moving average
             self._saves_after_module_hook = True
         else:
             self._save_what_is_due(trainer, pl_module)
 
     def _is_due_in_memory(self, step: int) -> bool:
-        """Whether a save in memory is due; keeps the earlier of the next due steps of both kinds of saves."""
+        """Whether a save in memory is due; `next_due_step` becomes the next step at which any save is due."""
         if self._memory is None:
             return False
         next_due_step = self.next_due_step
@@ -468,7 +469,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ending_the_run(ResumeDifferenceError(proof.text))
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save this step on disk or in memory; before a stop on disk, unless that was done."""
+        """Save this step on disk or in memory. Before a stop, save it on disk, unless that was already done."""
         # If all ranks have agreed to stop after this step, its state must be on disk before the run ends.
         is_ending = run_state_of(trainer).stop_reason is not None
         if self._only_in_memory and not is_ending:
@@ -538,11 +539,11 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._close_witness()
 
     def _end_memory(self, trainer: pl.Trainer, *, retires: bool = True) -> None:
-        """Stop to save in memory. Then remove the checkpoints there; if the newest is newer than the disk's, copy it.
+        """Save no more in memory. Copy the newest checkpoint there to the disk if it is newer; then remove all there.
 
         Args:
             trainer: The trainer.
-            retires: False neither removes nor copies checkpoints of this node.
+            retires: Whether to copy and remove; False leaves the checkpoints of this node as they are.
         """
         memory, self._memory = self._memory, None
         ring, self._ring = self._ring, None
@@ -663,7 +664,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
             CheckpointError: The disk has no space for it.
-            UnwrittenCheckpointError: It, or the one before it, could not be written.
+            UnwrittenCheckpointError: This checkpoint, or the one before it, could not be written.
         """
         with timed(trainer, "checkpoint"):
             path = self._save(trainer, pl_module, final=final, wait=wait)
@@ -800,7 +801,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Return when the save in flight is durable and reported.
 
         Raises:
-            Exception: It could not be written.
+            Exception: The save failed.
         """
         if (memory := self._memory) is not None:
             wait_after_failure(lambda: memory.store.wait())
@@ -809,10 +810,10 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.report_durable(trainer)
 
     def wait_until_durable(self) -> None:
-        """Return when the save in flight is durable; callbacks receive it after a later step.
+        """Return when the save in flight is durable; its checkpoint is reported to callbacks after a later step.
 
         Raises:
-            Exception: It could not be written.
+            Exception: The save failed.
         """
         self._store.wait()
 
@@ -887,11 +888,11 @@ def _estimated_bytes(pl_module: pl.LightningModule) -> int:
 def _in_use_fault(directory: Path, listed: list[Listed]) -> str | None:
     """Return why a training must not begin at step 0 in `directory`: it has checkpoints of another training.
 
-    None if it has none, or if this process has trained there.
+    None if there are none, or if this process has trained there.
     """
     if directory in _trained_here:
         return None
-    # A broken one may still be the user's only copy.
+    # A broken checkpoint may still be the user's only copy.
     files = (entry for entry in reversed(listed) if not entry.path.is_symlink())
     newest = next((entry for entry in files if own_records([entry]) or entry.is_own_but_broken), None)
     if newest is None:

@@ -475,7 +475,7 @@ class WorkerStates:
 
 
 class _Sender:
-    """The collate function of a worker, which attaches the worker's random states to each batch."""
+    """The collate function of a worker; attaches the worker's random states to each batch."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate

@@ -1,6 +1,6 @@
 """The state of each rank in a checkpoint: random states, gradients, and all values that differ from rank zero's.
 
-Rank zero writes the checkpoint. State that all ranks share, nearly all of it, is stored once. Ranks compare digests of
+Rank zero writes the checkpoint. Nearly all state is equal on all ranks and is stored once. Ranks compare digests of
 the entries of ``state_dict``, of the weights and of the optimizers. An entry that differs (a generator seeded by rank,
 a replay buffer, a hidden state) is sent to rank zero as a whole. If nothing differs, only digests are sent.
 """

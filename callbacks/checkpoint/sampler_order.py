@@ -48,7 +48,7 @@ class SamplerOrder:
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether all samplers are classes of torch, which draw only from its generators."""
+        """Whether all samplers are classes of torch: these draw only from torch's generators."""
         return all(type(each).__module__.startswith("torch.utils.data") for each in _nested_samplers(self.sampler))
 
     def __iter__(self) -> Iterator[Any]:
@@ -75,7 +75,7 @@ class SamplerOrder:
 
     def source_state(self) -> dict[str, Any]:
         """Return the state of the samplers that decides the next order, without the random numbers of the process."""
-        # Values that never change are skipped: settings, which may differ at a resume, and the lengths of all rows.
+        # Skip values that never change: settings (they may differ at a resume) and the lengths of all rows.
         made: chain[dict[str, Any]] = chain(self._as_made, repeat({}))  # a sampler made later had no values then
         changed = [
             {name: value for name, value in kept.items() if not _is_same(value, as_made.get(name, _OTHER))}

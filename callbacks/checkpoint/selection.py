@@ -49,7 +49,7 @@ def newest_valid(
 ) -> tuple[CheckpointRecord | None, list[str]]:
     """Return the newest intact checkpoint, and a warning for each newer one that is broken.
 
-    Checkpoints in memory count too, unless their weights are not finite; the run then repeats steps from the disk.
+    Checkpoints in memory count too, if their weights are finite.
 
     Args:
         directory: The folder of the records.
@@ -62,7 +62,7 @@ def newest_valid(
         The record, or None if there is none, and the warnings; each names a broken checkpoint and the reason.
 
     Raises:
-        OSError: A newer one cannot be read; it may still be intact.
+        OSError: A checkpoint cannot be read, but may be intact and newer than all others.
     """
     newest, warnings = None, list[str]()
     for listed in reversed(list_tiers(directory)):
@@ -102,11 +102,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """Return the record that a user means by `path`.
 
     A path may be a record (also without its suffix), the folder of one checkpoint, or a folder of checkpoints or of a
-    run; then it means the newest one. Its files are not proven. A file of torch counts if its name ends in ``.ckpt``.
+    run. A folder of several checkpoints stands for the newest one. The files of the checkpoint are not proven. A file
+    of torch is a checkpoint too if its name ends in ``.ckpt``.
 
     Raises:
-        FileNotFoundError: There is none; the message says what `path` is instead, and what to name.
-        OSError: The newest one cannot be read.
+        FileNotFoundError: There is no checkpoint; the message says what `path` is instead, and what to name.
+        OSError: The newest checkpoint cannot be read.
     """
     record = record_path(path)
     if record.is_file():

@@ -60,7 +60,7 @@ class Pending:
 
     future: Future[Any]
     on_failure: Callable[[Exception], None] | None
-    """Called with its failure, in the training thread; None raises it."""
+    """Called in the training thread with the failure of the save; if None, that thread raises the failure."""
     is_joint: bool
     """Whether all ranks save together. Then `poll` does not raise a failure, because only one rank might see it yet."""
 
@@ -123,7 +123,7 @@ class CheckpointStore:
         self.copies_later = False
         """Whether an asynchronous save copies large tensors in host memory while training continues."""
         self.overlap = Overlap(is_allowed=False)
-        """The copy of the last save."""
+        """Copies the tensors of the last save."""
         self.base: Callable[[], Base] | None = None
         """Returns the model's tensors, from which a load takes those that its checkpoint omits."""
         self.loaded: CheckpointRecord | None = None
@@ -131,7 +131,7 @@ class CheckpointStore:
         self.before_background_save: list[Callable[[], None]] = []
         """Called in the training thread."""
         self._layout: Layout | None = None
-        """The layout of the last save, which the next one probably has too."""
+        """The layout of the last save; the next save probably has the same."""
         self._frozen: dict[Path, Frozen] = {}
         self._listed: list[Listed] = []
         """Checkpoints of the directory that was pruned last."""
@@ -169,7 +169,7 @@ class CheckpointStore:
                 ranks write together, only the next call does.
             groups: All ranks call this, and each writes the slices of sharded tensors that it holds; rank zero's
                 arguments count. With None, only this process writes.
-            on_failure: `wait` and `poll` call it with a failure in the background; with None, they raise that.
+            on_failure: Called by `wait` and `poll` with a failure in the background; if None, they raise the failure.
 
         Returns:
             The record, once the checkpoint is durable; None on ranks other than zero.
@@ -177,7 +177,7 @@ class CheckpointStore:
         Raises:
             UnstorableStateError: A value cannot be stored; names its path.
             CheckpointError: The disk has no space for it, or another rank failed.
-            UnwrittenCheckpointError: It, or the one before it, could not be written; the previous one is unchanged.
+            UnwrittenCheckpointError: This save, or the one before it, failed; earlier checkpoints are unchanged.
         """
         record, meta = record_path(path), meta or RecordMeta()
         training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
@@ -243,7 +243,7 @@ class CheckpointStore:
 
         Raises:
             BrokenCheckpointError: A file differs from its record.
-            CheckpointError: It omits a tensor that the model lacks, or another rank could not read it.
+            CheckpointError: The checkpoint omits a tensor that the model lacks, or another rank could not read it.
             FileNotFoundError: There is no checkpoint.
         """
         channel = ALONE if groups is None else groups.training

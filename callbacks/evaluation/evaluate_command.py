@@ -44,7 +44,7 @@ _OF_A_RANK = (
 class EvaluateCommand(Hook):
     """Scores the newest durable checkpoint with a command during training, and fires ``on_scores`` for its step.
 
-    The last argument of the command is the path of the checkpoint's record, which contains the step. The command
+    The last argument of the command is the path of the checkpoint's record; the record contains the step. The command
     prints its scores as a JSON object of numbers in the last line of its standard output. One command runs at a time.
     While it runs, only the newest checkpoint is queued; it is not removed before it is scored. Scores are reported for
     their checkpoint's step, after the current step has finished. The end of a fit waits for them, unless there is a

@@ -319,7 +319,7 @@ def latent_collapse(case: Case) -> Found:
     "Look at the data of that rank: a slow disk, longer samples, fewer workers.",
 )
 def straggler(case: Case) -> Found:
-    """One rank takes far longer than the others, which wait for it, at two checks in a row."""
+    """At two checks in a row, one rank takes far longer than the others, so that they wait for it."""
     rank = _slow_rank(case.now)
     if rank is not None and rank == case.before.slow_rank:
         (host, seconds), others = case.now.ranks[rank], _median_of_others(case.now, rank)
