@@ -1,7 +1,8 @@
 """When a save is due by the clock: after a fixed period, or as a budget for the costs of crashes and saves demands.
 
-A save stalls training while the tensors are copied, and is durable some time later. A crash just before that costs the
-interval and this time. Both are measured for every save, and the slowest recent ones count.
+A save stalls training while the tensors are copied, and is durable some time later. A crash just before a save is
+durable costs the interval and the time from the start of the save. Stalls and times until a save is durable are
+measured for every save, and the slowest recent ones count.
 """
 
 from __future__ import annotations

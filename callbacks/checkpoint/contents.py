@@ -3,8 +3,8 @@
 A digest proves that nothing has changed since a file was written, but not that its author meant well. So before a
 checkpoint is chosen, its headers, indices and references are decoded and compared with the sizes of the files, without
 reading a tensor. A checkpoint counts as broken, and is skipped, if a reference has no bytes, a type does not exist, or
-a part has another form than Lightning expects. A load of it could crash, or allocate memory for bytes that no file has.
-Values that a trainer class or a user's callback stores are not checked.
+a part has another form than Lightning expects. Loading such a checkpoint could crash, or allocate memory for bytes that
+no file has. Values that a trainer class or a user's callback stores are not checked.
 
 The module imports neither torch nor Lightning: a tensor is a `TypedShape` here.
 """
@@ -150,7 +150,7 @@ def _check_parts(checkpoint: Any) -> None:
     """
     own = msgspec.convert(checkpoint, _Parts).genlight
     for name, gradient in (each for gradients in own.gradients for each in gradients.items()):
-        # A check has a plain `object()` in place of a sparse tensor, and of a tensor of a subclass.
+        # `check` returns a plain `object()` in place of a sparse tensor or a tensor of a subclass.
         if not isinstance(gradient, TypedShape | None) and type(gradient) is not object:
             raise ValueError(f"the gradient of {name} is no tensor")
     for states in own.rng:

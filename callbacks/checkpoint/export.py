@@ -92,9 +92,9 @@ def export_safetensors(
 def export_lightning(path: str | os.PathLike[str], target: Path, *, base: Base | None = None) -> Path:
     """Write a checkpoint file of stock Lightning, for ``load_from_checkpoint`` and ``ckpt_path``.
 
-    A type that ``torch.load(weights_only=True)``, Lightning's default, does not know would make it refuse the complete
-    file. So the export omits the state that only genlight restores (random states, the trainer's payload), and with a
-    warning also hyperparameters and states of callbacks, data modules and loaders that hold such a type.
+    ``torch.load(weights_only=True)``, Lightning's default, refuses a file that holds a type unknown to torch. So the
+    export omits the state that only genlight restores (random states, the trainer's payload), and with a warning also
+    hyperparameters and states of callbacks, data modules and loaders that hold such a type.
 
     Raises:
         CheckpointError: `base` lacks a tensor that the checkpoint omits, or torch would not load the file.

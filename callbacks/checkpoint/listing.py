@@ -4,8 +4,8 @@ These files in a directory belong to checkpoints:
 
 - A file is a record if its content says so. With the suffix ``.ckpt``, a file of ``torch.save`` counts as well, because
   Lightning's own plugin wrote it.
-- A folder is the data of a checkpoint if it holds a state file of this format and a record next to it names it. In it,
-  only the files that the record lists belong to the checkpoint.
+- A folder is the data of a checkpoint if it holds a state file of this format, and a record next to the folder names
+  it. Of the files in the folder, only those that the record lists belong to the checkpoint.
 
 Everything else belongs to others, also inside a data folder, and so does every symbolic link. It is never replaced,
 moved or removed.

@@ -77,7 +77,8 @@ def load(path: str | os.PathLike[str], *, base: Base | None = None) -> dict[str,
 
     Raises:
         BrokenCheckpointError: A file differs from its record; nothing was loaded.
-        CheckpointError: It holds a type that this process does not know, or omits a tensor that `base` lacks.
+        CheckpointError: The checkpoint holds a type that this process does not know, or omits a tensor that `base`
+            lacks.
         FileNotFoundError: There is no such checkpoint.
     """
     return load_record(read_record(record_path(path)), base=base)
@@ -123,7 +124,7 @@ def load_torch_file(path: Path) -> dict[str, Any]:
 def read_ahead(record: CheckpointRecord) -> None:
     """Prove all files of `record`, and keep its tensors for a load of it, so that their bytes are read once.
 
-    Of slices, those of the rank with this one's number are kept. If memory is short, nothing is kept.
+    Of the slices, only those are kept that a rank of the same number has saved. If memory is short, nothing is kept.
 
     Raises:
         BrokenCheckpointError: A file is missing or differs from what was saved.
@@ -181,9 +182,9 @@ def load_record(
     Args:
         record: The checkpoint's record.
         base: The same as in `load`.
-        share: This rank and the number of ranks, which share the proof of the files with slices: each rank proves the
-            files that it probably uses. Slices are then read only when they are used. No rank may use a tensor before
-            all ranks have proven their shares. None proves and reads all files.
+        share: This rank and the number of ranks. The ranks share the proof of the files with slices: each rank proves
+            the files that it probably uses. Slices are then read only when they are used. No rank may use a tensor
+            before all ranks have proven their shares. None proves and reads all files.
     """
     if record.is_old:
         # Lightning requires these of any checkpoint; the trainer handles the weights, if there are any.

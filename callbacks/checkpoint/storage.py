@@ -333,7 +333,7 @@ def stage(path: str | os.PathLike[str]) -> Staging:
 def commit(staging: Staging, record: CheckpointRecord) -> None:
     """Give the staged folder its name, the first free one, and write the record; durable when this returns.
 
-    Afterwards the data folder of the record that it replaces, if any, is removed.
+    If this replaces an earlier record, the data folder of that record is removed afterwards.
 
     Args:
         staging: The folder to commit; the caller discards it if this fails.
@@ -399,7 +399,7 @@ def copy_checkpoint(
     Args:
         record: The checkpoint.
         directory: The folder of the copy's record.
-        read: Returns the content of a file, called in their order; None reads those next to `record`.
+        read: Returns the content of a file; called for the files in their order. None reads the files next to `record`.
 
     Raises:
         BrokenCheckpointError: A file differs from its record.

@@ -146,8 +146,8 @@ class EventLog:
 
         Raises the same errors as `metric`.
         """
-        # This code makes few calls: in a loop that reports every step, each call costs half a microsecond, because its
-        # code has left the processor's caches by then.
+        # This code makes few calls. In a loop that reports every step, each call costs half a microsecond, because the
+        # processor's caches no longer hold its code.
         step = step if type(step) is int and 0 <= step <= MAX_STEP else checked_step(step)
         run_id, events = self.run_id, []
         for name, value in values.items():
@@ -224,7 +224,7 @@ class EventLog:
         Args:
             step: The step that was running, or the number of completed steps.
             error: Text without secrets; ``category:`` is added in front unless it is there. For a stop, its reason.
-            category: None means the stop if `error` is a stop reason, otherwise ``train-step``.
+            category: The category; None means `error` if that is a stop reason, otherwise ``train-step``.
             resumable: Whether a restart is expected to continue from here.
 
         Raises:
@@ -344,7 +344,7 @@ def checked_step(value: Any, name: str = "step") -> int:
 
 
 def float_of(name: str, value: Any) -> float:
-    """Return the value of a metric, which is a number, a numpy scalar or a tensor of one element.
+    """Return the value of a metric (a number, a numpy scalar or a tensor of one element) as a float.
 
     Raises:
         TypeError: It is not a real number within the range of a float.

@@ -47,7 +47,7 @@ _CREDENTIAL_ERRORS = re.compile("credential|auth|denied|forbidden|permission|sig
 _NETWORK_ERRORS = re.compile(
     "connect|incomplete|network|payload|protocol|server|service|throttl|timeout|toomany|transport|unavailable", re.I
 )
-"""Both match the names of exception classes of clients (botocore, google, azure, aiohttp)."""
+"""Both patterns match names of exception classes that clients raise (botocore, google, azure, aiohttp)."""
 CONTRADICTIONS_ALLOWED = 4
 """Number of times that the store may report a different digest for one entry before that counts as final."""
 _ADVICE_IF_SENT = "it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of the job's `capability_token`"
@@ -55,7 +55,7 @@ _ADVICE_IF_NOT_SENT = "no token was sent; set `TRAINER_CAPABILITY_TOKEN`"
 
 
 class Contradicted(TransientError):
-    """The store reports other bytes than were sent. That is repeated only `CONTRADICTIONS_ALLOWED` times."""
+    """The store reports other bytes than were sent. Such a transfer is repeated `CONTRADICTIONS_ALLOWED` times."""
 
 
 class Refused(Exception):
@@ -310,8 +310,8 @@ def _sha256_of(path: Path, _size: int, _mtime_ns: int) -> str:
 def _check_answer(content: bytes, facts: UploadedFile, where: str) -> UploadedFile:
     """Return the store's answer about a file, completed from our `facts`.
 
-    An answer that is not a JSON object, such as the page of a proxy, is not an acknowledgement; an empty one is. The
-    contract does not require a digest in the answer.
+    An empty answer is an acknowledgement. Any other answer that is not a JSON object, such as the page of a proxy, is
+    not. The contract does not require a digest in the answer.
     """
     try:
         answer = msgspec.json.decode(content.strip() or b"{}", type=dict[str, Any])
@@ -345,7 +345,7 @@ def outcome_of_status(
 
 
 def idempotency_key(run_id: str, kind: str, step: int, name: str, digest: str) -> str:
-    """Return a key for deduplication that depends only on the content: retries and restarts use the same one."""
+    """Return a key for deduplication. It depends only on the content, so retries and restarts use the same key."""
     identity = encode_json([run_id, kind, step, name, digest])
     return hashlib.sha256(identity).hexdigest()[:40]
 

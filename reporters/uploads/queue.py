@@ -47,7 +47,7 @@ class File(msgspec.Struct, frozen=True):
     path: str
     """Its path; relative to the run's folder if it is inside."""
     layout: str
-    """Its path at the destination: relative to the folder of the commit record, which is the last file."""
+    """Its path at the destination: relative to the folder of the commit record (the last file)."""
     size_bytes: int
     mtime_ns: int
 
@@ -119,8 +119,8 @@ class Entry(msgspec.Struct, kw_only=True):
     def name_in_store(self, file: File) -> str:
         """Return the name of a file in the store, such as ``trainer/lora.safetensors``.
 
-        It lacks the folder of a checkpoint (``step-00000200/``), which only repeats the step. It includes the folder of
-        a sample, because a step may have several samples.
+        The name omits the folder of a checkpoint (``step-00000200/``), because that only repeats the step. It includes
+        the folder of a sample, because a step may have several samples.
         """
         folder, _, rest = file.layout.partition("/")
         is_own_folder = folder.partition("~")[0] == PurePosixPath(self.files[-1].layout).stem
@@ -194,7 +194,7 @@ class Queue:
         self.changed = threading.Condition()
         self._closed = False
         self._refusal: OSError | None = None
-        """The error of a write that the disk refused. Then an entry is only in memory; None if all are on disk."""
+        """The error of a write that the disk refused, so that an entry is only in memory; None if all are on disk."""
         try:
             make_directory(self.directory / DELIVERED)
             self._lock = FileLock(self.directory / LOCK)

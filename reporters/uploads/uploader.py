@@ -59,7 +59,7 @@ class Uploader:
     Args:
         config: Destinations and limits. The token stays in memory: pass it at each start.
         keep_terminal: Whether to keep a terminal message that an earlier attempt could not deliver. False is for a new
-            attempt of the run, because that sends another terminal message.
+            attempt of the run: it will send its own terminal message.
 
     Raises:
         UploadError: A file of the queue is damaged, or a target's package is missing.
@@ -139,9 +139,9 @@ class Uploader:
         final: bool = False,
         primary_path: StrPath | None = None,
     ) -> None:
-        """Queue a durable checkpoint or sample. It replaces a waiting one with the same name.
+        """Queue a durable checkpoint or sample, in place of a waiting one with the same name.
 
-        Files of a checkpoint may now be deleted, except for `Queue.unlinked_files`.
+        Afterwards, the files of a checkpoint may be deleted, except for `Queue.unlinked_files`.
 
         Args:
             kind: A checkpoint sends one message, a sample one for each file.
@@ -360,7 +360,7 @@ class Uploader:
                     self._deliver(entry, lane, RETRIES)
 
     def _next(self, kind: Kind, lane: Lane) -> Entry | None:
-        """Return the oldest entry with parts left for `lane`, or without any part left: `_deliver` finishes that."""
+        """Return the oldest entry with parts left for `lane`, or with no part left at all: `_deliver` finishes it."""
         waiting = (entry for entry in self.queue.entries(kind) if not entry.refused)
         left = self._parts_left
         return next((each for each in waiting if left(each, lane) or not left(each, each.to)), None)
