@@ -75,7 +75,7 @@ class LogMetrics(Hook):
         self._unsent_scores: Mapping[str, float] = {}
         self._unsent_figures: Mapping[str, float] = {}
         self._waited: tuple[float, float] | None = None
-        """Seconds waited for data up to the last cadence, and the time of that; None if the loader measures no wait."""
+        """Seconds waited for data until the last record, and its time; None if the loader measures no wait."""
         self._sent_rollout: Mapping[str, Any] | None = None
 
     @override

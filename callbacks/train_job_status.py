@@ -30,7 +30,7 @@ URL_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"
 TOKEN_VARIABLE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # noqa: S105 - the name of a variable
 """Path of the file with the token, which Kubernetes replaces from time to time."""
 CA_VARIABLE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
-"""Path of the certificate of the authority that signed the server's; without it, the usual authorities count."""
+"""Path of the certificate of the authority that signed the server's certificate; if absent, the usual ones count."""
 MOST_METRICS = 256
 """Maximum number of metrics that the server accepts."""
 LARGEST_TOKEN = 1 << 16

@@ -27,7 +27,7 @@ EXIT_HUNG = 1
 CHECKS_PER_LIMIT = 10
 MAX_PAUSE_S = 5.0
 OTHERS_TIMEOUT_S = 2 * MAX_PAUSE_S
-"""Seconds that the rank that ends the run waits for the files of the others, because they are killed with it."""
+"""Seconds that a rank waits for the files of the others before it ends the run, which kills them."""
 OTHERS_POLL_S = 0.1
 WORK_FRESH_S = 6 * MAX_PAUSE_S
 """Seconds for which another rank counts as working after it touched its file: clocks differ, file systems are slow."""

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 Policy = Literal["warn", "stop"]
 
 NONFINITE_STEP = "trainer/nonfinite_step"
-"""Metric: the step at whose end something was first found not to be finite."""
+"""Metric: the step after which a value was first found not to be finite."""
 
 TIMED_STEPS = 4
 """Number of steps before a check that are timed."""

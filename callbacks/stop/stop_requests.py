@@ -107,11 +107,11 @@ class Agreement:
         return agreed
 
     def rewind(self, step: int) -> None:
-        """Return to `step`; all ranks must do that."""
+        """Continue from `step`, to which the run was put back. All ranks must call this."""
         self.due_step = min(self.due_step, step + 1)
 
     def leave(self) -> None:
-        """Take part in rounds until no rank trains any longer; without this one, the others would wait forever."""
+        """Take part in rounds until no rank trains any longer: without this rank, the others would wait forever."""
         while not self._is_over:
             if self._work is None:
                 self._begin(0, trains=False)
@@ -260,7 +260,7 @@ class StopRequests(Hook):
     _of_this_process = frozenset({"_agreement", "_undo"})
     _agreement: Agreement | None = None
     _undo = ExitStack()
-    """Undone by `teardown`. `setup` gives each object its own stack."""
+    """What `teardown` undoes. `setup` gives each object its own stack."""
     poll_s = 0.05
     """Seconds between checks of files; these cost more than all other checks of a step."""
 
@@ -436,9 +436,9 @@ class StopRequests(Hook):
 
 
 def _is_between_steps(trainer: pl.Trainer) -> bool:
-    """Whether the training thread, which waits for a batch, has trained all batches before that one.
+    """Whether the training thread waits for a batch and has trained all batches before it.
 
-    If Lightning fetches ahead, it has not: it waits for the batch after the next one.
+    If Lightning fetches batches ahead, the thread has not: it waits for the batch after the next one.
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches = loop.batch_progress.current

@@ -47,7 +47,7 @@ FIRST_STEPS = 10
 LEAST_CADENCE = 10
 """Minimum cadence of entries, which cost more than metrics: a shorter cadence of metrics is multiplied up to this."""
 _KEPT_CHECKPOINTS = 2
-"""Entries are kept after this many newest checkpoints, because a resume may fall back to the oldest of them."""
+"""The entries after this many of the newest checkpoints are kept: a resume may fall back to the oldest of these."""
 _DENSE_ENTRIES = 32
 """Number of entries after a checkpoint at the first cadence. Then the cadence doubles, and again each time that the
 distance to the checkpoint has doubled.
@@ -199,8 +199,8 @@ class Witness:
 
         Args:
             step: Its completed steps.
-            forgets: Remove the entries before the last two checkpoints; if no checkpoint is removed, a replay needs
-                them.
+            forgets: Whether to remove the entries before the last two checkpoints. A run that keeps all checkpoints
+                keeps all entries, because a replay needs them.
         """
         if step != self._saves[-1]:
             self._saves.append(step)
@@ -209,7 +209,7 @@ class Witness:
             self._file.drop(before=self._saves[0])
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after `step`, to which the run was put back. Called on all ranks."""
+        """Forget the steps after `step`, because the run was put back to it. Called on all ranks."""
         self._pending.clear()
         self._steps, self._expected, self.next_step = [], {}, 0
         self._saves = deque([step], maxlen=_KEPT_CHECKPOINTS + 1)
@@ -232,7 +232,7 @@ def witness_cadence(trainer: pl.Trainer) -> int:
 
 
 def _read(path: Path, run: str) -> Recorded | None:
-    """Return the witness of `run` at `path`; warn of another file, which the new witness replaces."""
+    """Return the witness of `run` at `path`. Warn of any other file there: the new witness will replace it."""
     try:
         recorded = read_witness(path)
     except OSError:  # `WitnessFile` cannot open it either, and warns
