@@ -260,7 +260,7 @@ def log_model_parameters(policy: torch.nn.Module, wandb_run: Any = None) -> dict
 
 
 def setup_wandb_metrics(wandb_run: Any) -> None:
-    """Have W&B draw all metrics over ``epoch``, which `MetricsHook` sends with the metrics."""
+    """Have W&B draw all metrics over ``epoch``; `MetricsHook` sends the epoch with the metrics."""
     for name in ("epoch", "agent_step"):
         wandb_run.define_metric(name)
     wandb_run.define_metric("*", step_metric="epoch")

@@ -7,8 +7,8 @@ themselves:
 - **failure**: an exception of a hook that is not `critical` is logged once per event with its traceback, counted, and
   summed up at the end; training continues. A critical hook's exception ends the run.
 - **rank**: with ``ranks = "zero"`` the events of other ranks are not delivered.
-- **order**: a hook that `reads` a field of the run state runs after the hooks that `writes` it, whatever the order of
-  registration. Other callbacks keep their places, but run before a hook that saves checkpoints.
+- **order**: a hook with a field of the run state in `reads` runs after the hooks with this field in `writes`, whatever
+  the order of registration. Other callbacks keep their places, but run before a hook that saves checkpoints.
 """
 
 from __future__ import annotations

@@ -157,6 +157,6 @@ def compare_with_checkpoint(state: Mapping[str, Any], record: CheckpointRecord, 
     if not names:
         return Proof(steps, ranks, against=against)
     named = list_first(names, _NAMED_AT_MOST)
-    text = f"{against}, which was saved after its first time, has other values of {named}"
+    text = f"{against}, saved when the step was first trained, has other values of {named}"
     rank = next(rank for rank, (found, _) in enumerate(results) if found)
     return Proof((), ranks, StepDifference("checkpoint", (record.step, 0, 0), rank, text), against=against)

@@ -84,7 +84,7 @@ def test_values_that_no_step_shows_are_named(tmp_path):
     text, _ = repeat(tmp_path, Forgets())
 
     expected = (
-        "step 20, repeated after the restart, is not the same: step-00000020, which was saved after its first time"
+        "step 20, repeated after the restart, is not the same: step-00000020, saved when the step was first trained"
     )
     names = (f'checkpoint["genlight"]["state"]["{name}"]' for name in ("seen", "count"))
     assert text == f"{expected}, has other values of {', '.join(names)}"
