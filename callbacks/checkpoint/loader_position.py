@@ -55,7 +55,8 @@ def keep_positions(
 
     Args:
         trainer: Its loop must be Lightning's own; the loop of a trainer class does all of this itself.
-        before_first_batch: Called when an epoch begins, before the first batch, which may draw random numbers.
+        before_first_batch: Called when an epoch begins, before its first batch is fetched: this may draw random
+            numbers.
         before_iterators: Called once the loaders exist and have their positions.
     """
     loop = trainer.fit_loop

@@ -1,9 +1,9 @@
 """Checkpoints in the memory of several nodes: their copies on other nodes, and their way to the disk before a resume.
 
-Rank zero saves in the memory of its node. The nodes form a ring: the first rank of each sends every new checkpoint to
-the first rank of the next one, in the background, and that commits it in its own memory: complete or absent, as
-everywhere. So after one round all nodes have it. While a checkpoint is sent, only the newest of the waiting ones is
-kept. The sender opens all files before it sends the first, so a checkpoint may be removed meanwhile.
+Rank zero saves in the memory of its node. The nodes form a ring: in the background, the first rank of each node sends
+every new checkpoint to the first rank of the next node. The receiver commits it in its own memory, complete or absent.
+So after one round all nodes have the checkpoint. Of the checkpoints that wait while another one is sent, only the
+newest is sent. The sender opens all files before it sends the first, so a checkpoint may be removed meanwhile.
 
 Before a resume all ranks agree on the newest checkpoint that a node has in memory. That node copies it to the disk,
 which all nodes share. If the copy is not intact, another node that has it is tried, then the next older checkpoint.

@@ -43,7 +43,7 @@ NO_SPACE = os.strerror(errno.ENOSPC)
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - nothing is written there by name
 
 PATIENCE_S = 10.0
-"""How long a worker may take to end by its loader, once the iterator is gone."""
+"""Seconds that a loader has to end a worker once the iterator is gone; after that, the worker ends itself."""
 
 LOOK_EVERY_S = 0.1
 """Interval at which a wait for a batch asks whether to stop."""
@@ -93,7 +93,7 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     ends them, and if a signal ends the server, they end after their next batch.
     """
     init = loader.worker_init_fn
-    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # or the method of a subclass prepared it
+    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # the method of a subclass has prepared it
         return start(loader)
     ours, theirs = multiprocessing.Pipe(duplex=False)[::-1]
     util.register_after_fork(ours, Connection.close)

@@ -58,7 +58,7 @@ class StopSignals:
         self.before_exit: Callable[[], None] = _do_nothing
         """Called in the same way before a second signal ends the process, to end child processes that would stay."""
         self.what_next = ""
-        """What the program does if the first signal comes now; then printed to standard error, unless empty."""
+        """What the program does if the first signal comes now; printed to standard error at that signal."""
         self.exit_code: int | None = None
         """The reported exit code once the run has ended; later signals do not change it."""
         self._unsaid = threading.Lock()

@@ -298,7 +298,7 @@ class RecordEvents(Callback):
     def on_checkpoint_budget(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, level: Literal["ok", "warn"], text: str
     ) -> None:
-        """Write the time between checkpoints that now keeps the budget."""
+        """Write the new time between checkpoints, and whether it keeps the budget."""
         self.event_log.finding(kind="checkpoint_budget", level=level, step=trainer.global_step, text=text)
 
     def on_resume_proof(self, trainer: pl.Trainer, pl_module: pl.LightningModule, proof: Any) -> None:

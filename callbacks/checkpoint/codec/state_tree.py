@@ -14,7 +14,7 @@ its constructor. Types with a ``__del__`` are refused, because it would run on v
 
 Tensors of a class that wraps others, such as the 8-bit states of an optimizer, are stored as the tensors inside. Such
 classes declare them by torch's protocol: ``__tensor_flatten__`` lists the tensors, ``__tensor_unflatten__`` takes them.
-It is the one case in which a class's own code builds the value. Torch's own wrappers, such as nested tensors, are not
+Only in this case does a class's own code build the value. Torch's own wrappers, such as nested tensors, are not
 supported: they need more than their tensors and plain values.
 
 The module imports neither torch nor NumPy: a tree that holds tensors can exist only if torch is loaded.
