@@ -74,8 +74,12 @@ def _named_folder(directory: str | os.PathLike[str]) -> Path | None:
 
 def memory_id() -> str:
     """Return a text that is the same for all processes that share one `ROOT`, and for no others."""
-    status = os.stat(ROOT)
-    return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {status.st_dev} {status.st_ino}"
+    machine = _BOOT_ID.read_text(encoding="ascii").strip()
+    try:
+        status = os.stat(ROOT)
+    except FileNotFoundError:
+        return machine
+    return f"{machine} {status.st_dev} {status.st_ino}"
 
 
 @functools.cache

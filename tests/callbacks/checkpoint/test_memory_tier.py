@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from genlight.adapter.cli.checkpoints import checkpoint_facts
+from genlight.adapter.contract.exceptions import CheckpointError
 from genlight.adapter.run.start import move_checkpoints_aside
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, load, memory_tier, newest_valid, save, verify
@@ -79,6 +80,15 @@ def test_a_killed_training_continues_from_memory_with_the_same_bits(killed, trai
     assert_equal(train(resume=True), train(dirpath="whole", memory_every_n_steps=0))
     assert list(shm.iterdir()) == []
     assert not (directory / POINTER).exists()
+
+
+def test_a_start_from_memory_needs_room_only_for_the_next_checkpoint(killed, monkeypatch):
+    directory, folder = killed
+    record, _ = newest_valid(directory)
+    monkeypatch.setattr(memory_tier, "_room", lambda: 100)
+    assert memory_tier.open_memory(directory, "r", 100, record) == folder
+    with pytest.raises(CheckpointError):
+        memory_tier.open_memory(directory, "r", 100, None)
 
 
 def test_what_is_newer_than_the_start_of_a_training_is_removed(killed, train, train_net):
@@ -186,10 +196,11 @@ def test_a_move_of_the_folder_keeps_its_memory(killed):
     assert memory_folder(moved) == folder
 
 
-@pytest.mark.parametrize("fault", ["none", "small"])
+@pytest.mark.parametrize("fault", ["none", "none, on several nodes", "small"])
 def test_without_room_a_training_says_so_once_and_goes_on(fault, train, shm, tmp_path, monkeypatch, caplog):
-    if fault == "none":
+    if "none" in fault:
         shm.rmdir()
+        monkeypatch.setenv("SLURM_NNODES", str(1 + ("nodes" in fault)))
     else:
         monkeypatch.setattr(memory_tier, "_room", lambda: 1000)
     train()
