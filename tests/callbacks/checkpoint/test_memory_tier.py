@@ -11,6 +11,7 @@ import torch
 
 from genlight.adapter.cli.checkpoints import checkpoint_facts
 from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.adapter.plumbing.durable import temporary_name
 from genlight.adapter.run.start import move_checkpoints_aside
 from genlight.callbacks import Checkpoint
 from genlight.callbacks.checkpoint import RecordMeta, find_checkpoint, load, memory_tier, newest_valid, save, verify
@@ -85,8 +86,11 @@ def test_a_killed_training_continues_from_memory_with_the_same_bits(killed, trai
 def test_a_start_from_memory_needs_room_only_for_the_next_checkpoint(killed, monkeypatch):
     directory, folder = killed
     record, _ = newest_valid(directory)
+    left_by_a_kill = folder / temporary_name("step-00000008")
+    left_by_a_kill.mkdir()
     monkeypatch.setattr(memory_tier, "_room", lambda: 100)
     assert memory_tier.open_memory(directory, "r", 100, record) == folder
+    assert not left_by_a_kill.exists()
     with pytest.raises(CheckpointError):
         memory_tier.open_memory(directory, "r", 100, None)
 
