@@ -18,7 +18,7 @@ from genlight.adapter import (
 from genlight.adapter.module.trainer_files import check_result
 from genlight.adapter.training_loop import BatchStream
 from genlight.callbacks import DurableCheckpointIO
-from genlight.callbacks.checkpoint import read_record, verify
+from genlight.callbacks.checkpoint import verify
 from support.messages import refusal
 from support.trainer_class import Counts
 
@@ -53,16 +53,6 @@ def test_the_primary_path_is_reported_wherever_it_was_named(project: Any, as_giv
     assert final.read_text() == "3"
     record = verify(project.out / "checkpoints" / "final.json")
     assert record.trainer_checkpoint == {"primary_path": "weights.txt", "rank": 4}
-
-
-def test_a_run_that_had_ended_before_reports_the_same_final_checkpoint(project: Any) -> None:
-    """This also holds if nothing is left to train."""
-    project.run()
-    first = project.events[-1]["final_checkpoint"]
-    assert project.run(resume_from_latest=True) == 0
-    assert project.events[-1]["event"] == "completed"
-    assert project.events[-1]["final_checkpoint"] == first
-    assert project.notes == []
 
 
 @pytest.mark.parametrize(
@@ -235,14 +225,6 @@ def test_an_older_final_record_posts_nothing_again(project: Any, chaos: Any) -> 
     assert project.run(max_steps=9, resume_from_latest=True, uploads=uploads) == 0
     assert [event["event"] for event in project.events] == ["started", "completed"]
     assert chaos.requests() == []
-
-
-def test_the_primary_path_of_an_older_record_moves_with_its_folder(tmp_path: Path) -> None:
-    """If the hook's path contains the old folder's name, it is looked up below the folder's present place."""
-    folder = older_run(tmp_path / "c", primary="/old/{name}/x/{name}/weights.txt")
-    record = read_record(folder / "step-00000002.json")
-    assert record.trainer_folder == folder / "step-00000002"
-    assert record.primary_path == folder / "step-00000002" / "weights.txt"
 
 
 # with the caller's own reporter and writer

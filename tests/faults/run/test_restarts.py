@@ -274,15 +274,6 @@ def test_a_fit_forgets_deaths_when_somebody_chooses_where_it_begins(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_two_deaths_of_a_rank_are_answered_by_the_checkpoint_before(tmp_path):
-    job = Job(tmp_path, 2)
-    job.dies(1, 9, times=3)
-    done = job.run("--restarts", "9")
-    assert done.returncode == 0, done.stderr
-    assert job.ends == ["train-step"] * 3 + ["completed"]
-    assert job.resumed == [8, 8, 6]
-
-
 def memory_folders():
     return sorted(Path("/dev/shm").glob(f"genlight-{RUN_ID}-*"))
 

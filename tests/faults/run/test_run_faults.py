@@ -198,7 +198,7 @@ def test_a_fault_is_reported_with_its_category_and_ends_the_log(job, caplog, nam
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 def test_a_disk_that_fails_while_a_checkpoint_is_written(job, monkeypatch, caplog, code):
-    """The event log is still written; ``test_full_disk.py`` and ``test_single_errors.py`` have the other folders."""
+    """The event log is still written; ``test_single_errors.py`` has the other folders."""
     write = os.write
 
     def fail(descriptor, data):

@@ -62,7 +62,7 @@ def run(job, monkeypatch):
     return started
 
 
-@pytest.mark.parametrize(("area", "code"), [("events", errno.EINVAL), ("uploads", errno.EIO)])
+@pytest.mark.parametrize(("area", "code"), [("events", errno.EINVAL), ("uploads", errno.ENOSPC)])
 def test_a_loss_is_reported_and_the_log_stays_valid(job, run, area, code, caplog, capfd):
     clean = Calls(FOLDERS[area])
     assert run("clean", clean) == 0
