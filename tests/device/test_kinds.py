@@ -19,7 +19,7 @@ KINDS = {
     "moe": "StochasticDepth",
     "optimizers": "RowwiseAdagrad",
     "recipes": "ReversibleBlocks",
-    "rl": "ClippedPolicy",
+    "rl": "DeepQ",
     "self_supervised": "MomentumContrast",
     "updates": "ClippedByHand",
     "vision": "ResNetBatchNorm",

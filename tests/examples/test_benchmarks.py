@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import subprocess
 import sys
 
 import pytest
@@ -128,20 +127,3 @@ def test_a_trainer_that_reads_its_loss_in_every_step_is_found(benchmark):
     assert place.startswith("tests/examples/test_benchmarks.py:")
     assert count == 17
     assert 9 <= traced["aten::_local_scalar_dense"] <= 11
-
-
-@pytest.mark.slow
-def test_two_ranks_are_measured_next_to_bare_ddp(examples, tmp_path):
-    arguments = ["--ranks", "2", "--steps", "8", "--block", "4", "--rounds", "1", "--only", "genlight"]
-    done = subprocess.run(
-        [sys.executable, examples / "benchmarks" / "step_overhead.py", *arguments, "--json", tmp_path / "found.json"],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ranks"] == 2
-    assert {name: figures["pairs"] for name, figures in found["hosts"].items()} == {
-        "genlight": 2,
-        "genlight, standard": 2,
-    }

@@ -11,8 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
-from support.forked import run_forked
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*passed in a `val_dataloader`.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*is deprecated, use `isinstance.*"),
@@ -78,24 +76,3 @@ def test_the_configuration_trains_the_class_with_its_callbacks_and_logger(fit):
     ]
     assert cli.model.ctx.job.hyperparams["width"] == 16
     assert cli.model.contract_state.scheduler.last_epoch == 50
-
-
-def genlight_fit(folder, *arguments):
-    return run_forked("fit", "--config", "examples/lightningcli/digits.yaml", *SMALL, *arguments, folder=folder)
-
-
-@pytest.mark.slow
-def test_genlight_fit_takes_the_configuration_and_continues_from_its_checkpoint(examples, tmp_path):
-    (tmp_path / "examples").symlink_to(examples)
-    first = genlight_fit(tmp_path, "--trainer.max_steps=30")
-    assert first.returncode == 0, first.stderr[-3000:]
-    (log,) = (tmp_path / "runs" / "digits-cli").rglob("metrics.csv")
-    assert "train/loss" in log.read_text()
-
-    last = "runs/digits-cli/checkpoints/last.ckpt"
-    second = genlight_fit(tmp_path, "--trainer.max_steps=60", f"--ckpt_path={last}")
-    assert second.returncode == 0, second.stderr[-3000:]
-    logs = sorted((tmp_path / "runs" / "digits-cli").rglob("metrics.csv"))
-    assert len(logs) == 2
-    with logs[1].open() as lines:
-        assert [int(row["step"]) for row in csv.DictReader(lines) if row["train/loss"]] == [50]

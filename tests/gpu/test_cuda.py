@@ -14,7 +14,6 @@ from zoo import runs, small as zoo
 
 from genlight.adapter import FSDP2Strategy
 from genlight.adapter.contract.exceptions import ContractError
-from genlight.adapter.discovery.discover import check_devices, discover
 from support.messages import refusal
 from support.rank import Ranks
 
@@ -195,9 +194,3 @@ def test_a_step_does_not_wait_for_the_device_to_report_its_metrics(precision):
     finally:
         torch.cuda.set_sync_debug_mode("default")
         del zoo.ZOO["Resident"]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
-def test_a_state_on_the_device_of_another_rank_is_named_by_its_path():
-    with refusal(ContractError):
-        check_devices(discover({"noise": torch.ones(1, device="cuda:1")}), "cuda:0")

@@ -169,39 +169,6 @@ class Attends(Sound):
         return nn.functional.mse_loss(state["model"]["head"](attended.mean(1)), y)
 
 
-class SharpnessAware(Sound):
-    """Two backward calls for an update (SAM), the first of which moves the weights by gradients.
-
-    Sharded tensors have their norm summed in another order, and the bias before the batch statistics turns that into
-    steps.
-    """
-
-    def model(self):
-        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
-
-    def optimizer(self, parameters):
-        return torch.optim.AdamW(parameters, lr=0.01)
-
-    def train_step(self, batch, state, ctx):
-        model, opt = state["model"], state["optimizer"]
-        weights = list(model.parameters())
-        opt.zero_grad()
-        (model(batch[0]) - batch[1]).square().mean().backward()
-        norm = torch.linalg.vector_norm(torch.stack([weight.grad.norm() for weight in weights]))
-        moves = [weight.grad * (0.05 / norm) for weight in weights]
-        with torch.no_grad():
-            for weight, move in zip(weights, moves, strict=True):
-                weight.add_(move)
-        opt.zero_grad()
-        loss = (model(batch[0]) - batch[1]).square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for weight, move in zip(weights, moves, strict=True):
-                weight.sub_(move)
-        opt.step()
-        return StepResult({"loss": loss.detach()})
-
-
 class Lazy(Sound):
     def configure(self, ctx):
         return {**Trainer.configure(self, ctx), "count": 0}
@@ -243,15 +210,6 @@ class WithoutDropout(Sound):
         model = super().model()
         model[1] = nn.Identity()
         return model
-
-
-class SeededByRank(Sound):
-    """Dropout that draws other numbers on each rank, as it should."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        torch.manual_seed(100 + ctx.rank)
-        return state
 
 
 class LbfgsOptimizer(WithoutDropout):
@@ -352,24 +310,6 @@ class Overflowing(Sound):
         # 1 if `out` was computed in fp32; division by zero if in bf16
         exact = (out.float() - out.float().bfloat16().float()).abs().max()
         return (out - batch[1]).square().mean() * (exact / exact)
-
-
-class ReplacedByOwnRows(WithoutDropout):
-    """Adds points at the positions of this rank's rows in the second step."""
-
-    def configure(self, ctx):
-        points = nn.ParameterDict({"mean": nn.Parameter(torch.linspace(-1, 1, 8).view(4, 2))})
-        return {"points": points, "optimizer": torch.optim.Adam(points.parameters(), lr=0.05), "count": 0}
-
-    def loss(self, batch, state):
-        return torch.cdist(batch[0], state["points"]["mean"]).min(1).values.mean()
-
-    def after_update(self, batch, state, ctx):
-        if state["count"] == 1:
-            old, optimizer = state["points"]["mean"], state["optimizer"]
-            new = torch.cat([old.detach(), batch[0][:1]])
-            optimizer.state.pop(old)
-            optimizer.param_groups[0]["params"][0] = state["points"]["mean"] = nn.Parameter(new)
 
 
 class Drifting(WithoutDropout):

@@ -8,7 +8,6 @@ step 10. It prints one JSON object by name: whether a repeated step changed, and
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -122,29 +121,6 @@ class Lookahead(Hosted):
             for slow, weight in zip(self.slow, weights, strict=True):
                 weight.copy_(slow.lerp_(weight, 0.5))
         return result
-
-
-class OwnScaler(Hosted):
-    """Scales its loss by a growing number; what it divides by later rounds differently."""
-
-    scale = 3.0
-
-    def train_step(self, batch: Any, state: Any, ctx: Any) -> Any:
-        self.scale *= 1.1
-        return super().train_step(batch, state, ctx)
-
-    def loss(self, batch: Any, state: Any) -> torch.Tensor:
-        return super().loss(batch, state) * self.scale / self.scale
-
-
-class Curriculum(Hosted):
-    """Trains on a growing part of its batch."""
-
-    part = 1
-
-    def prepare_batch(self, raw: Any, state: Any, ctx: Any) -> Any:
-        self.part += 1
-        return super().prepare_batch(raw, state, ctx)[: 1 + self.part // 6]
 
 
 @scaled
@@ -265,11 +241,6 @@ def order_by_process() -> Any:
     return DataLoader(Rows(), 4, sampler=OrderOf(os.getpid))
 
 
-def order_by_pass() -> Any:
-    """A sampler without ``set_epoch``, which counts its passes itself."""
-    return DataLoader(Rows(), 4, sampler=OrderOf(functools.partial(next, itertools.count())))
-
-
 def rows_read_once() -> Any:
     reads = itertools.count()
     return DataLoader(Changing(lambda index: next(reads) / 1000), 4)
@@ -303,15 +274,12 @@ FAULTS = {
     "counter in a file that survives": Fault("loss", in_file),
     "stale reference": Fault("loss", StaleReference),
     "slow weights": Fault("loss", Lookahead),
-    "own loss scale": Fault("loss", OwnScaler),
-    "curriculum": Fault("loss", Curriculum),
     "clock": Fault("loss", by_clock),
     "learning rate": Fault("settings", Plateau),
     "random numbers of torch": Fault("random numbers", Draws),
     "random numbers of NumPy": Fault("random numbers", DrawsNumPy),
     "rows: endless": Fault("rows", data=endless),
     "rows: order by process": Fault("rows", data=order_by_process),
-    "rows: order by pass": Fault("rows", data=order_by_pass),
     "rows: read once": Fault("rows", data=rows_read_once),
     "rows: of a worker": Fault("rows", data=rows_of_a_worker),
     "rows: stored too late": Fault("rows", data=stored_too_late),

@@ -57,28 +57,6 @@ class CentersOfOneRank(CenterLoss):
         return loss
 
 
-class Reptile(Base):
-    """Trains a clone within the step; the gradient is the distance that the clone moved.
-
-    With one inner step over all rows this is a true gradient, so that ranks can be compared with one process.
-    """
-
-    optimizer = Trainer.optimizer
-
-    def train_step(self, batch, state, ctx):
-        model = state["model"]
-        clone = copy.deepcopy(model)
-        inner = torch.optim.SGD(clone.parameters(), lr=0.1)
-        inner.zero_grad()
-        self.loss(batch, {"model": clone}).backward()
-        inner.step()
-        for p, moved in zip(model.parameters(), clone.parameters(), strict=True):
-            p.grad = p.detach() - moved.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        state["optimizer"].step()
-        return StepResult({})
-
-
 class Relocated(SplatDensification, abstract=True):
     """Replaces its points by as many new ones; the class of the table adds points."""
 
@@ -101,8 +79,10 @@ class FunctionalWithoutGrad(Base):
         return StepResult({})
 
 
-class ReptileInPlace(Reptile):
-    """Writes into existing gradients without autograd."""
+class ReptileInPlace(Base):
+    """Trains a clone within the step; writes the distance that it moved into existing gradients, without autograd."""
+
+    optimizer = Trainer.optimizer
 
     def train_step(self, batch, state, ctx):
         model = state["model"]

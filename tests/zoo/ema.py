@@ -1,7 +1,5 @@
 """Averages of weights: modules, lists, dictionaries, swapped in for evaluation."""
 
-import copy
-
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -19,18 +17,6 @@ class TorchAveragedModel(Base):
 
     def after_update(self, batch, state, ctx):
         state["ema"].update_parameters(state["model"])
-
-
-class SwappedForEvaluation(EmaModule):
-    """Swaps the averages in, reads them, and swaps them out again in every step."""
-
-    def after_update(self, batch, state, ctx):
-        super().after_update(batch, state, ctx)
-        kept = copy.deepcopy(state["model"].state_dict())
-        state["model"].load_state_dict(state["ema"].state_dict())
-        with torch.no_grad():
-            state["model"](batch["x"])
-        state["model"].load_state_dict(kept)
 
 
 class BestWeights(Base):

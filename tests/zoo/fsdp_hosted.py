@@ -155,14 +155,6 @@ class FeaturesOfAHook(Base):
         return mse_loss(out, batch["y"]) + hidden.square().mean()
 
 
-class FeaturesOfAHookAlone(FeaturesOfAHook):
-    """The same without any output."""
-
-    def loss(self, batch, state):
-        state["model"](batch["x"])
-        return (self.kept.pop().mean(1, keepdim=True) - batch["y"]).square().mean()
-
-
 class NamesInputsOfBackward(Base):
     """Two losses, each differentiated only with respect to one module's parameters."""
 
@@ -205,15 +197,6 @@ class AddsALayer(Base):
         if self.steps == 2:
             self.change(state)
         return super().loss(batch, state)
-
-
-class DropsAGroup(AddsALayer):
-    """FreezeOut: stops training the first layer and removes its group from the optimizer."""
-
-    def change(self, state):
-        for parameter in state["optimizer"].param_groups.pop(0)["params"]:
-            parameter.requires_grad_(False)
-            del state["optimizer"].state[parameter]
 
 
 class CompiledSgd(torch.optim.SGD):

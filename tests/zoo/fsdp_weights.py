@@ -40,17 +40,6 @@ def divided_by_a_norm(self, batch, state):
     return (model(batch["x"]) / model[2].weight.norm() - batch["y"]).square().mean()
 
 
-def times_a_mean(self, batch, state):
-    model = state["model"]
-    return ((model(batch["x"]) - batch["y"]).square() * (1 + model[0].weight.square().mean())).mean()
-
-
-def scaled_by_the_loss(self, batch, state):
-    model = state["model"]
-    loss = mse_loss(model(batch["x"]), batch["y"])
-    return loss + loss.detach() * model[0].weight.square().sum()
-
-
 def stacked_with_the_loss(self, batch, state):
     model = state["model"]
     return torch.stack([mse_loss(model(batch["x"]), batch["y"]), 0.1 * model[0].weight.norm()]).sum()
@@ -68,10 +57,7 @@ def only_weights(self, batch, state):
 LOSSES = {
     **{
         loss.__name__: loss
-        for loss in (
-            *(in_each_row, divided_by_a_norm, times_a_mean, scaled_by_the_loss),
-            *(stacked_with_the_loss, tied_output, only_weights),
-        )
+        for loss in (in_each_row, divided_by_a_norm, stacked_with_the_loss, tied_output, only_weights)
     },
     "sum_of_squares": by_weights(lambda m: sum(p.pow(2).sum() for p in m.parameters())),
     "norms": by_weights(lambda m: sum(p.norm() for p in m.parameters())),
@@ -223,10 +209,6 @@ def adjoint(module, x):
     return AdjointFunction.apply(module, x, *module.parameters())
 
 
-def adjoint_and_call(module, x):
-    return module(adjoint(module, x)) + module(x)
-
-
 def adjoint_in_a_checkpoint(module, x):
     return checkpoint(adjoint, module, x.clone().requires_grad_(), use_reentrant=False)
 
@@ -237,13 +219,6 @@ def adjoint_in_a_reentrant_checkpoint(module, x):
 
 def reversible(module, x):
     return module(Recomputed.apply(module, Recomputed.apply(module, x.clone().requires_grad_())))
-
-
-def checkpoint_in_a_checkpoint(module, x):
-    def inner(y):
-        return checkpoint(module, module(y), use_reentrant=False)
-
-    return checkpoint(inner, x.clone().requires_grad_(), use_reentrant=True)
 
 
 def implicit(module, x):
@@ -292,11 +267,9 @@ class Nested(Weights):
 
 CALLS = (
     adjoint,
-    adjoint_and_call,
     adjoint_in_a_checkpoint,
     adjoint_in_a_reentrant_checkpoint,
     reversible,
-    checkpoint_in_a_checkpoint,
     implicit,
 )
 NESTED = {

@@ -69,20 +69,6 @@ class LowRankAdapter(Language):
         nn.utils.clip_grad_norm_(state["trained"], 0.1)
 
 
-class PromptTuning(Language):
-    """Soft prompts outside of modules, in front of a frozen model."""
-
-    def configure(self, ctx):
-        model = TinyLm().requires_grad_(False)
-        prompt = torch.randn(1, 2, 8).requires_grad_()
-        return {"model": model, "prompt": prompt, "optimizer": torch.optim.Adam([prompt], lr=0.05)}
-
-    def loss(self, batch, state):
-        model = state["model"]
-        rows = torch.cat([state["prompt"].expand(len(batch["x"]), -1, -1), model.embed(batch["x"])], 1)
-        return next_token_loss(model.head(model.body(rows))[:, 2:], batch["x"])
-
-
 class SparseEmbeddings(Language):
     def configure(self, ctx):
         embed, head = nn.Embedding(11, 4, sparse=True), nn.Linear(24, 3)

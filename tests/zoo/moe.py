@@ -53,16 +53,3 @@ class StochasticDepth(Base):
 
     def load_state_dict(self, state, payload, ctx):
         self.coin.set_state(payload["coin"])
-
-
-class SharedSubmodule(Base):
-    """Two modules of the state share a trunk."""
-
-    def configure(self, ctx):
-        trunk = mlp(6, 4)
-        a, b = nn.Sequential(trunk, nn.Linear(4, 1)), nn.Sequential(trunk, nn.Linear(4, 1))
-        parameters = {id(p): p for m in (a, b) for p in m.parameters()}.values()
-        return {"a": a, "b": b, "optimizer": torch.optim.Adam(list(parameters), lr=0.01)}
-
-    def loss(self, batch, state):
-        return mse_loss(state["a"](batch["x"]), batch["y"]) + mse_loss(state["b"](batch["x"]), -batch["y"])

@@ -5,7 +5,6 @@ import random
 from collections import deque
 
 import torch
-from torch import nn
 from torch.nn.functional import mse_loss, smooth_l1_loss
 
 from genlight.adapter.contract.types import StepResult
@@ -62,33 +61,6 @@ class DeepQWithReplay(DeepQ):
         state["steps"] = payload["steps"]
         state["replay"].extend(payload["replay"])
         self.draw.setstate(payload["draw"])
-
-
-class ClippedPolicy(Base):
-    """PPO's surrogate over two epochs of the batch, with entropy and value losses."""
-
-    rows = staticmethod(labelled)
-
-    def configure(self, ctx):
-        policy, value = mlp(6, 3), mlp(6, 1)
-        optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters()], lr=0.01)
-        return {"policy": policy, "value": value, "optimizer": optimizer}
-
-    def train_step(self, batch, state, ctx):
-        with torch.no_grad():
-            old = state["policy"](batch["x"]).log_softmax(1).gather(1, batch["y"][:, None])
-            advantage = batch["x"].sum(1, keepdim=True) - state["value"](batch["x"])
-        for _ in range(2):
-            logits = state["policy"](batch["x"]).log_softmax(1)
-            ratio = (logits.gather(1, batch["y"][:, None]) - old).exp()
-            gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-            entropy = -(logits.exp() * logits).sum(1).mean()
-            value_loss = mse_loss(state["value"](batch["x"]), batch["x"].sum(1, keepdim=True))
-            state["optimizer"].zero_grad()
-            (0.5 * value_loss - gain - 0.01 * entropy).backward()
-            nn.utils.clip_grad_norm_([p for g in state["optimizer"].param_groups for p in g["params"]], 0.5)
-            state["optimizer"].step()
-        return StepResult({"gain": gain.detach()})
 
 
 class EvolutionStrategy(Base):

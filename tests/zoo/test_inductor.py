@@ -3,10 +3,11 @@
 import shutil
 
 import pytest
+import torch
 
 from zoo import runs
+from zoo.small import Accumulating
 
-COMPILED = "zoo.inductor:Compiled"
 TOLERANCE = 1e-5
 """Compiled kernels add up in another order."""
 
@@ -17,6 +18,14 @@ pytestmark = [
         not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler: install g++"
     ),
 ]
+
+
+class Compiled(Accumulating):
+    """Two backward calls and clipping for each update of a module that is compiled to C++ on the host."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "model": torch.compile(state["model"])}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,5 +40,6 @@ def cache(tmp_path_factory):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_on_two_ranks(tmp_path, strategy):
-    for rank in runs.on_two_ranks(tmp_path, [{"key": strategy, "name": COMPILED, "strategy": strategy}], timeout_s=380):
+    job = {"key": strategy, "name": "zoo.test_inductor:Compiled", "strategy": strategy}
+    for rank in runs.on_two_ranks(tmp_path, [job], timeout_s=380):
         runs.assert_close(rank[strategy], runs.plain_run("Accumulating"), TOLERANCE)

@@ -9,26 +9,6 @@ from genlight.adapter.contract.types import StepResult
 from .base import Base, mlp
 
 
-class OwnMomentumList(Base):
-    """No optimizer: moments in a list, weights changed by hand."""
-
-    kept = ("moments",)
-
-    def configure(self, ctx):
-        model = mlp().to(ctx.device)
-        return {"model": model, "moments": [torch.zeros_like(p) for p in model.parameters()]}
-
-    def train_step(self, batch, state, ctx):
-        loss = self.loss(batch, state)
-        state["model"].zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for moment, p in zip(state["moments"], state["model"].parameters(), strict=True):
-                moment.mul_(0.9).add_(p.grad)
-                p -= 0.05 * moment
-        return StepResult({"loss": loss.detach()})
-
-
 class LeavesReplaced(Base):
     """Each update creates new tensors in a new dict, and so does loading."""
 

@@ -1,9 +1,8 @@
-"""Networks on images: convolutions, batch norm, freezing, checkpointing, points that split, a scripted module."""
+"""Networks on images: convolutions, batch norm, freezing, points that split, a scripted module."""
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from .base import Base, images
 
@@ -63,23 +62,6 @@ class GradualUnfreezing(Vision):
         state["model"][0].requires_grad_(state["steps"] >= 2)
         state["steps"] += 1
         return super().train_step(batch, state, ctx)
-
-
-class ActivationCheckpointing(Vision):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.blocks = nn.Linear(36, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, x):
-            x = self.first(x.flatten(1))
-            for block in self.blocks:
-                x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=False)
-            return self.head(x)
-
-    def model(self):
-        return self.Net()
 
 
 class SplatDensification(Base):
