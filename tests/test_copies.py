@@ -89,9 +89,7 @@ def new_module() -> ContractModule:
 
 
 @copies
-def test_a_copy_of_a_trainer_with_every_callback_trains_before_and_after_the_original_has(
-    tmp_path: Path, copied: Callable[[Any], Any]
-) -> None:
+def test_a_copy_of_a_trainer_with_every_callback_trains(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
     """After a fit nothing of the process (threads, locks, signals) prevents a copy."""
     original, module = trainer_with_all(tmp_path), new_module()
     trainer, module = copied((original, module))
@@ -132,9 +130,7 @@ def test_callbacks_can_be_copied_while_they_train(tmp_path: Path, copied: Callab
 
 
 @copies
-def test_a_plugin_with_a_save_in_flight_gives_a_copy_that_has_none(
-    tmp_path: Path, copied: Callable[[Any], Any]
-) -> None:
+def test_a_copy_of_a_plugin_has_no_save_in_flight(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
     """The original finishes its save, and the copy saves separately."""
     plugin, goes_on = DurableCheckpointIO(asynchronous=True), threading.Event()
     plugin.store.background.submit(goes_on.wait)
@@ -171,9 +167,7 @@ def test_an_open_log_gives_a_closed_copy_as_a_fork_does(tmp_path: Path, copied: 
 
 
 @copies
-def test_a_copy_of_uploads_has_no_token_and_not_the_uploader_of_the_caller(
-    tmp_path: Path, copied: Callable[[Any], Any]
-) -> None:
+def test_a_copy_of_uploads_has_neither_token_nor_uploader(tmp_path: Path, copied: Callable[[Any], Any]) -> None:
     """A pickle may end in a file. An uploader of the caller's belongs to one process: a fit with a copy is refused."""
     config = UploadConfig(run_id="copies", queue_dir=tmp_path / "uploads", token="secret-token")
     with Uploader(config) as uploader:
@@ -199,9 +193,7 @@ def test_a_copy_of_a_module_asks_itself_whether_to_stop(tmp_path: Path, copied: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "plugin"), [("ddp_spawn", ["plugin"]), ("ddp_fork", [])])
-def test_processes_that_are_spawned_or_forked_save_and_hand_their_weights_back(
-    tmp_path: Path, strategy: str, plugin: list[str]
-) -> None:
+def test_spawned_or_forked_processes_return_their_weights(tmp_path: Path, strategy: str, plugin: list[str]) -> None:
     """The children's weights are in the checkpoints, and in the module of the process that started them."""
     script = SUPPORT / "launched_by_copy.py"
     command = [sys.executable, str(script), strategy, str(tmp_path), *plugin]

@@ -59,7 +59,7 @@ class ChangesMode(Counts):
         ("none", ""),
     ],
 )
-def test_training_continues_in_its_modes_and_the_hook_is_named_once(
+def test_training_continues_in_its_modes_and_the_hook_is_named(
     fit: Any, tmp_path: Path, caplog: Any, hook: str, message: str
 ) -> None:
     plugin = ChangesMode(hook)

@@ -127,9 +127,7 @@ def test_a_formula_that_fails_ends_the_count_and_not_the_step(fit, path: Path, m
         ({"flops": 0.0, "watts_estimate": 0.0, "power_watts": 5.0}, (0.0, 0.0, None)),
     ],
 )
-def test_what_cannot_be_measured_is_taken_from_the_metrics_and_a_zero_counts(
-    fit, path: Path, metrics, expected
-) -> None:
+def test_figures_that_cannot_be_measured_are_taken_from_the_metrics(fit, path: Path, metrics, expected) -> None:
     fit(Reports(**metrics), [Heartbeat(2, path=path)], steps=2)
 
     (event,) = read_events(path)

@@ -68,10 +68,7 @@ def test_all_seven_events_come_in_the_order_of_the_training() -> None:
     hook = Notes()
     run(Collects(), [hook])
 
-    epoch = [
-        *("on_rollout_start", "on_rollout_end", "on_mb_end", "on_mb_end"),
-        *("on_train_phase_end", "on_epoch_end"),
-    ]
+    epoch = [*("on_rollout_start", "on_rollout_end", "on_mb_end", "on_mb_end"), *("on_train_phase_end", "on_epoch_end")]
     assert hook.events == ["on_new_training_run", *epoch, *epoch, "on_training_end"]
 
 
@@ -357,11 +354,7 @@ def test_a_manager_needs_no_checkpoint_callback() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (
-            lambda: CheckpointHook({"lr": 1}),
-            ValueError,
-            "no checkpoint.checkpoint_interval; add it, or set `interval`",
-        ),
+        (lambda: CheckpointHook({"lr": 1}), ValueError, "no checkpoint.checkpoint_interval; add it, or set `interval`"),
         (lambda: CheckpointHook({"checkpoint": {"checkpoint_interval": 1.5}}), ValueError, "whole number"),
         (lambda: EvaluationHook({"lr": 1}, evaluate=print), ValueError, "no evaluation.evaluate_interval"),
         (lambda: EvaluationHook(None, None, {"lr": 1}, evaluate=print), ValueError, "no evaluate_interval"),

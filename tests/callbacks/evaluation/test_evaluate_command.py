@@ -202,9 +202,7 @@ def test_a_command_that_cannot_be_started_is_refused(fit, counting_trainer) -> N
         fit(counting_trainer(), [EvaluateCommand("true")])
 
 
-def test_a_checkpoint_that_waits_is_scored_although_the_one_before_failed_at_the_end(
-    fit, counting_trainer, tmp_path
-) -> None:
+def test_a_waiting_checkpoint_is_scored_although_the_one_before_failed(fit, counting_trainer, tmp_path) -> None:
     command = program(
         tmp_path,
         """

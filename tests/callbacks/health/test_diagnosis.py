@@ -259,9 +259,7 @@ def test_a_loss_spike_between_checks_is_found_with_its_step(fit, path: Path) -> 
         ({"latent_var": 1e-13}, True),
     ],
 )
-def test_collapsed_latent_values_are_reported_and_a_variance_has_the_squared_limit(
-    fit, path, metrics, is_collapsed
-) -> None:
+def test_collapsed_latent_values_are_reported(fit, path, metrics, is_collapsed) -> None:
     def set_metrics(trainer, step, state):
         trainer.metrics = metrics
 

@@ -191,9 +191,7 @@ class Waiting(Hook):
     [({"steps": 10}, [1, 3, 6, 9]), ({"steps": 8, "batches": list(range(4)), "max_epochs": -1}, [1, 3, 5, 6])],
     ids=["one epoch", "two epochs"],
 )
-def test_a_waiting_hook_is_called_at_its_steps_and_at_the_first_step_of_each_epoch(
-    fit, fit_plain, counting_trainer, settings, called
-):
+def test_a_waiting_hook_is_called_at_its_steps_and_in_each_epoch(fit, fit_plain, counting_trainer, settings, called):
     class Unmarked(Waiting):
         def on_train_batch_end(self, trainer, *rest):
             super().on_train_batch_end(trainer, *rest)

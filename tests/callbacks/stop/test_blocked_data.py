@@ -119,9 +119,7 @@ PERSISTENT = {"persistent_workers": True}
         pytest.param(False, lambda rows: loader_of(rows, **PERSISTENT), BATCHES + 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_stop_while_workers_block_saves_the_last_step_and_the_next_start_sees_what_an_unbroken_run_sees(
-    own, make, batch, tmp_path
-):
+def test_a_stop_while_workers_block_saves_the_last_step_and_a_resume_is_exact(own, make, batch, tmp_path):
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     (tmp_path / "whole" / "blocked").touch()

@@ -173,9 +173,7 @@ def test_the_pause_that_a_step_asked_for_ends_with_a_stop_request(fit, counting_
 
 
 @pytest.mark.parametrize("has_agent", [False, True])
-def test_torchruns_grace_period_is_logged_at_the_start_and_a_longer_stop_is_warned_of_once(
-    train, monkeypatch, caplog, has_agent
-):
+def test_torchruns_grace_period_is_logged_and_a_longer_stop_warned_of_once(train, monkeypatch, caplog, has_agent):
     if has_agent:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
     caplog.set_level("INFO", "genlight")
@@ -195,18 +193,6 @@ def test_torchruns_grace_period_is_logged_at_the_start_and_a_longer_stop_is_warn
 
 
 # signals
-
-
-def test_a_signal_stops_the_run_after_the_step_however_quick_steps_are(fit, counting_trainer):
-    seen = Doing(42, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    stop = Counted()
-    stop.poll_s = 3600.0
-
-    with pytest.raises(TrainingCanceled):
-        fit(counting_trainer(), [seen, stop], steps=80)
-
-    assert seen.ended == 42
-    assert stop.looks < 42
 
 
 @pytest.mark.parametrize("hook", ["configure", "load_state_dict", "fails"])

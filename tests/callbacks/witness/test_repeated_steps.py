@@ -36,11 +36,7 @@ def test_repeated_steps_have_the_same_bits(make, until, tmp_path, caplog):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"generator": torch.Generator()},
-        {"shuffle": False},
-        {"batch_size": 3},
-    ],
+    [{"generator": torch.Generator()}, {"shuffle": False}, {"batch_size": 3}],
     ids=["own generator", "in order", "uneven"],
 )
 def test_no_false_alarm_with_any_loader(options, workers, tmp_path):
