@@ -240,7 +240,7 @@ def run(job, rank, counters):
         job["directory"],
         every_n_steps=job.get("every", 0),
         memory_every_n_steps=job.get("memory_every", 0),
-        save_final=job.get("final", False),
+        save_final=False,
         asynchronous=job.get("asynchronous", True),
         on_error=job.get("on_error", "stop"),
     )

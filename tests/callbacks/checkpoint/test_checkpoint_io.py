@@ -42,7 +42,7 @@ def test_model_checkpoint_keeps_top_k_and_last(tmp_path, plugin, make_trainer, m
 
 
 @pytest.mark.parametrize("extension", [".ckpt", ".pth", ".json"])
-def test_each_start_finds_the_last_checkpoint_by_any_extension(
+def test_each_start_finds_the_last_checkpoint(
     tmp_path, plugin, make_trainer, make_net, make_loader, monkeypatch, extension
 ):
     """Each later save finds the name of the last one in use, and gives its data folder another name."""

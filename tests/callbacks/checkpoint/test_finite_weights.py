@@ -40,9 +40,7 @@ def test_a_record_without_the_entry_still_loads(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_diverged_run_keeps_its_newest_finite_checkpoint_and_warns_on_resume(
-    tmp_path, train_net, make_net, caplog, capsys, asynchronous
-):
+def test_a_diverged_run_keeps_its_newest_finite_checkpoint(tmp_path, train_net, make_net, caplog, capsys, asynchronous):
     class Diverges(type(make_net())):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (NAN if batch_idx >= 3 else 1.0)
@@ -50,20 +48,11 @@ def test_a_diverged_run_keeps_its_newest_finite_checkpoint_and_warns_on_resume(
     checkpoint = Checkpoint(tmp_path, every_n_steps=1, keep_last=2, asynchronous=asynchronous)
     train_net(checkpoint, max_steps=7, net=Diverges())
     found = {listed.record.name: listed.record.finite_weights for listed in list_checkpoints(tmp_path)}
-    assert found == {
-        "step-00000003": True,
-        "step-00000006": False,
-        "step-00000007": False,
-        "final": False,
-    }
+    assert found == {"step-00000003": True, "step-00000006": False, "step-00000007": False, "final": False}
 
     assert main(["checkpoints", "verify", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "not finite" in line] == [
-        "step-00000006",
-        "step-00000007",
-        "final",
-    ]
+    assert [line.split()[0] for line in lines if "not finite" in line] == ["step-00000006", "step-00000007", "final"]
 
     plugin = DurableCheckpointIO()
     plugin.load_checkpoint(tmp_path / "step-00000003.json")

@@ -108,9 +108,7 @@ def store() -> Iterator[CheckpointStore]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_save_after_a_change_has_the_same_bytes_as_a_first_save(
-    change: str, store: CheckpointStore, tmp_path: Path
-) -> None:
+def test_a_save_after_a_change_equals_a_first_save(change: str, store: CheckpointStore, tmp_path: Path) -> None:
     state = make_state()
     for number in range(2):
         store.save(tmp_path / str(number), state, asynchronous=True).result()

@@ -58,11 +58,7 @@ CUTS = [("shuffled", 3), ("own generator", 4), ("weighted", 1), ("distributed", 
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut"),
-    [
-        *CUTS,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(KINDS, (2, 5, 8))),
-    ],
+    ("kind", "cut"), [*CUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in product(KINDS, (2, 5, 8)))]
 )
 def test_a_resume_from_each_step_sees_what_an_unbroken_run_sees(kind, cut, tmp_path, caplog):
     whole = rows_seen(tmp_path / "whole", 9, loader(kind))

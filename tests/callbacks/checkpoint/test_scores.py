@@ -60,9 +60,7 @@ def test_a_checkpoint_saved_while_an_older_one_is_scored_does_not_get_that_score
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_score_of_this_step_counts_whether_it_comes_before_the_save_or_after(
-    fit, counting_trainer, tmp_path, asynchronous
-):
+def test_a_score_counts_whether_it_comes_before_the_save_or_after(fit, counting_trainer, tmp_path, asynchronous):
     class PublishesAfterTheSave(Publishes):
         writes = ()
         reads = ("latest_checkpoint_uri",)

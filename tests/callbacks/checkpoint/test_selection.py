@@ -146,9 +146,7 @@ def test_a_final_record_is_verified(tmp_path):
         ("run/checkpoints/last.ckpt", "last.ckpt"),
     ],
 )
-def test_a_checkpoint_is_found_by_its_record_name_or_folder_or_as_the_newest_in_a_folder(
-    name, expected, tmp_path, monkeypatch
-):
+def test_a_checkpoint_is_found_by_its_record_name_or_folder(name, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoints = tmp_path / "run" / "checkpoints"
     save_steps(checkpoints, 3, 10)

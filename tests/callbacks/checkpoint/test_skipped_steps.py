@@ -108,9 +108,7 @@ def test_a_failure_in_the_background_ends_the_run_within_a_step_whoever_saved(fi
     assert checkpoint.calls < 15
 
 
-def test_each_of_two_checkpoints_is_reported_after_the_step_in_which_it_became_durable(
-    fit, trainer_class, writer, tmp_path
-):
+def test_each_of_two_checkpoints_is_reported_once_it_is_durable(fit, trainer_class, writer, tmp_path):
     """Both save through one store; the second must not replace the first in it."""
     listener = Listener()
     often, rarely = (Counted(tmp_path / str(every), every_n_steps=every, save_final=False) for every in (20, 70))
@@ -120,9 +118,7 @@ def test_each_of_two_checkpoints_is_reported_after_the_step_in_which_it_became_d
 
 
 @pytest.mark.parametrize("first_continues", [True, False])
-def test_a_failed_save_is_reported_to_the_callback_that_requested_it(
-    fit, trainer_class, writer, tmp_path, first_continues, caplog
-):
+def test_a_failed_save_is_reported_to_its_own_callback(fit, trainer_class, writer, tmp_path, first_continues, caplog):
     """One callback ends the run at a failure and the other continues, whichever polls first."""
     listener = Listener()
     broken = Checkpoint(tmp_path / "broken", every_n_steps=20, save_final=False, on_error="continue")

@@ -36,12 +36,6 @@ def test_every_changed_bit_changes_the_digest(tensor):
     assert content_digests([tensor]) == content_digests([changed])
 
 
-def test_swapped_values_change_the_digest():
-    tensor = torch.arange(4096, dtype=torch.int64)
-    for swapped in (tensor.flip(0), tensor.roll(1), torch.cat([tensor[8:16], tensor[:8], tensor[16:]])):
-        assert not torch.equal(device_digest(tensor), device_digest(swapped))
-
-
 def test_the_order_of_the_values_counts_but_not_the_order_in_memory():
     tensor = torch.randn(5, 7)
 

@@ -10,12 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from genlight.adapter.contract.exceptions import UnstorableStateError
-from genlight.callbacks.checkpoint.sharded.optimizer_placements import (
-    KEY,
-    complete_state,
-    place_state,
-    with_placements,
-)
+from genlight.callbacks.checkpoint.sharded.optimizer_placements import KEY, complete_state, place_state, with_placements
 from genlight.callbacks.checkpoint.sharded.slices import whole
 from support.messages import refusal
 
