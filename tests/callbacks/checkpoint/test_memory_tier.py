@@ -212,6 +212,15 @@ def test_without_room_a_training_says_so_once_and_goes_on(fault, train, shm, tmp
     assert steps(tmp_path / "c") == [4, 8, 10]
 
 
+def test_the_memory_of_a_container_limits_the_room(tmp_path, monkeypatch):
+    for name, text in {"stat": "anon 1\ninactive_file 10\n", "max": "100\n", "current": "50\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(memory_tier, "_CGROUP", tmp_path)
+    memory_tier.require_room(60, "checkpoints")
+    with pytest.raises(CheckpointError):
+        memory_tier.require_room(61, "checkpoints")
+
+
 def test_on_several_nodes_a_resume_saves_the_newest_of_memory_on_the_disk_first(killed, train, shm, monkeypatch):
     directory, _ = killed
     monkeypatch.setenv("SLURM_NNODES", "2")
