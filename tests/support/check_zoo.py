@@ -221,11 +221,6 @@ class LbfgsOptimizer(WithoutDropout):
         return torch.optim.LBFGS(parameters, lr=0.01, max_iter=2)
 
 
-class ArrowRows(WithoutDropout):
-    def prepare_batch(self, raw, state, ctx):
-        return super().prepare_batch(raw.to_pydict(), state, ctx)
-
-
 class ByGradient(WithoutDropout):
     """Scales its gradients by a wrong factor; Adam would hide that."""
 

@@ -198,7 +198,7 @@ GOOD = (
     "ema:SwappedByData",
     "gan:WganGp",
     "language:LowRankAdapter",
-    "optimizers:MuonAndAdam",
+    "optimizers:SamTwoSteps",
     "rl:DeepQ",
 )
 
