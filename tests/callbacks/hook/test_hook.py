@@ -245,6 +245,8 @@ def test_independent_hooks_and_other_callbacks_keep_their_places():
     first, middle, last = pl.Callback(), pl.Callback(), pl.Callback()
 
     assert ordered(first, reader, middle, writer, last) == [first, writer, middle, reader, last]
+    late = reading("Late")
+    assert ordered(reader, writer, late) == [writer, reader, late]
 
 
 def test_a_cycle_and_a_missing_writer_are_errors_at_the_start_that_name_only_their_members(train):
