@@ -71,6 +71,23 @@ def test_a_killed_run_shows_its_proof_everywhere(job):
     assert validate_events(folder / "metrics" / "events.jsonl") == []
 
 
+def test_a_job_can_repeat_the_steps_before_its_newest_checkpoint(job):
+    spec = json.loads((job / "job.json").read_text())
+    (job / "job.json").write_text(json.dumps({**spec, "max_steps": 10}))
+    assert start(job) == 0
+    folder = job / "runs" / "r"
+    (folder / "checkpoints" / "final.json").unlink()
+    (job / "job.json").write_text(json.dumps({**spec, "resume": {"overlap": True}}))
+
+    assert start(job) == 0
+
+    findings = [finding["text"] for finding in history_of(folder).as_json(Budget())["findings"]]
+    assert findings == [
+        "step 8, repeated after the restart, has every value of step-00000008",
+        "steps 5 to 10, repeated after the restart, have the same bits",
+    ]
+
+
 def test_a_run_that_differs_can_end(job):
     assert start(job, KILL_AT="7") == -signal.SIGKILL
     assert start(job, FACTOR="1") == 1
