@@ -99,6 +99,13 @@ def test_a_short_outage_of_the_control_plane_stops_nothing(lease, client):
     assert held.reason() is None
 
 
+def test_a_lease_that_cannot_be_renewed_for_long_is_lost(lease, client, monkeypatch):
+    monkeypatch.setattr(control_plane, "PATIENCE_S", 0.05)
+    client.answers["heartbeat"] = AWAY
+    held = lease(client)
+    wait_for(lambda: held.reason() == "canceled")
+
+
 def test_no_heartbeat_comes_after_the_end(lease, client):
     held = lease(client)
     wait_for(lambda: client.asked("heartbeat"))

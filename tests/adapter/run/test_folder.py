@@ -11,6 +11,14 @@ from genlight.adapter.run.folder import artifact_dir_faults, prepare_artifact_di
 from support.messages import refusal
 
 
+def test_directories_are_made_and_left_without_a_trace_of_the_probe(config_of, tmp_path):
+    prepare_artifact_dirs(config_of())
+    prepare_artifact_dirs(config_of())
+    assert sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")) == [
+        *("checkpoints", "metrics", "samples")
+    ]
+
+
 def test_a_file_in_the_way_is_named_with_the_directory_that_it_blocks(config_of, tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(StartupContractError) as caught:

@@ -87,6 +87,30 @@ def test_an_error_counts_after_its_patience_while_other_checks_run():
     assert str(first_found(patient, lambda: RankFailedError("rank 2"))) == "rank 2"
 
 
+def test_the_patience_starts_over_after_an_error_has_passed(monkeypatch):
+    now, is_there = 0.0, True
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now)
+    patient = after_patience(10.0, lambda: RankFailedError("rank 1") if is_there else None)
+    assert patient() is None
+    now, is_there = 6.0, False
+    assert patient() is None
+    now, is_there = 12.0, True
+    assert patient() is None
+    now = 21.0
+    assert patient() is None
+    now = 22.0
+    assert patient() is not None
+
+
+def test_checks_run_during_their_block():
+    looked = threading.Semaphore(0)
+    watching = RankWatch(lambda error: pytest.fail(str(error)))
+    with watching.looking(looked.release):
+        assert looked.acquire(timeout=60)
+    watching.close()
+    assert watching._checks == []
+
+
 def test_a_rank_that_stays_paused_is_named_after_a_stop_request(monkeypatch):
     monkeypatch.setattr(ranks, "PAUSE_PATIENCE_S", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -202,6 +226,16 @@ def test_a_rank_does_not_wait_for_a_rank_zero_that_is_gone_or_invisible(notes):
     assert wait(notes, gone=None, within_s=0.0) is None
     notes.leave_exit_code(0)
     assert wait(notes, gone=None) == 0
+
+
+def test_a_rank_of_another_launcher_that_is_killed_ends_the_run_though_training_sees_nothing(notes, rank, monkeypatch):
+    """Without a launcher that watches, as over pods, a collective may wait for a lost rank for half an hour."""
+    monkeypatch.setattr(ranks, "have_met", lambda: True)
+    check = failed_ranks(notes, processes())
+    assert check() is None
+    rank.kill()
+    rank.communicate()
+    assert "rank 3 on n10 ended without a report" in str(first_found(check))
 
 
 @pytest.fixture
