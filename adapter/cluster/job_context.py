@@ -20,6 +20,8 @@ from typing import TypeVar
 
 from ..plumbing.settings import render_text
 
+NODES = "GENLIGHT_NODES"
+"""Variable of the ranks that ``genlight run --restarts`` forks: the number of nodes."""
 MOST_HOSTS = 65_536
 """Slurm's own limit on a range; here it limits the entire list."""
 

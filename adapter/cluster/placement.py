@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from typing_extensions import override
 
 from ..plumbing.text import as_list
-from .job_context import JobContext, current_job_context, derived_port, in_srun_task
+from .job_context import NODES, JobContext, current_job_context, derived_port, in_srun_task
 
 _NOT_GIVEN = (None, "auto", -1, "-1")
 """The values of `devices` that leave the decision to the launcher."""
@@ -114,7 +114,12 @@ def launcher_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     has_own |= any(isinstance(each, ClusterEnvironment) for each in plugins)
     environment: ClusterEnvironment | None = None
     devices = num_nodes = None
-    if TorchElasticEnvironment.detect():  # also if srun started torchrun, because torchrun numbers its processes itself
+    if NODES in os.environ:  # in place of the launcher that has started one supervisor on each node
+        environment = None if has_own else LightningEnvironment()
+        devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number(NODES)
+    elif (
+        TorchElasticEnvironment.detect()
+    ):  # also if srun started torchrun, because torchrun numbers its processes itself
         if not has_own:
             _meet_in_own_store()
         devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number("GROUP_WORLD_SIZE")

@@ -67,7 +67,7 @@ RANK_ZERO_PATIENCE_S = 5.0
 """How long another rank may take to end by itself after rank zero has ended."""
 _RANK_ZERO_PROCESS = "GENLIGHT_RANK_ZERO_PID"
 DEATHS = "GENLIGHT_DEATHS"
-"""Variable of a supervisor: the descriptor from which rank zero reads lines with a rank that ended, and its code."""
+"""Variable of a supervisor: the descriptor from which rank zero reads lines with a rank that ended, and how."""
 STORE = "GENLIGHT_STORE"
 """Variable of a supervisor: the descriptor of the port at which rank zero opens the store."""
 TIMES = "GENLIGHT_RESTART"
@@ -137,24 +137,21 @@ class RankProcesses:
         self._trainer = trainer
         descriptor = os.environ.pop(DEATHS, None)
         self._deaths = None if descriptor is None else int(descriptor)
-        self._ended: tuple[int, int] | None = None
+        self._ended = ""
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
         return getattr(self._trainer.strategy.launcher, "procs", [])
 
-    def failed(self) -> tuple[int, int] | None:
-        """Return the first rank whose exit code is not 0, and that code (negative for a signal)."""
+    def failed(self) -> str:
+        """Return which rank ended first with another exit code than 0, and how; empty if none has."""
         for thread in threading.enumerate() if self._processes() else ():
             if thread.name == "child-process-observer":
                 thread._child_processes = []  # type: ignore[attr-defined]  # an observer without children ends
-        if self._deaths is not None and self._ended is None and select.select([self._deaths], [], [], 0)[0]:
-            rank, code = os.read(self._deaths, 64).split()[:2]
-            self._ended = int(rank), int(code)
-        if self._ended is not None:
-            return self._ended
+        if self._deaths is not None and not self._ended and select.select([self._deaths], [], [], 0)[0]:
+            self._ended = os.read(self._deaths, select.PIPE_BUF).decode().partition("\n")[0]
         first = self._trainer.global_rank + 1
         codes = ((rank, process.poll()) for rank, process in enumerate(self._processes(), start=first))
-        return next(((rank, code) for rank, code in codes if code), None)
+        return self._ended or next((end_of_rank(rank, code) for rank, code in codes if code), "")
 
     def kill(self) -> None:
         """Kill them: a rank that hangs in a collective reacts to nothing else. Takes no lock, for signal handlers."""
@@ -318,11 +315,13 @@ def _recorded_failure(
     """Return the oldest recorded failure; without one, the failure of a process that died without a record."""
     for record in () if files is None else files.failures(before_s=before_s):
         return record.failure
-    dead = None if processes is None else processes.failed()
-    if dead is None:
-        return None
-    rank, code = dead
-    return _failure(f"rank {rank} {f'was killed by signal {-code}' if code < 0 else f'ended with exit code {code}'}")
+    dead = "" if processes is None else processes.failed()
+    return _failure(dead) if dead else None
+
+
+def end_of_rank(rank: int, code: int) -> str:
+    """Return how a rank ended, in words; `code` is negative for a signal."""
+    return f"rank {rank} {f'was killed by signal {-code}' if code < 0 else f'ended with exit code {code}'}"
 
 
 def _lost_rank(files: RankFiles) -> Failure | None:

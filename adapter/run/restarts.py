@@ -1,4 +1,4 @@
-"""Start a job on this machine, and start it again after one of its ranks was killed: ``genlight run --restarts N``.
+"""Start a job, and start it again after one of its ranks was killed: ``genlight run --restarts N``.
 
 The supervisor imports torch, Lightning and genlight once and forks every rank of every attempt, so a restart pays for
 no import but the user's. To be a good origin of copies it has no thread of its own, no CUDA context and no code of the
@@ -6,6 +6,9 @@ user: it reads the job, and a short-lived copy counts the ranks.
 
 Rank zero still reports each attempt. The supervisor tells it through a pipe which rank has died, and kills the other
 ranks once rank zero has ended: they may wait forever in a collective.
+
+On several nodes each has a supervisor, and they go from attempt to attempt together; see `nodes`. The first one
+decides. If a node is lost, all supervisors end, and whatever has started them starts them again.
 """
 
 from __future__ import annotations
@@ -24,19 +27,35 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from ...callbacks.checkpoint.memory_tier import retire_memory
 from ...callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
 from ...callbacks.stop.sources import process_age_s
 from ...reporters.events.event import Failed
-from ..cluster.job_context import in_srun_task
+from ..cluster.job_context import NODES
 from ..contract.exceptions import UsageError
 from ..job.config import RunConfig, read_run_config
 from ..module.plugin_loading import on_sys_path
 from ..plumbing.failures import EXIT_COMPLETED, EXIT_STOPPED
 from .attempts import last_attempts
 from .deaths import DEATH
+from .folder import artifact_dir_faults
+from .nodes import (
+    LAUNCHERS,
+    WAY_OUT,
+    Begin,
+    End,
+    Exit,
+    Link,
+    LostNodeError,
+    Message,
+    Place,
+    await_ends,
+    launched_place,
+    meet,
+    tell,
+)
 from .rank_files import LAUNCH_ID, RESTART
 from .ranks import DEATHS, STORE, TIMES
 from .report import working_directory
@@ -46,7 +65,8 @@ log = logging.getLogger(__name__)
 
 FOLLOWS_WITHIN_S = 30.0
 """How long the other ranks may take to end after rank zero has completed or stopped."""
-_LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "RANK", "NODE_RANK", "GROUP_RANK")
+_CLOSES_WITHIN_S = 10.0
+"""How long the other supervisors may take to end after the first one has told them."""
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 _PRELOADED = (
     "lightning.pytorch",
@@ -70,20 +90,15 @@ def run_with_restarts(options: RunOptions, most: int) -> int:
         most: Maximum number of restarts.
 
     Raises:
-        UsageError: Another launcher has started this process, or later attempts could not begin like the first.
+        UsageError: A launcher has started several processes on a node, nodes differ, or later attempts could not begin
+            like the first.
     """
-    variables = [name for name in _LAUNCHED if name in os.environ]
-    if variables or in_srun_task():
-        by = f"`{variables[0]}` is set" if variables else "this is a task of srun"
-        raise UsageError(
-            f"--restarts starts all ranks of a run on one machine, but another launcher has started this one ({by}). "
-            "Let that launcher restart them, as `torchrun --max-restarts` and `genlight slurm submit` do"
-        )
+    place = launched_place()
     if options.spec_path is not None and os.fspath(options.spec_path) == "-":
         raise UsageError("--restarts reads the job once for each attempt: name a file instead of standard input")
     config, errors = read_run_config(spec_path=options.spec_path, overrides=options.overrides, environ=options.environ)
     signals = StopSignals.handling()
-    if errors.exception(secrets=config.secrets) is None:
+    if errors.exception(secrets=config.secrets) is None and not artifact_dir_faults(config, create=False):
         if config.resume_checkpoint_path or config.inputs.resume_checkpoint_ref:
             raise UsageError(
                 "the job names a checkpoint to resume from, and every restart would begin there again; remove it from "
@@ -93,7 +108,7 @@ def run_with_restarts(options: RunOptions, most: int) -> int:
             importlib.import_module(module)
         faulthandler.cancel_dump_traceback_later()  # its thread exists only here; a copy would wait for it at exit
         gc.freeze()
-        supervisor = _Supervisor(options, config)
+        supervisor = _Supervisor(options, config, place)
         supervisor.forward_signals()  # from here on, a signal is forwarded, or has been noted
         if signals is not None:
             signals.end_watch()
@@ -104,58 +119,103 @@ def run_with_restarts(options: RunOptions, most: int) -> int:
 
 
 class _Supervisor:
-    """Forks the ranks of one attempt after the other."""
+    """Forks the ranks of this node for one attempt after the other."""
 
-    def __init__(self, options: RunOptions, config: RunConfig) -> None:
-        self._options, self._config = options, config
+    def __init__(self, options: RunOptions, config: RunConfig, place: Place) -> None:
+        self._options, self._config, self._place = options, config, place
         self._ranks: dict[int, int] = {}
         """Ranks that live, by process id."""
-        self._is_stopping = False
+        self._links: dict[int, Link] = {}
+        """Connections to the other supervisors, by node."""
+        self._listener: socket.socket | None = None
+        self._stop_signal = 0
 
     def forward_signals(self) -> None:
         """Hand stop signals to all ranks, and start no further attempt after one."""
         for number in REASON_OF_SIGNAL:
             signal.signal(number, self._forward)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _end_with(os.getppid())  # an agent of torchrun that is killed leaves its processes behind
 
     def _forward(self, number: int, _: object) -> None:
-        self._is_stopping = True
+        self._stop_signal = number
+        self._signal_ranks(number)
+
+    def _signal_ranks(self, number: int) -> None:
         for process in tuple(self._ranks):
             os.kill(process, number)  # nobody has waited for it, so no other process can have its number
 
     def run(self, most: int) -> int:
         """Run attempts until one needs no further one, and return its exit code; in a rank, the code of that rank."""
-        options, variables, began = self._options, dict[str, str](), time.monotonic() - process_age_s()
-        size = self._count_ranks()
-        if not size:
-            raise UsageError(
-                "--restarts starts all ranks of a run on one machine, but `lightning.num_nodes` is larger than 1. "
-                "Start the ranks with a launcher that restarts them, such as `torchrun --max-restarts`"
-            )
-        for restart in range(most + 1):
-            attempt = _Attempt(size, restart, variables)
-            for rank in range(size):
-                if (process := self._fork()) == 0:
-                    attempt.become(rank)
-                    options = dataclasses.replace(options, is_supervised=True)
-                    return run_job(dataclasses.replace(options, age_s=time.monotonic() - began))
-                self._ranks[process] = rank
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, REASON_OF_SIGNAL)
-            died = attempt.watch(self._ranks)
-            code = attempt.codes[0]
-            if self._is_stopping or (died is None and not (code == EXIT_STOPPED and self._was_preempted())):
-                break
-            what = "the run was preempted" if died is None else f"rank {died[0]} was killed by signal {-died[1]}"
-            if restart == most:
-                log.error("%s, and all %d restarts are used up", what, most)
-                break
-            log.warning("%s: starting it again (restart %d of %d)", what, restart + 1, most)
-            now = time.time()
-            variables = {} if died is None else {DEATH: f"{died[0]} {died[1]}"}
-            variables |= {TIMES: json.dumps({"died": now if died is None else died[2], "ended": now})}
-            resumed = (*self._options.overrides, "resume_from_latest=true")
-            options = dataclasses.replace(self._options, overrides=resumed, fresh=False)
-        retire_memory(self._config.checkpoints_dir)
-        return code if code >= 0 else 128 - code
+        began = time.monotonic() - process_age_s()
+        size, options = self._count_ranks(), self._options
+        order: Message
+        try:
+            self._links = meet(self._place, size, self._config.artifacts_dir, lambda: self._stop_signal != 0)
+            order = self._begin(size) if self._place.is_first else self._links[0].next()
+            while isinstance(order, Begin):
+                attempt = _Attempt(self._place, size, order, self._listener, self._links)
+                for local in range(size):
+                    if (process := self._fork()) == 0:
+                        attempt.become(local)
+                        options = dataclasses.replace(options, is_supervised=True)
+                        return run_job(dataclasses.replace(options, age_s=time.monotonic() - began))
+                    self._ranks[process] = self._place.node * size + local
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, REASON_OF_SIGNAL)
+                if self._stop_signal:  # it came while there were no ranks
+                    self._forward(self._stop_signal, None)
+                attempt.watch(self._ranks, lambda: self._stop_signal != 0)
+                resumed = (*self._options.overrides, "resume_from_latest=true")
+                options = dataclasses.replace(self._options, overrides=resumed, fresh=False)
+                order = self._decide(attempt, most) if self._place.is_first else attempt.next_order()
+        except LostNodeError as error:
+            order = End(EXIT_STOPPED, f"{error}. Start all nodes again: the run continues from its newest checkpoint")
+        assert isinstance(order, End)
+        return self._end(order)
+
+    def _begin(self, size: int, restart: int = 0, died: Exit | None = None, died_s: float = 0.0) -> Begin:
+        """Begin an attempt on all nodes."""
+        # Every attempt meets at a new port, which no other process can take.
+        self._listener = self._place.listen() if size * self._place.nodes > 1 else None
+        port = 0 if self._listener is None else self._listener.getsockname()[1]
+        begin = Begin(restart, secrets.token_hex(8), port, died, died_s, time.time())
+        tell(self._links, begin)
+        return begin
+
+    def _decide(self, attempt: _Attempt, most: int) -> Begin | End:
+        """Decide on the first node what follows an attempt.
+
+        Raises:
+            LostNodeError: A node is lost, so no further attempt is possible.
+        """
+        died, code, restart = attempt.died, attempt.codes[0], attempt.begin.restart
+        end = End(code if code >= 0 else 128 - code)
+        is_stopped = self._stop_signal or attempt.is_stopping
+        if is_stopped or (died is None and not (code == EXIT_STOPPED and self._was_preempted())):
+            return end
+        if attempt.lost is not None:
+            raise attempt.lost
+        what = "the run was preempted" if died is None else str(died)
+        if restart == most:
+            log.error("%s, and all %d restarts are used up", what, most)
+            return end
+        log.warning("%s: starting it again (restart %d of %d)", what, restart + 1, most)
+        return self._begin(attempt.size, restart + 1, died, attempt.died_s)
+
+    def _end(self, end: End) -> int:
+        """End the run on all nodes, and return the exit code."""
+        if end.text:  # what memory has is for the next start
+            log.error("%s", end.text)
+            tell(self._links, end)
+        elif self._place.is_first:
+            tell(self._links, end)
+            await_ends(self._links, _CLOSES_WITHIN_S)
+            retire_memory(self._config.checkpoints_dir)
+        else:
+            from ...callbacks.checkpoint.peers import forget_copies  # loads torch
+
+            forget_copies(self._config.checkpoints_dir)
+        return end.code
 
     def _fork(self) -> int:
         """Fork a process that ends with this one. Signals stay blocked in both until they can be handled."""
@@ -167,22 +227,23 @@ class _Supervisor:
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             StopSignals().install()
-            ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGTERM)
-            if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)
+            _end_with(parent)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, REASON_OF_SIGNAL)
         return process
 
     def _count_ranks(self) -> int:
-        """Return the number of processes that the trainer of the job wants here; 0 if it wants several nodes.
+        """Return the number of processes that the trainer of the job wants on this node.
 
         A copy of this process makes the trainer: that may look for devices, and import classes of the user. If it
         cannot be made, the first attempt says why.
+
+        Raises:
+            UsageError: The trainer does not fit the nodes.
         """
         readable, writable = os.pipe()
         if (process := self._fork()) == 0:
             with contextlib.suppress(BaseException):
-                os.write(writable, str(_wanted_ranks(self._config)).encode())
+                os.write(writable, json.dumps(_wanted_ranks(self._config)).encode())
             os._exit(0)
         os.close(writable)
         self._ranks[process] = 0
@@ -191,95 +252,172 @@ class _Supervisor:
         del self._ranks[process]
         with open(readable, "rb") as file:
             text = file.read()
-        return int(text) if text else 1
+        ranks, nodes, trains_in_copies = json.loads(text) if text else (1, 1, False)
+        here = self._place.nodes
+        if nodes not in (1, here):
+            text = (
+                f"`lightning.num_nodes` is {nodes}, but --restarts was started on {here} nodes: omit `num_nodes`, and "
+            )
+            raise UsageError(f"{text}{WAY_OUT}")
+        if trains_in_copies and here > 1:
+            raise UsageError(
+                "--restarts cannot train on several nodes by a strategy that starts copies of a process; use ddp"
+            )
+        return 1 if trains_in_copies else ranks
 
     def _was_preempted(self) -> bool:
         end = last_attempts(self._config.events_path, self._config.run_id)[1].end
         return isinstance(end, Failed) and end.category == "preempted"
 
 
-def _wanted_ranks(config: RunConfig) -> int:
+def _end_with(parent: int) -> None:
+    """Stop this process when its parent process ends."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wanted_ranks(config: RunConfig) -> tuple[int, int, bool]:
+    """Return the trainer's ranks on a node, its nodes, and whether it trains in copies of one process."""
     from ...callbacks.lightning_internals import trains_in_copies
     from ..job.lightning_objects import instantiate_alone
 
+    for name in (*LAUNCHERS, "SLURM_STEP_NUM_TASKS"):  # a launcher has started this process, not a rank
+        os.environ.pop(name, None)
     folders = [path for path in (config.spec_dir, working_directory()) if path is not None]
     with on_sys_path(folders):
         trainer = instantiate_alone(config, [])
-    ranks = 1 if trains_in_copies(trainer) else trainer.world_size
-    return 0 if trainer.num_nodes > 1 else ranks
+    return trainer.world_size // trainer.num_nodes, trainer.num_nodes, trains_in_copies(trainer)
 
 
 class _Attempt:
-    """The ranks of one attempt, their meeting place, and the pipe to rank zero.
+    """The ranks of one attempt on this node, their meeting place, and the pipe to rank zero.
 
     Args:
-        size: Number of ranks.
-        restart: Number of attempts before this one.
-        variables: Further variables of their environment.
+        place: The place of this node.
+        size: Number of ranks on each node.
+        begin: The order to begin it.
+        listener: On the first node, the port at which the ranks meet; None for a single rank.
+        links: Connections to the other supervisors, by node; a lost one is removed.
     """
 
-    def __init__(self, size: int, restart: int, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, place: Place, size: int, begin: Begin, listener: socket.socket | None, links: dict[int, Link]
+    ) -> None:
+        self.size, self.begin = size, begin
         self.codes: dict[int, int] = {}
         """Exit codes by rank; negative for a signal."""
-        self._size = size
-        self._variables = {**variables, LAUNCH_ID: secrets.token_hex(8)}
-        self._listener: socket.socket | None = None
-        self._deaths: tuple[int, int] | None = None
-        if size > 1:
-            # Every attempt meets at a new port, which no other machine can reach and no other process can take.
-            self._listener = socket.create_server(("127.0.0.1", 0))
-            self._deaths = os.pipe()
-            self._variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._listener.getsockname()[1])}
-            self._variables |= {"TORCHELASTIC_USE_AGENT_STORE": str(True), RESTART: str(restart)}
+        self.died: Exit | None = None
+        """The first rank that a signal ended, if rank zero had not ended; None if all ended by themselves."""
+        self.died_s = 0.0
+        """When it died, in seconds since 1970."""
+        self.is_stopping = False
+        """Whether a supervisor of another node has received a stop signal."""
+        self.lost: LostNodeError | None = None
+        """The loss of a node."""
+        self._place, self._listener, self._links = place, listener, links
+        self._deaths = None if listener is None else os.pipe()
+        self._kill_at: float | None = None
 
-    def become(self, rank: int) -> None:
-        """Make this copy of the supervisor a rank."""
-        os.environ.update(self._variables)
-        if TIMES in self._variables:
-            os.environ[TIMES] = json.dumps({**json.loads(self._variables[TIMES]), "forked": time.time()})
-        if self._listener is None or self._deaths is None:
-            return
-        os.environ["LOCAL_RANK"] = str(rank)
-        os.close(self._deaths[1])
-        if rank == 0:
-            os.environ |= {STORE: str(self._listener.detach()), DEATHS: str(self._deaths[0])}
-        else:
-            self._listener.close()
-            os.close(self._deaths[0])
+    def become(self, local: int) -> None:
+        """Make this copy of the supervisor a rank; `local` is its number on this node."""
+        place, begin = self._place, self.begin
+        for link in self._links.values():
+            link.close()
+        variables: dict[str, object] = {LAUNCH_ID: begin.launch}
+        if begin.restart:
+            died_s = begin.ended_s if begin.died is None else begin.died_s
+            variables |= {TIMES: json.dumps({"died": died_s, "ended": begin.ended_s, "forked": time.time()})}
+        if begin.died is not None:
+            variables |= {DEATH: f"{begin.died.rank} {begin.died.code}"}
+        if begin.port:
+            variables |= {"RANK": place.node * self.size + local, "WORLD_SIZE": place.nodes * self.size}
+            variables |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": self.size, "NODE_RANK": place.node}
+            variables |= {NODES: place.nodes, "MASTER_ADDR": place.address, "MASTER_PORT": begin.port}
+            variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, RESTART: begin.restart}
+        if self._listener is not None and self._deaths is not None:
+            os.close(self._deaths[1])
+            if local == 0:
+                variables |= {STORE: self._listener.detach(), DEATHS: self._deaths[0]}
+            else:
+                self._listener.close()
+                os.close(self._deaths[0])
+        os.environ.update({name: str(value) for name, value in variables.items()})
 
-    def watch(self, ranks: dict[int, int]) -> tuple[int, int, float] | None:
-        """Wait until all ranks have ended.
+    def watch(self, ranks: dict[int, int], is_stopping: Callable[[], bool]) -> None:
+        """Wait until all ranks have ended, on the first node those of all nodes; on another, also for the next order.
 
         Args:
-            ranks: The ranks by process id; those that have ended are removed.
-
-        Returns:
-            The first rank that a signal ended, its exit code, and the time; None if all ended by themselves.
+            ranks: The ranks of this node by process id; those that have ended are removed.
+            is_stopping: Returns whether this supervisor has received a stop signal.
         """
         if self._listener is not None:
             self._listener.close()
         handles = {os.pidfd_open(process): process for process in ranks}
-        died: tuple[int, int, float] | None = None
-        kill_at: float | None = None
-        while handles:
-            left_s = None if kill_at is None else max(0.0, kill_at - time.monotonic())
-            ended = select.select(list(handles), [], [], left_s)[0]
-            if not ended and kill_at is not None:
+        while handles or self._waits_for_others():
+            left_s = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+            ready = select.select([*handles, *self._links.values()], [], [], left_s)[0]
+            if not ready and self._kill_at is not None:
                 for process in ranks:
                     os.kill(process, signal.SIGKILL)
-                kill_at = None
-            for handle in ended:
-                process = handles.pop(handle)
-                os.close(handle)
+                self._kill_at = None
+            for each in ready:
+                if isinstance(each, Link):
+                    self._receive(each, ranks)
+                    continue
+                process = handles.pop(each)
+                os.close(each)
                 rank = ranks.pop(process)  # first, since afterwards the number may be another process's
                 code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                if code < 0 and died is None and 0 not in self.codes:
-                    died = rank, code, time.time()
-                self.codes[rank] = code
-                if rank == 0:
-                    kill_at = time.monotonic() + (FOLLOWS_WITHIN_S if code in (EXIT_COMPLETED, EXIT_STOPPED) else 0.0)
-                elif code and self._deaths is not None:
-                    os.write(self._deaths[1], f"{rank} {code}\n".encode())
+                ended = Exit(rank, code, is_stopping())
+                self._note(ended)
+                if rank == 0 or not self._place.is_first:
+                    tell(self._links, ended)
         for descriptor in self._deaths or ():
             os.close(descriptor)
-        return died
+
+    def next_order(self) -> Message:
+        """Return the order of the first supervisor that follows this attempt.
+
+        Raises:
+            LostNodeError: The first node is lost.
+        """
+        if self.lost is not None:
+            raise self.lost
+        return self._links[0].next()
+
+    def _waits_for_others(self) -> bool:
+        if self._place.is_first:
+            return len(self.codes) < self._place.nodes * self.size
+        return self.lost is None and not self._links[0].messages
+
+    def _receive(self, link: Link, ranks: dict[int, int]) -> None:
+        try:
+            link.read()
+        except LostNodeError as error:
+            self.lost = error
+            del self._links[link.node]
+            link.close()
+            if not self._place.is_first:
+                for process in ranks:  # they save, if they can, together with those of the other nodes
+                    os.kill(process, signal.SIGTERM)
+                self._kill_at = time.monotonic() + FOLLOWS_WITHIN_S
+        while link.messages and isinstance(message := link.messages[0], Exit):
+            self._note(message)
+            del link.messages[0]
+        if self.lost is not None and self._place.is_first:
+            for rank in range(link.node * self.size, (link.node + 1) * self.size):
+                if rank not in self.codes:
+                    self._note(Exit(rank, -signal.SIGKILL, is_lost=True))
+
+    def _note(self, ended: Exit) -> None:
+        """Note the end of a rank of any node, and tell rank zero."""
+        if ended.code < 0 and self.died is None and 0 not in self.codes:
+            self.died, self.died_s = ended, time.time()
+        self.codes[ended.rank] = ended.code
+        self.is_stopping |= ended.is_stopping
+        if ended.rank == 0:
+            follows_s = FOLLOWS_WITHIN_S if ended.code in (EXIT_COMPLETED, EXIT_STOPPED) else 0.0
+            self._kill_at = time.monotonic() + follows_s
+        elif ended.code and self._deaths is not None:
+            os.write(self._deaths[1], f"{ended}\n".encode())

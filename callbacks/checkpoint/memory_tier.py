@@ -43,8 +43,8 @@ _NAME = re.compile(r"genlight-[\w-]+-[0-9a-f]{16}")
 _LARGEST_NOTE = 256
 _AT_ONCE, _AT_ONCE_WITH_COPIES = 2, 3
 """Number of checkpoints that need room at once: the last one, the next one, and one on its way to another node."""
-_NODES = ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-"""Variables with the number of nodes: of torchrun, of a job step, of a job."""
+_NODES = ("GENLIGHT_NODES", "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+"""Variables with the number of nodes: of ``genlight run --restarts``, of torchrun, of a job step, of a job."""
 _CGROUP = Path("/sys/fs/cgroup")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

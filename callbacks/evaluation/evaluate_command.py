@@ -36,7 +36,7 @@ _OF_A_RANK = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_"),
     *("SLURM_STEP_", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
-    *("PMI_", "PMIX_", "OMPI_"),
+    *("PMI_", "PMIX_", "OMPI_", "GENLIGHT_NODES"),
 )
 """Prefixes of the variables that make a process a rank."""
 

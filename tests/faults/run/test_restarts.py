@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from genlight.adapter import read_events
 from genlight.reporters.events.validation import validate_events
 from support.forked import Forked, environ_with_tests, run_forked
+from support.ports import free_port
 
 pytestmark = [pytest.mark.promise(name="resume"), pytest.mark.slow]
 
@@ -125,7 +128,9 @@ class Job:
 
     @property
     def losses(self):
-        return {event["step"]: event["value"] for event in self.events if event.get("name") == "loss"}
+        losses = {event["step"]: event["value"] for event in self.events if event.get("name") == "train/loss"}
+        assert sorted(losses) == list(range(1, STEPS + 1))
+        return losses
 
     @property
     def resumed(self):
@@ -315,3 +320,153 @@ def test_a_run_that_is_killed_before_its_first_step_goes_back_once_and_then_ends
     assert len(list((tmp_path / "loads").iterdir())) >= 4 + 1  # the last from the checkpoint before
     (tmp_path / "kills-at-load").unlink()
     assert job.run("--set", "resume_from_latest=true").returncode == 1  # until somebody has looked
+
+
+class Nodes(Job):
+    """A job on two nodes of this machine, each with a supervisor."""
+
+    def __init__(self, folder, ranks=1):
+        super().__init__(folder, ranks)
+        job = json.loads((folder / "job.json").read_text()) | {"mock_batches": list(range(2 * ranks * STEPS))}
+        lightning = {"accelerator": "cpu", "strategy": "ddp", "devices": ranks}
+        (folder / "job.json").write_text(json.dumps(job | {"lightning": lightning}))
+
+    @contextlib.contextmanager
+    def supervisors(self, *words):
+        """Start one supervisor for each node."""
+        port, started = free_port(), []
+        for node in range(2):
+            variables = {"RANK": node, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environ = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+            arguments = ["genlight.adapter.cli", "run", "job.json", *words]
+            log = self.folder / f"log-{node}"
+            started.append(Forked(*arguments, environ=environ, folder=self.folder, log=log))
+        try:
+            yield started
+        finally:
+            for process in started:
+                process.kill_session()
+
+    def run(self, *words):
+        """Return the exit code of each node, and what all of them have printed."""
+        with self.supervisors(*words) as started:
+            codes = [process.wait(120) for process in started]
+        return codes, "".join(path.read_text() for path in sorted(self.folder.glob("log*")))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_on_nodes(tmp_path_factory):
+    job = Nodes(tmp_path_factory.mktemp("nodes"))
+    codes, log = job.run("--restarts", "1")
+    assert codes == [0, 0], log
+    assert job.ends == ["completed"]
+    return job.losses
+
+
+def test_agents_of_torchrun_on_two_nodes_go_through_attempts_together(uninterrupted_on_nodes, tmp_path):
+    """A rank of the other node and then one of the first are killed; each costs one restart and no bit."""
+    job = Nodes(tmp_path)
+    job.dies(1, 4)
+    job.dies(0, 8)
+    options, agents = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "--nnodes=2", "--no-python"], []
+    program = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json", "--restarts", "2"]
+    for node in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", *options, f"--node-rank={node}", *program]
+        with (tmp_path / f"log-{node}").open("wb") as log:
+            agents.append(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log))
+    try:
+        codes = [agent.wait(200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()  # which ends its supervisor
+    log = (tmp_path / "log-0").read_text()
+    assert codes == [0, 0], log + (tmp_path / "log-1").read_text()
+    assert (job.ends, job.losses) == (["train-step", "completed"], uninterrupted_on_nodes)
+    (lost,) = [event["error"] for event in job.events if event["event"] == "failed"]
+    assert "rank 1" in lost
+    assert log.count("starting it again") == 2
+    assert {event["name"] for event in job.events if event.get("name", "").startswith("restart/")} == PARTS
+
+
+def test_nodes_of_several_ranks_restart_together(tmp_path):
+    job = Nodes(tmp_path, ranks=2)
+    job.dies(3, 6)
+    job.dies(1, 8)
+    codes, log = job.run("--restarts", "3")
+    assert codes == [0, 0], log
+    assert job.ends == ["train-step", "train-step", "completed"]
+    assert job.resumed == [4, 6], log
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_lost_supervisor_ends_the_others_and_all_can_be_started_again(node, uninterrupted_on_nodes, tmp_path):
+    job = Nodes(tmp_path)
+    (tmp_path / "wait").touch()
+    with job.supervisors("--restarts", "5") as started:
+        wait_until(lambda: all((tmp_path / f"at-{rank}-5").exists() for rank in range(2)), "both ranks train")
+        ranks = [child for process in started for child in psutil.Process(process.pid).children()]
+        started[node].send_signal(signal.SIGKILL)
+        code = started[1 - node].wait(120)
+        _, alive = psutil.wait_procs(ranks, timeout=120)
+    log = (tmp_path / f"log-{1 - node}").read_text()
+    assert (code, alive, len(job.ends)) == (75, [], 1), log
+    assert f"node {node}" in log
+    assert "restart 1" not in log
+    (tmp_path / "wait").unlink()
+    codes, log = job.run("--restarts", "5", "--set", "resume_from_latest=true")
+    assert codes == [0, 0], log
+    assert (job.ends[1:], job.losses) == (["completed"], uninterrupted_on_nodes)
+
+
+@pytest.mark.parametrize(("broken", "code", "ends"), [(True, 2, []), (False, 1, ["train-step"])])
+def test_mistakes_are_not_retried_on_nodes(broken, code, ends, tmp_path):
+    job = Nodes(tmp_path)
+    if broken:
+        (tmp_path / "broken").touch()
+    job.dies(1, 6, number=0)
+    codes, log = job.run("--restarts", "2")
+    assert codes == [code, code], log
+    assert "restart 1" not in log
+    assert [end for end in job.ends if end != "startup"] == ends
+
+
+def test_restarts_on_nodes_are_used_up(tmp_path):
+    job = Nodes(tmp_path)
+    for step in (4, 6, 8):
+        job.dies(1, step)
+    codes, log = job.run("--restarts", "1")
+    assert codes == [1, 1], log
+    assert not (tmp_path / "at-0-8").exists()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_signal_to_one_supervisor_stops_all_nodes(node, tmp_path):
+    job = Nodes(tmp_path)
+    (tmp_path / "wait").touch()
+    with job.supervisors("--restarts", "2") as started:
+        wait_until(lambda: all((tmp_path / f"at-{rank}-5").exists() for rank in range(2)), "both ranks train")
+        started[node].send_signal(signal.SIGTERM)
+        codes = [process.wait(120) for process in started]
+    assert codes == [75, 75], (tmp_path / "log-0").read_text()
+    assert job.ends == ["preempted"]
+    assert "restart 1" not in (tmp_path / "log-0").read_text()
+
+
+def test_a_preempted_rank_of_another_node_is_started_again(tmp_path):
+    job = Nodes(tmp_path)
+    job.dies(1, 6, number=signal.SIGTERM)
+    codes, log = job.run("--restarts", "2")
+    assert (codes, job.ends) == ([0, 0], ["preempted", "completed"]), log
+
+
+def test_memory_of_nodes_is_removed_when_the_run_ends(tmp_path):
+    before = memory_folders()
+    job = Nodes(tmp_path)
+    for step in (4, 6):
+        job.dies(1, step)
+    codes, log = job.run(
+        "--restarts", "1", "--set", "checkpoint_every=0", "--set", "checkpoints.memory_every_n_steps=1"
+    )
+    assert codes == [1, 1], log
+    assert memory_folders() == before
+    assert list((tmp_path / "runs/r/checkpoints").glob("*.json")), log
