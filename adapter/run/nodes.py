@@ -4,23 +4,26 @@ Each node has one supervisor (`restarts`). The first one decides: it tells the o
 the run ends, and they report each rank that has ended.
 
 It leaves its port and a new token in a file of the run's folder, which all nodes share and only this user may read.
-Every message has a number and a digest made with that token, so nobody else can begin or end an attempt. Messages are
-JSON of fixed types. A supervisor that dies closes its connections, and a node that vanishes no longer answers the
-kernel's probes of them, so supervisors need no thread: they fork.
+Both ends of a connection prove that they know the token, so nobody else can begin or end an attempt. Messages are JSON
+of fixed types. A supervisor that dies closes its connections, and a node that vanishes no longer answers the kernel's
+probes of them, so supervisors need no thread: they fork.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
+import math
 import os
 import secrets
 import select
 import socket
+import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing import ProcessError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
 import msgspec
@@ -28,6 +31,7 @@ import msgspec
 from ..cluster.job_context import current_job_context, in_srun_task
 from ..contract.exceptions import UsageError
 from ..plumbing.durable import make_directory, write_bytes_durably
+from ..plumbing.failures import EXIT_STARTUP
 from ..plumbing.safe_open import PRIVATE_FILE, read_own
 from .rank_files import LAUNCH, RESTART
 from .ranks import end_of_rank
@@ -45,7 +49,15 @@ LAUNCHERS = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "RANK", "NODE_RANK", "GROUP_RA
 _WAITS_SILENTLY_S = 10.0
 _POLL_S = 0.2
 _LARGEST = 1 << 16
-_PROBE_S = 5
+_ANSWERS_WITHIN_S = 5
+_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _ANSWERS_WITHIN_S, 0)),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_AFTER_S // 5 - 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_AFTER_S),
+)
 WAY_OUT = (
     "It forks the ranks of its node itself, so start it once on each node: `torchrun --nproc-per-node 1 --no-python "
     "genlight run ...` or `srun --ntasks-per-node=1 genlight run ...`"
@@ -57,11 +69,11 @@ class LostNodeError(Exception):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A supervisor arrives; the first one answers when all have arrived."""
+    """A supervisor arrives."""
 
     node: int
-    ranks: tuple[int, ...]
-    """Number of ranks of its node; from the first one, of all nodes."""
+    ranks: int
+    """Number of ranks of its node."""
 
 
 class Exit(msgspec.Struct, frozen=True, tag=True):
@@ -101,11 +113,13 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
     code: int
     text: str = ""
-    """Why all nodes have to be started again; empty if they need not."""
+    """The error for which it ends; empty after a last attempt, which leaves nothing in memory."""
+    memory: str = ""
+    """`memory_id` of the first node, after a last attempt."""
 
 
 Message = Hello | Exit | Begin | End
-_decoder = msgspec.json.Decoder(Message)
+_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 @dataclass(frozen=True)
@@ -162,30 +176,30 @@ def launched_place() -> Place:
 
 
 class Link:
-    """Connection to the supervisor of another node.
+    """Connection to the supervisor of another node; both have proven that they know the token.
 
     Args:
         connection: The open connection.
         token: The secret of the first supervisor.
         is_first: Whether this process is the first supervisor.
+
+    Raises:
+        LostNodeError: The other side does not know the token, or does not answer.
     """
 
     def __init__(self, connection: socket.socket, token: str, *, is_first: bool) -> None:
-        self._connection, self._token, self._is_first = connection, token.encode(), is_first
+        connection.setblocking(True)
+        for option in _OPTIONS:
+            connection.setsockopt(*option)
         self.node = 0
         """The other node."""
-        self.messages: list[Message] = []
-        """Messages that have arrived."""
-        self._part, self._key, self._rest = secrets.token_hex(16).encode(), b"", b""
-        self._counts = {True: 0, False: 0}
-        """Messages of the first supervisor, and of the other one."""
-        connection.settimeout(LOST_AFTER_S)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        probes = {socket.TCP_KEEPIDLE: _PROBE_S, socket.TCP_KEEPINTVL: _PROBE_S}
-        probes |= {socket.TCP_KEEPCNT: LOST_AFTER_S // _PROBE_S - 1, socket.TCP_USER_TIMEOUT: 1000 * LOST_AFTER_S}
-        for option, value in probes.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        connection.sendall(self._part + b"\n")
+        self._connection = Connection(connection.detach())
+        proofs = (deliver_challenge, answer_challenge) if is_first else (answer_challenge, deliver_challenge)
+        try:
+            for prove in proofs:
+                prove(self._connection, token.encode())
+        except (OSError, EOFError, ProcessError) as error:
+            raise LostNodeError(f"the other side does not prove that it knows the token: {error}") from error
 
     def fileno(self) -> int:
         """Return the descriptor, for `select`."""
@@ -196,71 +210,31 @@ class Link:
         self._connection.close()
 
     def put(self, message: Message) -> None:
-        """Send a message, once the other side has sent its part of the key.
-
-        Raises:
-            OSError: The other supervisor has ended or does not answer.
-            LostNodeError: As from `read`.
-        """
-        while not self._key:
-            self.read()
-        body = msgspec.json.encode(message)
-        self._connection.sendall(self._digest(body, of_first=self._is_first) + b" " + body + b"\n")
-
-    def next(self) -> Message:
-        """Return the oldest message; wait for it if there is none.
-
-        Raises:
-            LostNodeError: As from `read`.
-        """
-        while not self.messages:
-            self.read()
-        return self.messages.pop(0)
-
-    def read(self) -> None:
-        """Wait for some bytes, and add the messages that are complete.
-
-        Raises:
-            LostNodeError: The other supervisor has ended or does not answer, or the bytes are not from it.
-        """
-        try:
-            if not (data := self._connection.recv(_LARGEST)):
-                raise ConnectionError("its supervisor has closed the connection")
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            if lines and not self._key:
-                parts = (self._part, lines.pop(0)) if self._is_first else (lines.pop(0), self._part)
-                self._key = hmac.digest(self._token, b" ".join(parts), "sha256")
-            self.messages += [self._decode(line) for line in lines]
-            if len(self._rest) > _LARGEST:
-                raise ValueError("a line is too long")
-        except (OSError, ValueError) as error:
-            raise LostNodeError(f"node {self.node}, counted from 0, is lost: {error}") from error
-
-    def _decode(self, line: bytes) -> Message:
-        digest, _, body = line.partition(b" ")
-        if not hmac.compare_digest(digest, self._digest(body, of_first=not self._is_first)):
-            raise ValueError("a message was not made with the token of the run")
-        return _decoder.decode(body)
-
-    def _digest(self, body: bytes, *, of_first: bool) -> bytes:
-        self._counts[of_first] += 1
-        return hmac.digest(self._key, f"{of_first} {self._counts[of_first]} ".encode() + body, "sha256").hex().encode()
-
-
-def tell(links: Mapping[int, Link], message: Message) -> None:
-    """Send a message to other supervisors. Whoever reads from a lost one notices that it is lost."""
-    for link in links.values():
+        """Send a message. If the other supervisor is lost, nothing is sent, and `get` raises the error."""
         with contextlib.suppress(OSError):
-            link.put(message)
+            self._connection.send_bytes(msgspec.json.encode(message))
+
+    def get(self) -> Message:
+        """Wait for the next message and return it.
+
+        Raises:
+            LostNodeError: The other supervisor has ended or does not answer, or the message is not one of ours.
+        """
+        select.select([self], [], [])
+        try:
+            return _decoder.decode(self._connection.recv_bytes(_LARGEST))
+        except (OSError, EOFError, ValueError) as error:
+            reason = str(error) or "its supervisor has ended"
+            raise LostNodeError(f"node {self.node}, counted from 0, is lost: {reason}") from error
 
 
-def await_ends(links: Mapping[int, Link], within_s: float) -> None:
+def await_ends(links: Iterable[Link], within_s: float) -> None:
     """Wait until the other supervisors have ended."""
-    end, left = time.monotonic() + within_s, [*links.values()]
+    end, left = time.monotonic() + within_s, [*links]
     while left and (ready := select.select(left, [], [], max(0.0, end - time.monotonic()))[0]):
         for link in ready:
             try:
-                link.read()
+                link.get()
             except LostNodeError:
                 left.remove(link)
 
@@ -291,75 +265,51 @@ def meet(
     """
     if place.nodes == 1:
         return {}
-    began, has_warned = time.monotonic(), False
-
-    def check_wait(nodes: str) -> None:
-        nonlocal has_warned
-        waited_s = time.monotonic() - began
-        if waited_s >= within_s or is_stopping():
-            how = "it was stopped" if is_stopping() else f"for {within_s:g} s, in vain"
-            raise LostNodeError(f"node {place.node} of {place.nodes}, counted from 0, has waited for {nodes}: {how}")
-        if waited_s >= _WAITS_SILENTLY_S and not has_warned:
-            has_warned = True
-            log.warning("node %d has waited %g s for %s", place.node, _WAITS_SILENTLY_S, nodes)
-
+    began, links, counts = time.monotonic(), dict[int, Link](), {0: ranks}
     launch = " ".join(os.environ.get(name, "") for name in (*LAUNCH, RESTART, "MASTER_ADDR", "MASTER_PORT"))
-    if place.is_first:
-        links, counts = _receive_all(place, ranks, folder, launch, check_wait)
-    else:
-        link = _join(place, ranks, folder / FILE, launch, check_wait)
-        while not link.messages:
-            check_wait("the other nodes")
-            if select.select([link], [], [], _POLL_S)[0]:
-                link.read()
-        hello = link.next()
-        links, counts = {0: link}, hello.ranks if isinstance(hello, Hello) else ()
-    if len({*counts}) != 1:
-        counted = ", ".join(f"{count} on node {node}" for node, count in enumerate(counts))
-        raise UsageError(
-            f"--restarts needs equally many ranks on each node, but counts {counted}: set `lightning.devices`"
-        )
-    return links
+    warn_at = began + _WAITS_SILENTLY_S
 
+    def wait(nodes: str, port: Link | socket.socket | None) -> bool:
+        """Wait for a moment; return whether something has arrived at `port`."""
+        nonlocal warn_at
+        now = time.monotonic()
+        if is_stopping() or now >= began + within_s:
+            how = "was stopped while it waited" if is_stopping() else f"has waited {within_s:g} s in vain"
+            raise LostNodeError(f"node {place.node} of {place.nodes}, counted from 0, {how} for {nodes}")
+        if now >= warn_at:
+            warn_at = math.inf
+            log.warning("node %d has waited %g s for %s", place.node, _WAITS_SILENTLY_S, nodes)
+        return bool(select.select([] if port is None else [port], [], [], _POLL_S)[0])
 
-def _join(place: Place, ranks: int, path: Path, launch: str, check_wait: Callable[[str], None]) -> Link:
-    while True:
-        check_wait("node 0")
-        with contextlib.suppress(OSError, ValueError, LostNodeError):  # the file is absent, or of an earlier start
-            address = msgspec.json.decode(read_own(path, limit=_LARGEST), type=_Address)
-            if address.launch == launch:
-                connection = socket.create_connection((place.address, address.port), timeout=LOST_AFTER_S)
-                link = Link(connection, address.token, is_first=False)
-                link.put(Hello(place.node, (ranks,)))
-                return link
-        time.sleep(_POLL_S)
-
-
-def _receive_all(
-    place: Place, ranks: int, folder: Path, launch: str, check_wait: Callable[[str], None]
-) -> tuple[dict[int, Link], tuple[int, ...]]:
-    token, links, guests, counts = secrets.token_hex(32), dict[int, Link](), list[Link](), {0: ranks}
+    if not place.is_first:
+        while not links:
+            wait("node 0", None)
+            with contextlib.suppress(OSError, ValueError, LostNodeError):  # no file yet, or one of an earlier start
+                address = msgspec.json.decode(read_own(folder / FILE, limit=_LARGEST), type=_Address)
+                if address.launch == launch:
+                    connection = socket.create_connection((place.address, address.port), _ANSWERS_WITHIN_S)
+                    links[0] = Link(connection, address.token, is_first=False)
+                    links[0].put(Hello(place.node, ranks))
+        while not wait("other nodes", links[0]):
+            pass
+        return links
+    token = secrets.token_hex(32)
     with place.listen() as listener:
         make_directory(folder, shared=None)
         address = _Address(listener.getsockname()[1], token, launch)
         write_bytes_durably(folder / FILE, msgspec.json.encode(address), mode=PRIVATE_FILE)
         while missing := [str(node) for node in range(1, place.nodes) if node not in links]:
-            check_wait(f"node {', '.join(missing)}")
-            for ready in select.select([listener, *guests], [], [], _POLL_S)[0]:
-                if ready is listener:
-                    with contextlib.suppress(OSError):
-                        guests.append(Link(listener.accept()[0], token, is_first=True))
-                    continue
-                try:
-                    ready.read()
-                except LostNodeError:  # anybody may connect
-                    guests.remove(ready)
-                for hello in ready.messages:
-                    if isinstance(hello, Hello) and 0 < hello.node < place.nodes:
-                        ready.node, links[hello.node], counts[hello.node] = hello.node, ready, sum(hello.ranks)
-                        guests.remove(ready)
-                ready.messages.clear()
+            if wait(f"node {', '.join(missing)}", listener):
+                with contextlib.suppress(OSError, LostNodeError):  # anybody may connect
+                    link = Link(listener.accept()[0], token, is_first=True)
+                    hello = link.get()
+                    if isinstance(hello, Hello) and str(hello.node) in missing:
+                        link.node, links[hello.node], counts[hello.node] = hello.node, link, hello.ranks
     (folder / FILE).unlink(missing_ok=True)
-    by_node = tuple(counts[node] for node in range(place.nodes))
-    tell(links, Hello(0, by_node))
-    return links, by_node
+    if len({*counts.values()}) > 1:
+        found = ", ".join(f"{count} on node {node}" for node, count in sorted(counts.items()))
+        text = f"--restarts needs equally many ranks on each node, but there are {found}: set `lightning.devices`"
+        for link in links.values():
+            link.put(End(EXIT_STARTUP, text))
+        raise UsageError(text)
+    return links

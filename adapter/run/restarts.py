@@ -27,9 +27,9 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ...callbacks.checkpoint.memory_tier import retire_memory
+from ...callbacks.checkpoint.memory_tier import memory_id, retire_memory
 from ...callbacks.stop.signals import REASON_OF_SIGNAL, StopSignals
 from ...callbacks.stop.sources import process_age_s
 from ...reporters.events.event import Failed
@@ -54,7 +54,6 @@ from .nodes import (
     await_ends,
     launched_place,
     meet,
-    tell,
 )
 from .rank_files import LAUNCH_ID, RESTART
 from .ranks import DEATHS, STORE, TIMES
@@ -139,9 +138,6 @@ class _Supervisor:
 
     def _forward(self, number: int, _: object) -> None:
         self._stop_signal = number
-        self._signal_ranks(number)
-
-    def _signal_ranks(self, number: int) -> None:
         for process in tuple(self._ranks):
             os.kill(process, number)  # nobody has waited for it, so no other process can have its number
 
@@ -152,7 +148,7 @@ class _Supervisor:
         order: Message
         try:
             self._links = meet(self._place, size, self._config.artifacts_dir, lambda: self._stop_signal != 0)
-            order = self._begin(size) if self._place.is_first else self._links[0].next()
+            order = self._begin(size) if self._place.is_first else self._links[0].get()
             while isinstance(order, Begin):
                 attempt = _Attempt(self._place, size, order, self._listener, self._links)
                 for local in range(size):
@@ -167,7 +163,7 @@ class _Supervisor:
                 attempt.watch(self._ranks, lambda: self._stop_signal != 0)
                 resumed = (*self._options.overrides, "resume_from_latest=true")
                 options = dataclasses.replace(self._options, overrides=resumed, fresh=False)
-                order = self._decide(attempt, most) if self._place.is_first else attempt.next_order()
+                order = attempt.order or self._decide(attempt, most)
         except LostNodeError as error:
             order = End(EXIT_STOPPED, f"{error}. Start all nodes again: the run continues from its newest checkpoint")
         assert isinstance(order, End)
@@ -179,8 +175,12 @@ class _Supervisor:
         self._listener = self._place.listen() if size * self._place.nodes > 1 else None
         port = 0 if self._listener is None else self._listener.getsockname()[1]
         begin = Begin(restart, secrets.token_hex(8), port, died, died_s, time.time())
-        tell(self._links, begin)
+        self._tell(begin)
         return begin
+
+    def _tell(self, message: Message) -> None:
+        for link in self._links.values():
+            link.put(message)
 
     def _decide(self, attempt: _Attempt, most: int) -> Begin | End:
         """Decide on the first node what follows an attempt.
@@ -189,7 +189,7 @@ class _Supervisor:
             LostNodeError: A node is lost, so no further attempt is possible.
         """
         died, code, restart = attempt.died, attempt.codes[0], attempt.begin.restart
-        end = End(code if code >= 0 else 128 - code)
+        end = End(code if code >= 0 else 128 - code, memory=memory_id())
         is_stopped = self._stop_signal or attempt.is_stopping
         if is_stopped or (died is None and not (code == EXIT_STOPPED and self._was_preempted())):
             return end
@@ -204,14 +204,13 @@ class _Supervisor:
 
     def _end(self, end: End) -> int:
         """End the run on all nodes, and return the exit code."""
-        if end.text:  # what memory has is for the next start
+        self._tell(end)
+        if end.text:
             log.error("%s", end.text)
-            tell(self._links, end)
         elif self._place.is_first:
-            tell(self._links, end)
-            await_ends(self._links, _CLOSES_WITHIN_S)
+            await_ends(self._links.values(), _CLOSES_WITHIN_S)
             retire_memory(self._config.checkpoints_dir)
-        else:
+        elif end.memory != memory_id():
             from ...callbacks.checkpoint.peers import forget_copies  # loads torch
 
             forget_copies(self._config.checkpoints_dir)
@@ -251,8 +250,8 @@ class _Supervisor:
         os.waitpid(process, 0)
         del self._ranks[process]
         with open(readable, "rb") as file:
-            text = file.read()
-        ranks, nodes, trains_in_copies = json.loads(text) if text else (1, 1, False)
+            counted = file.read()
+        ranks, nodes, trains_in_copies = json.loads(counted) if counted else (1, 1, False)
         here = self._place.nodes
         if nodes not in (1, here):
             text = (
@@ -314,7 +313,9 @@ class _Attempt:
         self.is_stopping = False
         """Whether a supervisor of another node has received a stop signal."""
         self.lost: LostNodeError | None = None
-        """The loss of a node."""
+        """The loss of another node."""
+        self.order: Message | None = None
+        """What the first supervisor orders after this attempt; None on the first node."""
         self._place, self._listener, self._links = place, listener, links
         self._deaths = None if listener is None else os.pipe()
         self._kill_at: float | None = None
@@ -350,13 +351,17 @@ class _Attempt:
         Args:
             ranks: The ranks of this node by process id; those that have ended are removed.
             is_stopping: Returns whether this supervisor has received a stop signal.
+
+        Raises:
+            LostNodeError: The first node is lost.
         """
         if self._listener is not None:
             self._listener.close()
         handles = {os.pidfd_open(process): process for process in ranks}
         while handles or self._waits_for_others():
             left_s = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-            ready = select.select([*handles, *self._links.values()], [], [], left_s)[0]
+            watched: list[int | Link] = [*handles, *self._links.values()]
+            ready = select.select(watched, [], [], left_s)[0]
             if not ready and self._kill_at is not None:
                 for process in ranks:
                     os.kill(process, signal.SIGKILL)
@@ -371,44 +376,39 @@ class _Attempt:
                 code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
                 ended = Exit(rank, code, is_stopping())
                 self._note(ended)
-                if rank == 0 or not self._place.is_first:
-                    tell(self._links, ended)
+                for link in self._links.values() if rank == 0 or not self._place.is_first else ():
+                    link.put(ended)
         for descriptor in self._deaths or ():
             os.close(descriptor)
-
-    def next_order(self) -> Message:
-        """Return the order of the first supervisor that follows this attempt.
-
-        Raises:
-            LostNodeError: The first node is lost.
-        """
-        if self.lost is not None:
+        if self.lost is not None and not self._place.is_first:
             raise self.lost
-        return self._links[0].next()
 
     def _waits_for_others(self) -> bool:
         if self._place.is_first:
             return len(self.codes) < self._place.nodes * self.size
-        return self.lost is None and not self._links[0].messages
+        return self.order is None and self.lost is None
 
-    def _receive(self, link: Link, ranks: dict[int, int]) -> None:
+    def _receive(self, link: Link, ranks: Iterable[int]) -> None:
+        """Take a message of another supervisor, or notice that it is lost."""
         try:
-            link.read()
+            message = link.get()
         except LostNodeError as error:
             self.lost = error
             del self._links[link.node]
             link.close()
-            if not self._place.is_first:
-                for process in ranks:  # they save, if they can, together with those of the other nodes
+            if self._place.is_first:
+                for rank in range(link.node * self.size, (link.node + 1) * self.size):
+                    if rank not in self.codes:
+                        self._note(Exit(rank, -signal.SIGKILL, is_lost=True))
+            else:  # if only its supervisor is lost, the ranks of all nodes save and stop together
+                for process in ranks:
                     os.kill(process, signal.SIGTERM)
                 self._kill_at = time.monotonic() + FOLLOWS_WITHIN_S
-        while link.messages and isinstance(message := link.messages[0], Exit):
-            self._note(message)
-            del link.messages[0]
-        if self.lost is not None and self._place.is_first:
-            for rank in range(link.node * self.size, (link.node + 1) * self.size):
-                if rank not in self.codes:
-                    self._note(Exit(rank, -signal.SIGKILL, is_lost=True))
+        else:
+            if isinstance(message, Exit):
+                self._note(message)
+            else:
+                self.order = message
 
     def _note(self, ended: Exit) -> None:
         """Note the end of a rank of any node, and tell rank zero."""

@@ -3,7 +3,8 @@
     python examples/benchmarks/restart_time.py --pairs 5
 
 Each round is one run whose ranks meet in the store of torchrun's agent, as in Lightning, one whose ranks meet in a new
-store for each start, as in genlight, and one of ``genlight run --restarts`` without torchrun. They take turns, since
+store for each start, as in genlight, one of ``genlight run --restarts`` without torchrun, and two on two nodes of one
+rank each: agents of torchrun with ``--max-restarts``, and with ``genlight run --restarts``. They take turns, since
 other work on the machine slows all of them. On a busy machine CPU time is more exact than the clock; it is measured for
 one rank from its start to its first step.
 """
@@ -15,11 +16,13 @@ import contextlib
 import json
 import math
 import os
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,35 +77,51 @@ JOB = {"run_id": "restart", "trainer": "tiny:Tiny", "max_steps": 12, "checkpoint
 AS_LIGHTNING = {"class_path": "lightning.fabric.plugins.environments.TorchElasticEnvironment"}
 
 
-def measure(folder: Path, plugins: list[dict[str, str]] | None, patience_s: float) -> tuple[float, float, int] | None:
-    """Return the seconds from the kill to the next step, the CPU seconds of a rank until then, and the restarts.
+@dataclass(frozen=True)
+class Kind:
+    """A way to start two ranks again."""
 
-    Without `plugins`, the ranks are started by ``genlight run --restarts`` instead of torchrun.
+    plugins: Sequence[dict[str, str]] = ()
+    nodes: int = 1
+    forks: bool = False
+    """Whether ``genlight run --restarts`` forks the ranks; otherwise torchrun starts them."""
+
+    def commands(self) -> list[list[str]]:
+        """Return the command of each node."""
+        run = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json"]
+        run += ["--restarts", "9"] if self.forks else []
+        if self.forks and self.nodes == 1:
+            return [run]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        meet = [f"--nnodes={self.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+        options = ["--standalone"] if self.nodes == 1 else meet
+        options += [f"--nproc-per-node={2 // self.nodes}", *([] if self.forks else ["--max-restarts=9"])]
+        return [[sys.executable, "-m", "torch.distributed.run", *options, "--no-python", *run]] * self.nodes
+
+
+def measure(folder: Path, kind: Kind, patience_s: float) -> tuple[float, float, int] | None:
+    """Return the seconds from the kill to the next step, the CPU seconds of a rank until then, and the restarts.
 
     Returns None if that took longer than `patience_s`, or torchrun gave up.
     """
     (folder / "tiny.py").write_text(TRAINER)
-    lightning = {
-        "accelerator": "cpu",
-        "strategy": "ddp",
-        **({"devices": 2} if plugins is None else {"plugins": plugins}),
-    }
+    lightning: dict[str, Any] = {"accelerator": "cpu", "strategy": "ddp", "plugins": kind.plugins}
+    lightning |= {"devices": 2 // kind.nodes} if kind.forks else {}
     (folder / "job.json").write_text(json.dumps(JOB | {"mock_batches": list(range(24)), "lightning": lightning}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=9"]
-    run = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json"]
-    command = [*run, "--restarts", "9"] if plugins is None else [*command, "--no-python", *run]
     with (folder / "log").open("wb") as log:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        torchrun = psutil.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log)
+        started = [psutil.Popen(each, cwd=folder, env=environ, stdout=log, stderr=log) for each in kind.commands()]
     try:
-        killed = wait_for(lambda: [mark for mark in marks_in(folder) if mark["what"] == "killed"], torchrun, 600)
+        killed = wait_for(lambda: [mark for mark in marks_in(folder) if mark["what"] == "killed"], started[0], 600)
         assert killed, (folder / "log").read_text()
-        again = wait_for(lambda: [m for m in marks_in(folder) if m["at"] > killed[0]["at"]], torchrun, patience_s)
+        again = wait_for(lambda: [m for m in marks_in(folder) if m["at"] > killed[0]["at"]], started[0], patience_s)
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has completed
-            for process in [*torchrun.children(recursive=True), torchrun]:
-                process.kill()
-        torchrun.wait()
+        for first in started:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has completed
+                for process in [*first.children(recursive=True), first]:
+                    process.kill()
+            first.wait()
     return (again[0]["at"] - killed[0]["at"], again[0]["cpu"], again[0]["start"]) if again else None
 
 
@@ -123,18 +142,24 @@ def marks_in(folder: Path) -> list[Mark]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--only", default="", help="measure only the kinds with this text in their name")
     parser.add_argument("--patience", type=float, default=120, help="seconds after which a run counts as not restarted")
     args = parser.parse_args()
-    kinds = {"the agent's store": [AS_LIGHTNING], "a store of each start": [], "the port of --restarts": None}
+    kinds = {
+        "torchrun, the agent's store": Kind([AS_LIGHTNING]),
+        "torchrun, a store of each start": Kind(),
+        "--restarts": Kind(forks=True),
+        "torchrun on two nodes, a store of each start": Kind(nodes=2),
+        "torchrun on two nodes, --restarts": Kind(nodes=2, forks=True),
+    }
+    kinds = {name: kind for name, kind in kinds.items() if args.only in name}
     found: dict[str, list[tuple[float, float, int] | None]] = {name: [] for name in kinds}
     for _ in range(args.pairs):
-        for (name, results), plugins in zip(found.items(), kinds.values(), strict=True):
+        for (name, results), kind in zip(found.items(), kinds.values(), strict=True):
             with tempfile.TemporaryDirectory() as folder:
-                results.append(measure(Path(folder), plugins, args.patience))
+                results.append(measure(Path(folder), kind, args.patience))
             print(name, results[-1], flush=True)
-    print(
-        "\n| the ranks meet in | trained again | s from the kill to the next step | CPU s of a rank | restarts | load |"
-    )
+    print("\n| started by | trained again | s from the kill to the next step | CPU s of a rank | restarts | load |")
     print("|---|---|---|---|---|---|")
     for name, results in found.items():
         whole = [result for result in results if result is not None]

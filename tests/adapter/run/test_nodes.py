@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from genlight.adapter.contract.exceptions import UsageError
+from genlight.adapter.plumbing.failures import EXIT_STARTUP
 from genlight.adapter.run.nodes import (
     FILE,
     Begin,
@@ -22,7 +23,6 @@ from genlight.adapter.run.nodes import (
     await_ends,
     launched_place,
     meet,
-    tell,
 )
 from support.messages import refusal
 from support.ports import free_port
@@ -66,7 +66,7 @@ def test_without_a_launcher_there_is_one_node():
         {"RANK": 2, "WORLD_SIZE": 2, "MASTER_ADDR": "node1"},
         {"RANK": 1, "MASTER_ADDR": "node1"},
         {"NODE_RANK": 1, "MASTER_ADDR": "node1"},
-        {**SRUN, "SLURM_PROCID": "x", "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"},
+        {**SRUN, "SLURM_PROCID": 1, "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"},
     ],
 )
 def test_other_starts_are_refused_with_the_command_that_is_right(variables, monkeypatch):
@@ -78,67 +78,55 @@ def test_other_starts_are_refused_with_the_command_that_is_right(variables, monk
 @contextlib.contextmanager
 def linked(token="secret", other_token="secret"):
     """The two ends of a connection, of the first supervisor and of another one."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         connection = socket.create_connection(listener.getsockname())
-        first, other = Link(listener.accept()[0], token, is_first=True), Link(connection, other_token, is_first=False)
-    with contextlib.closing(first), contextlib.closing(other):
-        yield first, other
+        other = pool.submit(Link, connection, other_token, is_first=False)
+        first = Link(listener.accept()[0], token, is_first=True)
+        ends = first, other.result()
+    yield ends
+    for link in ends:
+        link.close()
 
 
 def test_messages_arrive_in_order_and_in_both_directions():
     with linked() as (first, other):
-        other.put(Hello(1, (2,)))
+        other.put(Hello(1, 2))
         other.put(Exit(3, -9, is_stopping=True))
-        assert [first.next(), first.next()] == [Hello(1, (2,)), Exit(3, -9, is_stopping=True)]
+        assert [first.get(), first.get()] == [Hello(1, 2), Exit(3, -9, is_stopping=True)]
         begin = Begin(1, "a", 5, Exit(3, -9), 1.0, 2.0)
         first.put(begin)
         first.put(End(75, "gone"))
-        assert [other.next(), other.next()] == [begin, End(75, "gone")]
+        assert [other.get(), other.get()] == [begin, End(75, "gone")]
 
 
-def test_whoever_does_not_know_the_token_cannot_send():
-    with linked(other_token="guessed") as (first, other):
-        other.put(Hello(1, (1,)))
-        with pytest.raises(LostNodeError, match="token"):
-            first.next()
+def test_whoever_does_not_know_the_token_is_no_supervisor():
+    with pytest.raises(LostNodeError, match="token"), linked(other_token="guessed"):
+        pass
 
 
-def read_all(link):
-    while True:
-        link.next()
-
-
-@pytest.mark.parametrize("which", ["repeated", "reflected", "changed", "unknown", "endless", "closed"])
-def test_bytes_that_the_other_supervisor_did_not_send_are_refused(which):
+@pytest.mark.parametrize(
+    "data", [b"{}", b"\xff", json.dumps({"type": "Command", "words": ["rm"]}).encode(), b"x" * 99_999]
+)
+def test_messages_of_other_types_end_the_connection(data):
     with linked() as (first, other):
-        other.put(Hello(1, (1,)))
-        raw = first._connection.recv(1 << 16, socket.MSG_PEEK).partition(b"\n")[2]
-        first.next()
-        if which == "reflected":
-            first.put(Exit(0, -9))
-            other.read()
-            raw = b"%s %s\n" % (first._digest(b"{}", of_first=True), b"{}")
-        elif which == "changed":
-            raw = raw.replace(b"1", b"2")
-        elif which == "unknown":
-            body = json.dumps({"type": "Command", "words": ["rm"]}).encode()
-            raw = other._digest(body, of_first=False) + b" " + body + b"\n"
-        sender = other._connection
-        if which == "closed":
-            sender.close()
-        else:
-            sender.sendall(b"x" * (1 << 18) if which == "endless" else raw)
-        with pytest.raises(LostNodeError):
-            read_all(first)
+        other._connection.send_bytes(data)
+        with pytest.raises(LostNodeError, match="node 0"):
+            first.get()
+
+
+def test_a_supervisor_that_ends_is_lost_to_the_others():
+    with linked() as (first, other):
+        other.close()
+        with pytest.raises(LostNodeError, match="ended"):
+            first.get()
+        first.put(End(0))  # no error: whoever reads notices
 
 
 def test_the_first_supervisor_waits_for_the_others_to_end():
     with linked() as (first, other):
-        other.put(Hello(1, (1,)))
-        first.read()
+        other.put(Exit(1, 0))
         threading.Timer(0.1, other.close).start()
-        await_ends({1: first}, 60)
-        tell({1: first}, End(0))  # a lost one is no error
+        await_ends([first], 60)
 
 
 @pytest.fixture
@@ -147,10 +135,16 @@ def start(monkeypatch):
 
 
 def meet_all(folder, ranks, *, stranger=None, within_s=60, missing=()):
-    """Let one supervisor for each number of `ranks` meet; return what it returned or raised."""
+    """Let one supervisor for each number of `ranks` meet; return what it returned or raised.
+
+    Each of the others gets a message from the first one, which would otherwise begin an attempt.
+    """
 
     def run(node):
-        return meet(Place(node, len(ranks)), ranks[node], folder, lambda: False, within_s=within_s)
+        links = meet(Place(node, len(ranks)), ranks[node], folder, lambda: False, within_s=within_s)
+        for link in links.values() if node == 0 else ():
+            link.put(End(0))
+        return links
 
     with ThreadPoolExecutor(len(ranks) + 1) as pool:
         futures = [pool.submit(run, node) for node in range(len(ranks)) if node not in missing]
@@ -168,17 +162,19 @@ def close_all(met):
 def test_supervisors_meet_and_leave_no_file(start, tmp_path):
     met = meet_all(tmp_path, [2, 2, 2])
     assert [sorted(links) for links in met] == [[1, 2], [0], [0]]
+    assert {node: link.node for node, link in met[0].items()} == {1: 1, 2: 2}
     met[0][2].put(End(3))
-    assert met[2][0].next() == End(3)
+    assert [met[2][0].get(), met[2][0].get()] == [End(0), End(3)]
     assert not (tmp_path / FILE).exists()
     close_all(met)
 
 
 def test_nodes_with_different_numbers_of_ranks_are_refused_on_all_nodes(start, tmp_path):
-    for error in meet_all(tmp_path, [2, 2, 1]):
-        assert isinstance(error, UsageError)
-        with refusal(UsageError):
-            raise error
+    error, *others = meet_all(tmp_path, [2, 2, 1])
+    with refusal(UsageError):
+        raise error
+    assert [links[0].get() for links in others] == [End(EXIT_STARTUP, str(error))] * 2
+    close_all(others)
 
 
 def test_a_node_that_does_not_arrive_is_named(start, tmp_path):
@@ -199,7 +195,7 @@ def test_strangers_do_not_keep_supervisors_from_meeting(start, tmp_path):
             pass
         with contextlib.suppress(OSError, ValueError):  # they may have met already
             port = json.loads(path.read_bytes())["port"]
-            for words in (b"", b"\n", b"GET / HTTP/1.0\r\n\r\n", bytes(range(256)) * 9):
+            for words in (b"", b"\0" * 4, b"GET / HTTP/1.0\r\n\r\n", bytes(range(256)) * 9):
                 with socket.create_connection(("127.0.0.1", port)) as connection:
                     connection.sendall(words)
 
