@@ -337,7 +337,7 @@ class Nodes(Job):
         port, started = free_port(), []
         for node in range(2):
             variables = {"RANK": node, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environ = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+            environ = {**environ_with_tests(), **{name: str(value) for name, value in variables.items()}}
             arguments = ["genlight.adapter.cli", "run", "job.json", *words]
             log = self.folder / f"log-{node}"
             started.append(Forked(*arguments, environ=environ, folder=self.folder, log=log))
@@ -370,10 +370,11 @@ def test_agents_of_torchrun_on_two_nodes_go_through_attempts_together(uninterrup
     job.dies(0, 8)
     options, agents = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "--nnodes=2", "--no-python"], []
     program = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json", "--restarts", "2"]
+    environ = {**environ_with_tests(), "OMP_NUM_THREADS": "1"}
     for node in range(2):
         command = [sys.executable, "-m", "torch.distributed.run", *options, f"--node-rank={node}", *program]
         with (tmp_path / f"log-{node}").open("wb") as log:
-            agents.append(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log))
+            agents.append(subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=log, stderr=log))
     try:
         codes = [agent.wait(200) for agent in agents]
     finally:
