@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -322,14 +323,29 @@ def test_a_run_that_is_killed_before_its_first_step_goes_back_once_and_then_ends
     assert job.run("--set", "resume_from_latest=true").returncode == 1  # until somebody has looked
 
 
+NODE = """
+import os, sys
+from pathlib import Path
+from genlight.adapter.cli import main
+from genlight.callbacks.checkpoint import memory_tier
+
+memory_tier.ROOT = Path(os.environ["NODE_MEMORY"])
+sys.exit(main())
+"""
+
+
 class Nodes(Job):
-    """A job on two nodes of this machine, each with a supervisor."""
+    """A job on two nodes of this machine, each with a supervisor and a folder for its memory."""
 
     def __init__(self, folder, ranks=1):
         super().__init__(folder, ranks)
         job = json.loads((folder / "job.json").read_text()) | {"mock_batches": list(range(2 * ranks * STEPS))}
         lightning = {"accelerator": "cpu", "strategy": "ddp", "devices": ranks}
         (folder / "job.json").write_text(json.dumps(job | {"lightning": lightning}))
+        (folder / "node.py").write_text(NODE)
+        self.memory = [folder / "memory0", folder / "memory1"]
+        for each in self.memory:
+            each.mkdir()
 
     @contextlib.contextmanager
     def supervisors(self, *words):
@@ -337,8 +353,9 @@ class Nodes(Job):
         port, started = free_port(), []
         for node in range(2):
             variables = {"RANK": node, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables["NODE_MEMORY"] = self.memory[node]
             environ = {**environ_with_tests(), **{name: str(value) for name, value in variables.items()}}
-            arguments = ["genlight.adapter.cli", "run", "job.json", *words]
+            arguments = [str(self.folder / "node.py"), "run", "job.json", *words]
             log = self.folder / f"log-{node}"
             started.append(Forked(*arguments, environ=environ, folder=self.folder, log=log))
         try:
@@ -460,14 +477,32 @@ def test_a_preempted_rank_of_another_node_is_started_again(tmp_path):
     assert (codes, job.ends) == ([0, 0], ["preempted", "completed"]), log
 
 
-def test_memory_of_nodes_is_removed_when_the_run_ends(tmp_path):
-    before = memory_folders()
+MEMORY = ("checkpoint_every=0", "checkpoints.memory_every_n_steps=1", "checkpoints.peer_copies=true")
+IN_MEMORY = [word for setting in MEMORY for word in ("--set", setting)]
+
+
+def test_memory_of_all_nodes_is_removed_when_restarts_are_used_up(tmp_path):
     job = Nodes(tmp_path)
     for step in (4, 6):
         job.dies(1, step)
-    codes, log = job.run(
-        "--restarts", "1", "--set", "checkpoint_every=0", "--set", "checkpoints.memory_every_n_steps=1"
-    )
+    codes, log = job.run("--restarts", "1", *IN_MEMORY)
     assert codes == [1, 1], log
-    assert memory_folders() == before
+    assert [list(each.iterdir()) for each in job.memory] == [[], []]
     assert list((tmp_path / "runs/r/checkpoints").glob("*.json")), log
+
+
+def test_a_node_that_lost_its_memory_continues_from_the_other(uninterrupted_on_nodes, tmp_path):
+    job = Nodes(tmp_path)
+    (tmp_path / "wait").touch()
+    with job.supervisors("--restarts", "5", *IN_MEMORY) as started:
+        wait_until(lambda: list(job.memory[1].glob("*/step-00000004.json")), "the other node has a copy")
+        for process in started:
+            process.kill_session()
+            process.wait()
+    shutil.rmtree(job.memory[0])
+    job.memory[0].mkdir()
+    (tmp_path / "wait").unlink()
+    codes, log = job.run("--restarts", "5", *IN_MEMORY, "--set", "resume_from_latest=true")
+    assert codes == [0, 0], log
+    assert (job.resumed, job.losses) == ([4], uninterrupted_on_nodes)
+    assert [list(each.iterdir()) for each in job.memory] == [[], []]
