@@ -94,10 +94,13 @@ class Kind:
             return [run]
         with socket.create_server(("127.0.0.1", 0)) as free:
             endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-        meet = [f"--nnodes={self.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
-        options = ["--standalone"] if self.nodes == 1 else meet
-        options += [f"--nproc-per-node={2 // self.nodes}", *([] if self.forks else ["--max-restarts=9"])]
-        return [[sys.executable, "-m", "torch.distributed.run", *options, "--no-python", *run]] * self.nodes
+        options = [f"--nproc-per-node={2 // self.nodes}", *([] if self.forks else ["--max-restarts=9"])]
+        meet = ["--standalone"]
+        if self.nodes > 1:
+            meet = [f"--nnodes={self.nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf"]
+        agent = [sys.executable, "-m", "torch.distributed.run", *options, *meet]
+        hosts = [f"is_host={node == 0}" for node in range(self.nodes)] if self.nodes > 1 else []
+        return [[*agent, host, "--no-python", *run] for host in hosts] or [[*agent, "--no-python", *run]]
 
 
 def measure(folder: Path, kind: Kind, patience_s: float) -> tuple[float, float, int] | None:
