@@ -125,8 +125,10 @@ def test_a_supervisor_that_ends_is_lost_to_the_others():
 def test_the_first_supervisor_waits_for_the_others_to_end():
     with linked() as (first, other):
         other.put(Exit(1, 0))
-        threading.Timer(0.1, other.close).start()
+        closing = threading.Timer(0.1, other.close)
+        closing.start()
         await_ends([first], 60)
+        closing.join()
 
 
 @pytest.fixture

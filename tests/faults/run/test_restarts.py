@@ -79,8 +79,12 @@ class Job:
         (folder / "dies.py").write_text(TRAINER)
         lightning = {"accelerator": "cpu", **({"devices": ranks, "strategy": "ddp"} if ranks > 1 else {})}
         job = {"run_id": RUN_ID, "trainer": "dies:Dies", "max_steps": STEPS, "checkpoint_every": 2, "metric_every": 1}
-        job |= {"artifacts_dir": "runs/r", "mock_batches": list(range(ranks * STEPS)), "lightning": lightning}
+        job |= {"mock_batches": list(range(ranks * STEPS)), "lightning": lightning}
         (folder / "job.json").write_text(json.dumps(job))
+
+    @property
+    def environ(self):
+        return environ_with_tests() | {"TRAINER_ARTIFACTS_DIR": str(self.folder / "runs/r")}
 
     def write_fit(self):
         """Write a configuration of ``genlight fit`` that trains the same in the same folders."""
@@ -103,13 +107,13 @@ class Job:
             (self.folder / f"{rank}-{step}-{index}").write_text(str(int(number)))
 
     def run(self, *words):
-        return run_forked("run", "job.json", *words, folder=self.folder, environ=environ_with_tests())
+        return run_forked("run", "job.json", *words, folder=self.folder, environ=self.environ)
 
     @contextlib.contextmanager
     def started(self, *words):
         process = Forked(
             "genlight.adapter.cli", "run", "job.json", *words,
-            environ=environ_with_tests(), folder=self.folder, log=self.folder / "log",
+            environ=self.environ, folder=self.folder, log=self.folder / "log",
         )  # fmt: skip
         try:
             yield process
@@ -354,7 +358,7 @@ class Nodes(Job):
         for node in range(2):
             variables = {"RANK": node, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             variables["NODE_MEMORY"] = self.memory[node]
-            environ = {**environ_with_tests(), **{name: str(value) for name, value in variables.items()}}
+            environ = {**self.environ, **{name: str(value) for name, value in variables.items()}}
             arguments = [str(self.folder / "node.py"), "run", "job.json", *words]
             log = self.folder / f"log-{node}"
             started.append(Forked(*arguments, environ=environ, folder=self.folder, log=log))
@@ -387,7 +391,7 @@ def test_agents_of_torchrun_on_two_nodes_go_through_attempts_together(uninterrup
     job.dies(0, 8)
     options, agents = [f"--master-port={free_port()}", "--master-addr=127.0.0.1", "--nnodes=2", "--no-python"], []
     program = [sys.executable, "-m", "genlight.adapter.cli", "run", "job.json", "--restarts", "2"]
-    environ = {**environ_with_tests(), "OMP_NUM_THREADS": "1"}
+    environ = {**job.environ, "OMP_NUM_THREADS": "1"}
     for node in range(2):
         command = [sys.executable, "-m", "torch.distributed.run", *options, f"--node-rank={node}", *program]
         with (tmp_path / f"log-{node}").open("wb") as log:
