@@ -51,6 +51,7 @@ class Dies(TrainsAndCounts):
             raise ValueError("a mistake in the code")
         while Path("wait").exists() and step >= 5 and not ctx.is_canceled():
             time.sleep(0.02)
+        Path(f"past-{ctx.rank}-{step}").touch()
         return super().train_step(batch, state, ctx)
 
     def load_state_dict(self, state, payload, ctx):
@@ -468,6 +469,8 @@ def test_a_signal_to_one_supervisor_stops_all_nodes(node, tmp_path):
     with job.supervisors("--restarts", "2") as started:
         wait_until(lambda: all((tmp_path / f"at-{rank}-5").exists() for rank in range(2)), "both ranks train")
         started[node].send_signal(signal.SIGTERM)
+        wait_until((tmp_path / f"past-{node}-5").exists, "the rank of that node has the signal")
+        (tmp_path / "wait").unlink()
         codes = [process.wait(120) for process in started]
     assert codes == [75, 75], (tmp_path / "log-0").read_text()
     assert job.ends == ["preempted"]
