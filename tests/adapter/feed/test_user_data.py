@@ -13,7 +13,7 @@ from genlight.adapter.check.checks import CHECKS
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import InputError
 from genlight.adapter.feed.user_data import RepeatedRead, feed_of
-from support.forked import run_forked
+from support.forked import environ_with_tests, run_forked
 from support.jobs import write_job
 from support.messages import refusal
 
@@ -374,7 +374,7 @@ def test_two_ranks_train_other_rows_and_resume_like_a_run_without_a_break(kind, 
     def run(folder, *arguments):
         folder.mkdir(exist_ok=True)
         settings = [word for each in arguments for word in ("--set", each)]
-        done = run_forked("run", job, *settings, folder=folder)
+        done = run_forked("run", job, *settings, folder=folder, environ=environ_with_tests())
         assert done.returncode == 0, done.stderr
         return [(folder / f"rank{rank}.txt").read_text().splitlines() for rank in range(2)]
 
