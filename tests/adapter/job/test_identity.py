@@ -83,3 +83,11 @@ def test_the_order_of_hyperparameters_does_not_matter_but_that_of_files_does(con
     one = config_of('hyperparams={"a": 1, "b": 2}', 'dataset.parquet_paths=["/a", "/b"]')
     two = config_of('hyperparams={"b": 2, "a": 1}', 'dataset.parquet_paths=["/b", "/a"]')
     assert differing_fields(one.spec_fields, two.spec_fields) == ["dataset.parquet_paths"]
+
+
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [("https://u:p@h:1/a?b=c#sha256=00", "https://h:1/a#sha256=00"), ("hf:owner/name@main", "hf:owner/name@main")],
+)
+def test_user_info_and_query_are_no_part_of_a_reference_and_a_digest_is(config_of, given, counts):
+    assert config_of(f"inputs.base_model_ref={given}").spec_fields["inputs.base_model_ref"] == counts
