@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
 from genlight.adapter.contract.exceptions import CheckpointError
+from genlight.adapter.contract.types import StepControlHints, StepResult
 from genlight.callbacks.checkpoint import Checkpoint, list_checkpoints, load, newest_valid, read_record
 from genlight.callbacks.hook.events import run_state_of
 from genlight.callbacks.hook.hook import Hook
@@ -80,10 +81,23 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, train_net, make_trainer
     assert equal(resumed, reference)
 
 
+def test_changes_of_the_modules_own_hook_belong_to_the_checkpoint_of_the_step(tmp_path, train_net, make_net):
+    """Moving averages are often updated there; Lightning calls it after the hooks of all callbacks."""
+
+    class Counts(type(make_net())):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("ended", torch.zeros(()))
+
+        def on_train_batch_end(self, *_):
+            self.ended += 1
+
+    train_net(Checkpoint(tmp_path, every_n_steps=3, save_final=False), net=Counts(), max_steps=5)
+    assert load(tmp_path / "step-00000003.json")["state_dict"]["ended"] == 3
+
+
 @pytest.mark.parametrize("of_instance", [False, True])
-def test_a_save_after_the_modules_own_hook_fails_by_policy_and_restores_the_hook(
-    tmp_path, train_net, make_net, caplog, of_instance
-):
+def test_a_save_after_the_modules_own_hook_fails_by_policy(tmp_path, train_net, make_net, caplog, of_instance):
     ended = []
     net = make_net()
     hooked = net if of_instance else type(net)
@@ -118,7 +132,7 @@ class Endless(IterableDataset):
     ],
     ids=["endless", "several", "resumable", "between epochs"],
 )
-def test_a_loader_that_restarts_within_an_epoch_causes_a_warning(
+def test_a_loader_without_position_is_warned_of(
     tmp_path, train_net, make_net, make_loader, caplog, loader, stop, is_warned
 ):
     class Net(type(make_net())):
@@ -171,6 +185,16 @@ def test_callbacks_hear_of_a_durable_checkpoint_in_the_training_thread(tmp_path,
     trainer.fit(make_net(), make_loader(5))
     assert listener.heard == [(2, True, True), (4, True, True), (5, True, True)]
     assert run_state_of(trainer).latest_checkpoint_uri == str(tmp_path / "c" / "final.json")
+
+
+def test_no_checkpoint_is_saved_for_a_step_that_skips_cadences(fit, counting_trainer, tmp_path):
+    class Skips(counting_trainer):
+        def train_step(self, batch, state, ctx):
+            super().train_step(batch, state, ctx)
+            return StepResult(control=StepControlHints(skip_cadence_emit=ctx.step == 1))
+
+    fit(Skips(), [Checkpoint(tmp_path, every_n_steps=2, keep_last=None)], steps=5, enable_checkpointing=True)
+    assert records(tmp_path) == ["step-00000004.json", "final.json"]
 
 
 def test_debris_of_a_killed_run_is_removed(tmp_path, train_net):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from genlight.callbacks.checkpoint import CheckpointStore, listing, save, storage
+from genlight.callbacks.checkpoint import CheckpointStore, listing, save, storage, store as store_module
 from genlight.callbacks.checkpoint.format.record import CheckpointRecord, FileEntry, step_of_name
 from genlight.callbacks.checkpoint.selection import Retention, add_score, to_delete
 
@@ -98,20 +98,22 @@ def test_removals_after_each_save_read_a_record_once_until_it_changes(tmp_path, 
     monkeypatch.setattr(listing, "read_record", reading)
     assert reads_of_removal(lambda listed: saved[:50]) == sorted([*range(60), *range(50)])  # once more to remove it
     assert len(list(tmp_path.glob("*.json"))) == 10
-    save(tmp_path / "step-00000060", {"global_step": 60})
-    assert reads_of_removal(lambda listed: []) == [60]
     add_score(saved[55], "loss", 0.5)
-    save(tmp_path / "step-00000057", {"global_step": 57})
-    (tmp_path / "step-00000058.json").write_text("{")
-    scores, broken = {}, []
+    for step in (57, 60):
+        save(tmp_path / f"step-{step:08d}", {"global_step": step})
+    (tmp_path / "step-00000058.json").write_text("{")  # a broken record keeps its folder
+    assert reads_of_removal(lambda listed: []) == [55, 57, 58, 60]
+    reads_of_removal(lambda listed: saved[59:])
+    assert (tmp_path / "step-00000058").is_dir()
 
-    def look(listed):
-        scores.update({each.path.stem: each.record.metrics for each in listed if each.record and each.record.metrics})
-        broken.extend(each.path.stem for each in listed if each.record is None)
-        return []
 
-    assert reads_of_removal(look) == [55, 57, 58]
-    assert (scores, broken) == ({"step-00000055": {"loss": 0.5}}, ["step-00000058"])
+def test_a_failure_of_a_removal_is_logged(tmp_path, caplog, monkeypatch):
+    store = CheckpointStore()
+    monkeypatch.setattr(store_module, "delete_checkpoint", lambda *_: 1 / 0)
+    store.save(tmp_path / "new", {"global_step": 2}, asynchronous=True)
+    store.remove(tmp_path / "old")
+    store.close()
+    assert f"Could not remove {tmp_path / 'old'}: ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize(
