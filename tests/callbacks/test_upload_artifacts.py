@@ -2,33 +2,29 @@
 
 import contextlib
 import errno
-import json
 import time
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
+from genlight.adapter import ContractModule, TrainingJobSpec
 from genlight.adapter.contract.exceptions import InputError, StartupContractError, TrainingCanceled, UploadError
-from genlight.callbacks.checkpoint import (
-    Checkpoint,
-    CheckpointRecord,
-    DurableCheckpointIO,
-    RecordMeta,
-    save,
-)
-from genlight.callbacks.hook.events import fire, publish_metrics, run_state_of
+from genlight.callbacks import LogMetrics, WriteSamples
+from genlight.callbacks.checkpoint import Checkpoint, CheckpointRecord, DurableCheckpointIO, RecordMeta
+from genlight.callbacks.hook.events import fire, run_state_of
 from genlight.callbacks.hook.hook import Hook
 from genlight.callbacks.upload_artifacts import UploadArtifacts
 from genlight.reporters import EventLogger, read_events
 from genlight.reporters.uploads import UploadConfig, Uploader
 from support.messages import refusal
 from support.plain_module import Fits
+from support.trainer_class import Stateless
 from support.trainers import quiet_trainer
 from support.upload_server import TOKEN
 
@@ -201,50 +197,18 @@ def test_a_file_store_without_credentials_causes_a_warning(tmp_path, monkeypatch
     assert remedy in caplog.text
 
 
-class Reports(Hook):
-    critical = True
-    writes = ("loss_stats", "latest_checkpoint_uri")
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        step = trainer.global_step
-        if step % 2 == 0:
-            publish_metrics(trainer, {"train/loss": float(step)}, step)
-        if step == 3:
-            record = self.write_checkpoint(step)
-            run_state_of(trainer).latest_checkpoint_uri = str(record.path)
-            fire(trainer, "on_checkpoint_durable", record)
-        if step == 4:
-            fire(trainer, "on_samples_written", self.write_samples(step), step)
-
-    def write_checkpoint(self, step):
-        record = self.folder / f"step-{step:08d}.json"
-        dump = {"state_dict": {"w": torch.ones(3)}, "global_step": step}
-        return save(record, dump, meta=RecordMeta(run_id="run-1"))
-
-    def write_samples(self, step):
-        samples = {}
-        for index in range(2):
-            sample = self.folder / f"step-{step:08d}-{index:02d}.json"
-            picture = self.folder / sample.stem / "cat.png"
-            picture.parent.mkdir(parents=True)
-            picture.write_bytes(b"png %d" % index)
-            sample.write_text(json.dumps({"files": [f"{sample.stem}/cat.png"]}))
-            samples[sample] = [picture]
-        return samples
-
-
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
 def test_a_resumed_run_does_not_report_the_metrics_of_its_checkpoint_as_its_own(fit, chaos, tmp_path):
     """The run state of the checkpoint has the metrics of step 4; they were once sent again for step 5."""
-    saves = Checkpoint(tmp_path / "run" / "saved", every_n_steps=4, save_final=False)
-    fit(steps=4, every=0, callbacks=[Reports(tmp_path / "run" / "own"), saves], without_upload=True)
-    record = tmp_path / "run" / "saved" / "step-00000004.json"
-    resumes = Checkpoint(tmp_path / "run" / "saved", save_final=False)
-    fit(steps=6, every=0, metric_every=0, callbacks=[Reports(tmp_path / "own"), resumes], ckpt_path=record)
-    assert [(m["step"], m["metrics"]) for m in chaos.messages("/metrics")] == [(6, {"train/loss": 6.0})]
+
+    def train(steps, **settings):
+        saves = Checkpoint(tmp_path / "run" / "saved", every_n_steps=4, save_final=False)
+        module = ContractModule(Stateless(), TrainingJobSpec("run-1", steps))
+        fit(module, steps, every=0, callbacks=[LogMetrics(2), saves], **settings)
+
+    train(4, without_upload=True)
+    train(6, metric_every=0, ckpt_path=tmp_path / "run" / "saved" / "step-00000004.json")
+    assert [(m["step"], m["metrics"]["train/loss"]) for m in chaos.messages("/metrics")] == [(6, 0.5)]
 
 
 def refuse_link(*_, **__):
@@ -293,12 +257,21 @@ def test_a_checkpoint_that_was_deleted_before_it_could_be_queued_is_named(fit, c
         fit(every=0, callbacks=[Forgetful()])
 
 
+class Draws(Stateless):
+    def configure(self, ctx):
+        return {"generate_sample": self.draw}
+
+    def draw(self, prompt, output_dir):
+        (Path(output_dir) / "cat.png").write_text(prompt)
+
+
 def test_files_with_the_same_name_in_samples_of_one_step_stay_separate(fit, chaos, tmp_path):
-    fit(every=0, callbacks=[Reports(tmp_path / "run" / "own")])
+    samples = WriteSamples(tmp_path / "run" / "own", 4, requests=[{"prompt": "0"}, {"prompt": "1"}])
+    fit(ContractModule(Draws(), TrainingJobSpec("run-1", 6)), every=0, callbacks=[samples])
     assert [m["step"] for m in chaos.messages("/sample")] == [4] * 4
     assert len({request["key"] for request in chaos.requests("/sample")}) == 4 + 4
-    assert chaos.files()["step-00000004-step-00000004-00_cat.png"] == b"png 0"
-    assert chaos.files()["step-00000004-step-00000004-01_cat.png"] == b"png 1"
+    assert chaos.files()["step-00000004-step-00000004-00_cat.png"] == b"0"
+    assert chaos.files()["step-00000004-step-00000004-01_cat.png"] == b"1"
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
@@ -347,25 +320,3 @@ def test_the_record_of_a_resume_is_sent_if_it_is_of_this_run(fit, chaos, tmp_pat
     record = tmp_path / "run" / "own" / "step-00000003.json"
     fit(steps=4, every=0, ckpt_path=record, plugins=[DurableCheckpointIO()], strategy=strategy("cpu"))
     assert [message["step"] for message in chaos.messages("/checkpoint")] == sent
-
-
-@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before")
-def test_earlier_records_that_were_never_queued_are_sent_too(fit, chaos, tmp_path):
-    def save_to(steps, resume_from=None, **how):
-        own = Checkpoint(tmp_path / "run" / "own", every_n_steps=1, save_final=False, keep_last=None)
-        own.run = RecordMeta(run_id="run-1")
-        record = None if resume_from is None else own.directory / f"step-{resume_from:08d}.json"
-        fit(steps=steps, every=0, callbacks=[own], ckpt_path=record, plugins=[DurableCheckpointIO()], **how)
-
-    save_to(2)
-    save_to(4, resume_from=2, without_upload=True)
-    save_to(5, resume_from=4)
-    assert [message["step"] for message in chaos.messages("/checkpoint")] == [1, 2, 3, 4, 5]
-
-
-def test_the_callback_can_be_configured_from_yaml(tmp_path, monkeypatch):
-    parser = ArgumentParser()
-    parser.add_argument("--hook", type=UploadArtifacts)
-    parsed = parser.parse_object({"hook": {"class_path": "genlight.callbacks.upload_artifacts.UploadArtifacts",
-                                           "init_args": {"run_id": "r", "targets": ["hf://me/model"]}}})  # fmt: skip
-    assert parser.instantiate(parsed).hook._settings["targets"] == ("hf://me/model",)

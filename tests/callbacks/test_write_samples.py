@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -66,21 +65,21 @@ def test_each_request_gives_one_record_at_each_boundary(fit, sampling, tmp_path,
     assert names(tmp_path) == [f"step-0000000{step}-0{i}.json" for step in (2, 4) for i in (0, 1)]
     assert record(tmp_path, "step-00000004-00.json") == {
         "name": "sample-00",
+        "run_id": "run-7",
+        "step": 4,
         "task": "t2i",
         "prompt": "a cat",
+        "seed": 3,
         "negative_prompt": "",
         "instruction": None,
         "source_image": None,
-        "seed": 3,
+        "files": [],
         "length": 5,
         "tensor": [1.5, None],
         "array": [0, 1],
         "number": 0.5,
         "path": "a/b",
         "infinite": None,
-        "run_id": "run-7",
-        "step": 4,
-        "files": [],
     }
     assert record(tmp_path, "step-00000002-01.json")["seed"] == 9
 
@@ -91,15 +90,8 @@ def test_a_generator_gets_the_arguments_of_its_signature(fit, sampling, tmp_path
     def generate(step, ctx, request, prompt, negative_prompt, instruction, source_image, seed, task, output_dir):
         calls.append({name: value for name, value in locals().items() if name != "calls"})
 
-    request = {
-        "prompt": "p",
-        "negative_prompt": "n",
-        "instruction": "i",
-        "source_image": "s.png",
-        "seed": 0,
-        "task": "t2i",
-        "name": "x",
-    }
+    request = {"prompt": "p", "negative_prompt": "n", "instruction": "i", "source_image": "s.png"}
+    request |= {"seed": 0, "task": "t2i", "name": "x"}
     _, module = fit(sampling(generate), [WriteSamples(tmp_path, 4, requests=[request], seed=5)], job=JOB)
 
     (call,) = calls
@@ -135,9 +127,7 @@ def test_files_of_a_sample_are_named_in_its_record_and_in_the_event(fit, samplin
     assert run_state_of(trainer).latest_sample_uris == [str(tmp_path / name) for name in written[0][1]]
 
 
-def test_without_requests_there_is_one_text_and_without_a_generator_a_warning(
-    fit, sampling, counting_trainer, tmp_path, caplog
-):
+def test_without_requests_or_a_generator_there_is_one_text(fit, sampling, counting_trainer, tmp_path, caplog):
     fit(sampling(lambda step: {"made_at": step}), [WriteSamples(tmp_path / "with", 4)], job=JOB)
     fit(counting_trainer(), [WriteSamples(tmp_path / "off", 0, requests=[{}])], job=JOB)
     assert "has no `generate_sample`" not in caplog.text
@@ -308,26 +298,3 @@ def test_what_is_no_json_and_no_regular_file_is_refused_without_waiting(fit, sam
         fit(sampling(lambda output_dir: generate(Path(output_dir))), [WriteSamples(tmp_path, 2, requests=[{}])])
 
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plain_module_gets_texts_and_a_boundary_within_a_batch_of_several_steps_is_not_missed(quiet, tmp_path):
-    """Lightning counts a step for each update of an optimizer, so a batch of a GAN has two."""
-
-    class TwoUpdates(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                self.manual_backward(self.layer(batch).sum())
-                optimizer.step()
-
-        def configure_optimizers(self):
-            return [torch.optim.SGD(self.layer.parameters(), lr=0.1) for _ in range(2)]
-
-    trainer = pl.Trainer(**quiet, max_epochs=1, callbacks=[WriteSamples(tmp_path, 5)])
-    trainer.fit(TwoUpdates(), torch.utils.data.DataLoader(torch.ones(9, 1)))
-
-    assert names(tmp_path) == ["step-00000006.txt", "step-00000010.txt", "step-00000016.txt"]

@@ -140,14 +140,10 @@ def test_what_a_full_disk_refused_is_held_and_written_once_there_is_room(open_qu
     assert _names(read_entries(queue.directory)) == _names(queue.entries()) == [*held, 6]
     assert read_entries(queue.directory)[0].parts == {"post": None}
     assert _names(read_entries(queue.directory / DELIVERED)) == ["4"]
-
-
-def test_what_a_full_disk_refused_is_written_at_the_latest_when_the_queue_is_closed(open_queue):
-    queue = open_queue()
     with full_disk():
-        add(queue, "metrics", 1)
+        add(queue, "metrics", 7)
     queue.close()
-    assert _names(read_entries(queue.directory)) == [1]
+    assert _names(read_entries(queue.directory)) == [*held, 6, 7], "at the latest when the queue is closed"
 
 
 WRITER = textwrap.dedent(
