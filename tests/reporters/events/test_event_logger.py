@@ -137,9 +137,7 @@ def test_a_resumed_fit_is_the_next_attempt_and_says_where_it_resumed(tmp_path, p
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("is_new_process", [False, True], ids=["same trainer", "another trainer"])
-def test_an_evaluation_after_the_fit_is_another_attempt_and_takes_nothing_of_it_back(
-    tmp_path, path, stage, is_new_process
-):
+def test_an_evaluation_after_the_fit_takes_nothing_of_it_back(tmp_path, path, stage, is_new_process):
     trainer = make_trainer(tmp_path, max_steps=4)
     module = SlowInEvaluation()
     trainer.fit(module)
@@ -289,12 +287,7 @@ def test_a_logger_can_be_used_without_a_trainer(path):
     logger.log_metrics({"b": 2})
     logger.finalize("success")
     events = sound_events(path)
-    assert [(event.get("name"), event.get("step")) for event in events] == [
-        (None, None),
-        ("a", 4),
-        ("b", 4),
-        (None, 4),
-    ]
+    assert [(event.get("name"), event.get("step")) for event in events] == [(None, None), ("a", 4), ("b", 4), (None, 4)]
 
 
 def test_other_ranks_open_and_write_nothing(path, monkeypatch):

@@ -138,9 +138,7 @@ def test_tags_and_notes_are_kept_and_hold_no_secret(project):
     assert list(found) == sorted(found)
 
 
-def test_git_is_asked_where_the_class_is_defined_and_in_the_folder_of_the_job_for_an_installed_class(
-    project, monkeypatch, tmp_path
-):
+def test_git_describes_the_class_or_for_an_installed_class_the_folder_of_the_job(project, monkeypatch, tmp_path):
     (project / "own_project_module.py").write_text("class Own: ...\n")
     monkeypatch.syspath_prepend(str(project))
     import own_project_module

@@ -80,9 +80,7 @@ def test_what_can_only_be_linked_in_part_is_not_linked_at_all(run):
         assert queue.unlinked_files() == {root / "c/step.json", root / "c/gone"}
 
 
-def test_links_of_a_process_that_was_killed_before_it_queued_them_are_dropped(
-    chaos, uploader_for, write_checkpoint, tmp_path
-):
+def test_links_that_a_killed_process_did_not_queue_are_dropped(chaos, uploader_for, write_checkpoint, tmp_path):
     record, files = write_checkpoint(1)
     orphan = tmp_path / "run" / "uploads" / LINKS / "000000007"
     orphan.mkdir(parents=True)

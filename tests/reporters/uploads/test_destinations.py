@@ -73,9 +73,7 @@ URLS = ("metrics_url", "checkpoint_url", "sample_url", "terminal_url", "file_sto
 
 
 @pytest.mark.parametrize(("urls", "messages"), [(URLS, 0), (["file_store_url"], 1)])
-def test_a_target_gets_the_files_in_their_layout_with_and_without_an_endpoint(
-    chaos, uploader_for, enqueue, tmp_path, urls, messages
-):
+def test_a_target_gets_the_files_in_their_layout(chaos, uploader_for, enqueue, tmp_path, urls, messages):
     uploader = uploader_for(chaos, targets=[f"file://{tmp_path}/archive"], **dict.fromkeys(urls))
     record, files = enqueue(uploader, 3)
     assert uploader.settle() is None
@@ -133,7 +131,7 @@ def broken():
         (PermissionError(errno.EACCES, "Permission denied"), "Permission denied", True),  # final at the first try
     ],
 )
-def test_a_target_that_cannot_be_used_is_named_and_holds_up_no_other_destination(
+def test_an_unusable_target_is_named_and_delays_no_other(
     chaos, uploader_for, enqueue, tmp_path, broken, error, said, is_auth
 ):
     broken(error)

@@ -44,11 +44,7 @@ def settle_once_tried(uploader):
     [
         ({"script": ["400"]}, 1, "HTTP 400 from "),
         ({"script": ["413"]}, 1, "HTTP 413 from "),
-        (
-            {"script": ["401"]},
-            1,
-            "; it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of",
-        ),
+        ({"script": ["401"]}, 1, "; it refuses the token of `TRAINER_CAPABILITY_TOKEN`, or of"),
         ({"script": ["403"]}, 1, "HTTP 403 from "),
         ({"script": ["huge"]}, 1, "answered with more than 1048576 bytes"),
         ({"script": ["302"]}, 1, "redirects (HTTP 301, 302 or 303)"),
@@ -70,9 +66,7 @@ def test_a_final_refusal_is_seen_by_the_run_and_kept(chaos, uploader_for, enqueu
     assert result.auth == uploader.failure.auth == (control.get("script") in (["401"], ["403"]))
 
 
-def test_a_token_that_expired_is_final_and_the_next_start_with_a_new_one_delivers_in_order(
-    chaos, uploader_for, enqueue
-):
+def test_an_expired_token_is_final_and_a_start_with_a_new_one_delivers_in_order(chaos, uploader_for, enqueue):
     chaos.control(tokens=["new"])
     uploader = uploader_for(chaos)
     for step in (1, 2, 3):
@@ -184,9 +178,7 @@ def test_what_a_full_disk_does_not_take_is_sent_all_the_same_and_once(chaos, upl
         assert len(chaos.requests("/file/v1")) == len({*files, *others, first, second})
 
 
-def test_what_neither_arrived_nor_could_be_kept_is_said_to_be_lost_to_the_next_start(
-    chaos, uploader_for, write_checkpoint
-):
+def test_uploads_that_neither_arrived_nor_could_be_kept_are_reported(chaos, uploader_for, write_checkpoint):
     uploader = uploader_for(chaos, checkpoint_url="http://127.0.0.1:9/checkpoint", file_store_url=None)
     record, files = write_checkpoint(1)
     with full_disk():
@@ -211,9 +203,7 @@ def test_a_file_that_the_disk_cannot_read_is_named_and_tried_again(chaos, upload
     assert uploader.settle() is None
 
 
-def test_closing_ends_a_transfer_in_its_middle_and_the_next_start_goes_on(
-    chaos, uploader_for, write_checkpoint, monkeypatch
-):
+def test_closing_ends_a_transfer_that_the_next_start_repeats(chaos, uploader_for, write_checkpoint, monkeypatch):
     monkeypatch.setattr("genlight.reporters.uploads.uploader.CLOSE_WAIT_S", 60.0)  # else closing cuts the connection
     chaos.control(script=["slow-read"])
     uploader = uploader_for(chaos)
@@ -313,9 +303,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_tried_is_given_up_for_the_new
     assert chaos.files()["final-model.safetensors"] == b"newer"
 
 
-def test_a_redirect_that_keeps_the_method_takes_the_bytes_along_and_leaves_the_token_behind(
-    chaos, start_chaos, uploader_for, enqueue
-):
+def test_a_redirect_takes_the_bytes_along_and_leaves_the_token_behind(chaos, start_chaos, uploader_for, enqueue):
     other = start_chaos("other")
     chaos.control(redirect_to=other.url)
     uploader = uploader_for(chaos)
@@ -345,7 +333,7 @@ def test_a_store_that_knows_nothing_of_a_file_contradicts_nothing(chaos, uploade
         ({"SSL_CERT_FILE": "/nowhere/pr0xy-canary"}, "(No such file or directory)"),
     ],
 )
-def test_proxies_and_certificates_that_cannot_be_used_are_told_without_their_values(
+def test_unusable_proxies_and_certificates_are_named_without_values(
     chaos, uploader_for, monkeypatch, variables, reason
 ):
     for name, value in variables.items():
