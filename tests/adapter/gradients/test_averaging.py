@@ -234,6 +234,22 @@ def test_written_gradients_are_averaged_at_their_first_read_and_only_once(averag
     assert type(run.model.weight) is nn.Parameter
 
 
+def test_gradients_that_zero_grad_of_a_class_writes_are_averaged(averaged):
+    class Fills(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad = torch.ones_like(parameter)
+
+    model = nn.Linear(2, 1)
+    optimizer = Fills(model.parameters(), lr=0.1)
+    router = routed(discover({"model": model, "optimizer": optimizer}))
+    with router:
+        optimizer.zero_grad()
+        assert model.weight.grad is not None, "a read"
+        assert len(averaged) == 1
+        optimizer.step()
+
+
 def test_gradients_written_after_an_update_are_averaged_before_they_are_read(averaged):
     run = Run()
 
