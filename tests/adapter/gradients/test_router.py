@@ -285,3 +285,17 @@ def test_a_training_replaces_torchs_entries_once_and_puts_them_back_however_it_e
     assert all(found == seen[0] for found in seen)
     assert all(led is not own for led, own in zip(seen[0], before, strict=True))
     assert entries() == before
+
+
+def test_all_parts_are_closed_even_if_one_raises():
+    run = Run()
+    closed = []
+    last = StepPart()
+    last.close = lambda: closed.append(True)
+    run.router.parts += [Failing("close"), last]
+    run.router.open()
+
+    with refusal(RuntimeError):
+        run.router.close()
+
+    assert closed == [True]
