@@ -98,6 +98,14 @@ class ClipsEachCall(Sound):
         return StepResult({"loss": loss.detach()})
 
 
+class ClipsAndSumsUp(ClipsEachCall):
+    def between(self, state):
+        super().between(state)
+        for parameter in state["model"].parameters():
+            parameter.summed = parameter.grad + getattr(parameter, "summed", 0)
+        state["optimizer"].zero_grad()
+
+
 class WritesBetweenCalls(ClipsEachCall):
     def between(self, state):
         for parameter in state["model"].parameters():
@@ -108,6 +116,12 @@ class ClearsBetweenCalls(ClipsEachCall):
     def between(self, state):
         torch.nn.utils.get_total_norm([parameter.grad for parameter in state["model"].parameters()])
         state["optimizer"].zero_grad(set_to_none=state["count"] % 2 == 0)
+
+
+class ClipsAndUpdates(ClipsEachCall):
+    def between(self, state):
+        super().between(state)
+        state["optimizer"].step()
 
 
 class Misspells(Sound):
@@ -169,6 +183,39 @@ class Attends(Sound):
         return nn.functional.mse_loss(state["model"]["head"](attended.mean(1)), y)
 
 
+class SharpnessAware(Sound):
+    """Two backward calls for an update (SAM), the first of which moves the weights by gradients.
+
+    Sharded tensors have their norm summed in another order, and the bias before the batch statistics turns that into
+    steps.
+    """
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 1))
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    def train_step(self, batch, state, ctx):
+        model, opt = state["model"], state["optimizer"]
+        weights = list(model.parameters())
+        opt.zero_grad()
+        (model(batch[0]) - batch[1]).square().mean().backward()
+        norm = torch.linalg.vector_norm(torch.stack([weight.grad.norm() for weight in weights]))
+        moves = [weight.grad * (0.05 / norm) for weight in weights]
+        with torch.no_grad():
+            for weight, move in zip(weights, moves, strict=True):
+                weight.add_(move)
+        opt.zero_grad()
+        loss = (model(batch[0]) - batch[1]).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for weight, move in zip(weights, moves, strict=True):
+                weight.sub_(move)
+        opt.step()
+        return StepResult({"loss": loss.detach()})
+
+
 class Lazy(Sound):
     def configure(self, ctx):
         return {**Trainer.configure(self, ctx), "count": 0}
@@ -212,6 +259,15 @@ class WithoutDropout(Sound):
         return model
 
 
+class SeededByRank(Sound):
+    """Dropout that draws other numbers on each rank, as it should."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        torch.manual_seed(100 + ctx.rank)
+        return state
+
+
 class LbfgsOptimizer(WithoutDropout):
     """Does something that sharding refuses."""
 
@@ -219,6 +275,11 @@ class LbfgsOptimizer(WithoutDropout):
 
     def optimizer(self, parameters):
         return torch.optim.LBFGS(parameters, lr=0.01, max_iter=2)
+
+
+class ArrowRows(WithoutDropout):
+    def prepare_batch(self, raw, state, ctx):
+        return super().prepare_batch(raw.to_pydict(), state, ctx)
 
 
 class ByGradient(WithoutDropout):
@@ -251,6 +312,17 @@ class ForgetsAverage(Sound):
             state["shadow"][name].lerp_(p.detach(), 0.1)
 
 
+class ForgetsLateCounter(Sound):
+    """A counter that decides what the hundredth step does."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "warm": 0}
+
+    def loss(self, batch, state):
+        state["warm"] += 1
+        return super().loss(batch, state) * (2 if state["warm"] > 100 else 1)
+
+
 class ForgetsBest(Sound):
     """Keeps the lowest loss so far, but the first step after a resume resets it."""
 
@@ -263,12 +335,35 @@ class ForgetsBest(Sound):
         return super().loss(batch, state)
 
 
+class NonPersistent(Sound):
+    """Statistics in a buffer that no state dict has, used only for sampling."""
+
+    class Net(nn.Sequential):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+        def forward(self, x):
+            self.seen.lerp_(x.detach().mean(0), 0.5)
+            return super().forward(x)
+
+    def model(self):
+        return self.Net(nn.Linear(2, 1))
+
+
 class ReadsAClock(Sound):
     """Keeps a time stamp, a difference that is no fault."""
 
     def loss(self, batch, state):
         state["began_at"] = time.monotonic()
         return super().loss(batch, state)
+
+
+class WrittenNotRead(Sound):
+    """Saves its counter and does not take it back."""
+
+    def load_state_dict(self, state, payload, ctx):
+        pass
 
 
 class HiddenState(Sound):
@@ -305,6 +400,33 @@ class Overflowing(Sound):
         # 1 if `out` was computed in fp32; division by zero if in bf16
         exact = (out.float() - out.float().bfloat16().float()).abs().max()
         return (out - batch[1]).square().mean() * (exact / exact)
+
+
+class RankDependent(ByGradient):
+    def loss(self, batch, state):
+        return super().loss(batch, state) * (1 + self.world_size)
+
+    def configure(self, ctx):
+        self.world_size = ctx.world_size
+        return super().configure(ctx)
+
+
+class ReplacedByOwnRows(WithoutDropout):
+    """Adds points at the positions of this rank's rows in the second step."""
+
+    def configure(self, ctx):
+        points = nn.ParameterDict({"mean": nn.Parameter(torch.linspace(-1, 1, 8).view(4, 2))})
+        return {"points": points, "optimizer": torch.optim.Adam(points.parameters(), lr=0.05), "count": 0}
+
+    def loss(self, batch, state):
+        return torch.cdist(batch[0], state["points"]["mean"]).min(1).values.mean()
+
+    def after_update(self, batch, state, ctx):
+        if state["count"] == 1:
+            old, optimizer = state["points"]["mean"], state["optimizer"]
+            new = torch.cat([old.detach(), batch[0][:1]])
+            optimizer.state.pop(old)
+            optimizer.param_groups[0]["params"][0] = state["points"]["mean"] = nn.Parameter(new)
 
 
 class Drifting(WithoutDropout):

@@ -39,6 +39,27 @@ class CenterLoss(Base):
                 center.grad = None
 
 
+class BareCenters(CenterLoss):
+    """The same with a bare tensor and torch.autograd.grad; nothing averages its result."""
+
+    def configure(self, ctx):
+        model = mlp(6, 3)
+        centers = torch.zeros(2, 3, requires_grad=True)
+        return {"model": model, "centers": centers, "optimizer": torch.optim.Adam(model.parameters(), lr=0.01)}
+
+    def train_step(self, batch, state, ctx):
+        centers = state["centers"]
+        features = state["model"](batch["x"])
+        loss = (features - centers[batch["kind"]]).square().mean()
+        (by_centers,) = torch.autograd.grad(loss, centers, retain_graph=True)
+        state["optimizer"].zero_grad()
+        loss.backward(inputs=list(state["model"].parameters()))
+        state["optimizer"].step()
+        with torch.no_grad():
+            centers -= 0.5 * by_centers
+        return StepResult({})
+
+
 class CentersOfOneRank(CenterLoss):
     """Each class has its own center; the other rank's rows never touch it."""
 
@@ -57,10 +78,98 @@ class CentersOfOneRank(CenterLoss):
         return loss
 
 
+class FunctionalBesideBackward(Base):
+    """Uses backward for one half of the parameters and torch.func for the other; makes two updates in a step."""
+
+    def configure(self, ctx):
+        model = mlp()
+        optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
+        return {"model": model, "optimizers": optimizers}
+
+    def train_step(self, batch, state, ctx):
+        model, (first, last) = state["model"], state["optimizers"]
+        model.zero_grad()
+        self.loss(batch, state).backward()
+        first.step()
+
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            head = torch.func.functional_call(model[2], parameters, (model[1](model[0](batch["x"])).detach(),))
+            return mse_loss(head, batch["y"])
+
+        grads = torch.func.grad(loss)({name: p.detach() for name, p in model[2].named_parameters()})
+        for name, p in model[2].named_parameters():
+            p.grad = grads[name]
+        nn.utils.clip_grad_norm_(model[2].parameters(), 0.05)
+        last.step()
+        return StepResult({})
+
+
+class Reptile(Base):
+    """Trains a clone within the step; the gradient is the distance that the clone moved.
+
+    With one inner step over all rows this is a true gradient, so that ranks can be compared with one process.
+    """
+
+    optimizer = Trainer.optimizer
+
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        clone = copy.deepcopy(model)
+        inner = torch.optim.SGD(clone.parameters(), lr=0.1)
+        inner.zero_grad()
+        self.loss(batch, {"model": clone}).backward()
+        inner.step()
+        for p, moved in zip(model.parameters(), clone.parameters(), strict=True):
+            p.grad = p.detach() - moved.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        state["optimizer"].step()
+        return StepResult({})
+
+
+class EvolutionInTwoRounds(Base):
+    """Writes gradients from antithetic perturbations twice in a step; clips and uses them each time."""
+
+    @torch.no_grad()
+    def train_step(self, batch, state, ctx):
+        model = state["model"]
+        generator = torch.Generator().manual_seed(len(batch))
+        for _ in range(2):
+            state["optimizer"].zero_grad()
+            for p in model.parameters():
+                noise = 0.05 * torch.randn(p.shape, generator=generator)
+                p += noise
+                above = self.loss(batch, state)
+                p -= 2 * noise
+                below = self.loss(batch, state)
+                p += noise
+                p.grad = noise * (above - below) * 100
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            state["optimizer"].step()
+        return StepResult({})
+
+
 class Relocated(SplatDensification, abstract=True):
     """Replaces its points by as many new ones; the class of the table adds points."""
 
     first = 2
+
+
+class Momentum(Base):
+    """A moving copy for contrast; its parameters require gradients and never get any."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "slow": copy.deepcopy(state["model"])}
+
+    def loss(self, batch, state):
+        with torch.no_grad():
+            target = state["slow"](batch["x"])
+        return mse_loss(state["model"](batch["x"]), 0.5 * (batch["y"] + target))
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for slow, p in zip(state["slow"].parameters(), state["model"].parameters(), strict=True):
+            slow.lerp_(p, 0.1)
 
 
 class FunctionalWithoutGrad(Base):
@@ -79,10 +188,8 @@ class FunctionalWithoutGrad(Base):
         return StepResult({})
 
 
-class ReptileInPlace(Base):
-    """Trains a clone within the step; writes the distance that it moved into existing gradients, without autograd."""
-
-    optimizer = Trainer.optimizer
+class ReptileInPlace(Reptile):
+    """Writes into existing gradients without autograd."""
 
     def train_step(self, batch, state, ctx):
         model = state["model"]
@@ -207,6 +314,7 @@ DECLARED = ("DeclaredMemory", "DeclaredLatents")
 """Equal but for what is each rank's own."""
 
 REFUSED = {
+    "BareCenters": r"`train_step`: torch\.autograd\.grad returns this rank's gradients of parameters that no optimizer",
     "CentersOfOneRank": r'in step 1: rank 0 trains state\["centers"\]\.0, rank 1 does not; rank 1 trains .*\.1, rank 0',
     "FunctionalWithoutGrad": r'first is state\["model"\]\.0\.weight: rank 0 \(.* at 0\) and rank 1 \(.* torch\.func',
     "ReptileInPlace": r'first is state\["model"\]\.0\.weight: .*changed in place',

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import nn
 
 from genlight.adapter import StepResult
 
-from .base import trainers
+from .base import mlp, trainers
 from .ddp_drift import Base
 from .runs import STEPS
 
@@ -103,7 +104,7 @@ class SkipsStepsTogether(SkipsTheUpdate):
 
 
 class LogsOnRankZero(Base):
-    """Only rank 0 reads the norm of its gradients; then all ranks meet and reduce the loss by hand."""
+    """Only rank 0 reads the norm of its gradients; then all ranks reduce the loss by hand."""
 
     def train_step(self, batch, state, ctx):
         state["optimizer"].zero_grad()
@@ -114,10 +115,26 @@ class LogsOnRankZero(Base):
             metrics["norm"] = sum(p.grad.norm() for p in state["model"].parameters())
         mean = loss.detach().clone()
         if together():
-            dist.barrier()
             dist.all_reduce(mean)
         state["optimizer"].step()
         return StepResult({**metrics, "loss": mean})
+
+
+class LogsOnRankZeroBeforeABarrier(LogsOnRankZero):
+    """The same with objects and a barrier."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        self.loss(batch, state).backward()
+        if ctx.rank == 0:
+            float(state["model"][0].weight.grad.norm())
+        if together():
+            dist.barrier()
+            names: list[Any] = [None, None]
+            dist.all_gather_object(names, ctx.rank)
+            assert names == [0, 1]
+        state["optimizer"].step()
+        return StepResult({})
 
 
 class ReadsBetweenBackwardCalls(Base):
@@ -130,6 +147,22 @@ class ReadsBetweenBackwardCalls(Base):
             float(state["model"][0].weight.grad.norm())
         self.loss(batch, state).backward()
         state["optimizer"].step()
+        return StepResult({})
+
+
+class UpdatesByHandOnOneRank(Base):
+    """No optimizer; one rank leaves a step before it computes gradients."""
+
+    def configure(self, ctx):
+        return {"model": mlp(), "calls": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        if state["calls"] == 2 and bool((batch["kind"] == 1).any()):
+            return StepResult({})
+        parameters = list(state["model"].parameters())
+        for p, g in zip(parameters, torch.autograd.grad(self.loss(batch, state), parameters), strict=True):
+            p.data -= 0.1 * g
         return StepResult({})
 
 
@@ -184,6 +217,17 @@ class ReplacesOnOneRank(DensifiesByItsOwnRows):
         return points.detach().clone() if ctx.rank == 1 else None
 
 
+class UpdatesTwiceInTheLastStep(SkipsTheUpdate):
+    """Only one rank makes a second update; no step of the other rank matches it."""
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        result = Base.train_step(self, batch, state, ctx)
+        if state["calls"] == STEPS and ctx.rank == 0 and together():
+            Base.train_step(self, batch, state, ctx)
+        return result
+
+
 class CallsBackwardOnceMore(SkipsTheUpdate):
     """Only one rank calls backward twice in the last step."""
 
@@ -193,6 +237,26 @@ class CallsBackwardOnceMore(SkipsTheUpdate):
         for _ in range(2 if state["calls"] == STEPS and ctx.rank == 0 else 1):
             self.loss(batch, state).backward()
         state["optimizer"].step()
+        return StepResult({})
+
+
+class UpdatesInBackward(Base):
+    """A hook updates each parameter as soon as its gradient exists."""
+
+    def configure(self, ctx):
+        net = mlp()
+        optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in net.parameters()}
+
+        def update(p: torch.Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        return {"model": net, "optimizers": list(optimizers.values())}
+
+    def train_step(self, batch, state, ctx):
+        state["model"](batch["x"]).square().mean().backward()
         return StepResult({})
 
 
@@ -225,6 +289,7 @@ REFUSED = {
         r"rank 1 calls backward \(at .*ddp_parting\.py:\d+, in train_step\) in step 2, right after it calls backward "
         r"\(at .*ddp_parting\.py:\d+, in train_step\).*read gradients between these calls on all ranks or on none"
     ),
+    "UpdatesByHandOnOneRank": r"`train_step`: torch\.autograd\.grad returns this rank's gradients of .*call backward",
     "FreezesOnOneRank": (
         r'Ranks train different parameters in step 3: rank 0 trains state\["model"\]\.0\.bias, '
         r'state\["model"\]\.0\.weight, rank 1 does not\. Decide by values'
@@ -234,6 +299,8 @@ REFUSED = {
         r"rank 1 has .* torch.float32 frozen"
     ),
     "CallsBackwardOnceMore": r"rank 0 calls backward .* in step 4, .*while rank 1 has ended the last step in step 4",
+    "UpdatesTwiceInTheLastStep": r"rank 0 calls backward .* in step 4, while rank 1 has ended the last step in step 4",
+    "UpdatesInBackward": r"a parameter has a hook that runs as soon as its gradient is accumulated .*update after",
     "ReplacesOnOneRank": r'ReplicaDriftError: .*the first is state\["points"\]\.mean',
     "DensifiesByItsOwnRows": r"Ranks train different parameters in step 3: ranks 0 and 1 have .* of different shapes",
 }

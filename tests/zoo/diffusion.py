@@ -1,4 +1,4 @@
-"""Denoising."""
+"""Denoising: noise schedules, velocities, flows, classifier-free guidance, consistency."""
 
 import torch
 from torch import nn
@@ -24,12 +24,23 @@ class Denoiser(nn.Module):
         return self.out((self.body(x) + self.time(t)).tanh()) * self.scales
 
 
-class Ddpm(Base):
+class Diffusion(Base, abstract=True):
     rows = staticmethod(noised)
 
     def model(self):
         return Denoiser()
 
+
+class Ddpm(Diffusion):
     def loss(self, batch, state):
         x = (1 - batch["t"]).sqrt() * batch["x"] + batch["t"].sqrt() * batch["noise"]
         return mse_loss(state["model"](x, batch["t"]), batch["noise"])
+
+
+class NoiseDrawnInTheStep(Ddpm):
+    """Draws noise from the global generator for the rows of a rank."""
+
+    differs = "each rank draws noise for its own rows"
+
+    def loss(self, batch, state):
+        return super().loss({**batch, "noise": torch.randn_like(batch["x"])}, state)

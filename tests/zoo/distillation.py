@@ -1,4 +1,4 @@
-"""Teachers and students, precision by hand."""
+"""Teachers and students, pruning, quantization, precision by hand."""
 
 import torch
 from torch import nn
@@ -9,24 +9,61 @@ from genlight.adapter.contract.types import StepResult
 from .base import Base, labelled, mlp
 
 
-class FeatureDistilled(Base):
-    """A frozen teacher; a hook of it captures inner activations."""
-
+class Distilled(Base):
     rows = staticmethod(labelled)
 
     def configure(self, ctx):
         student, teacher = mlp(6, 3), mlp(6, 3, hidden=24).requires_grad_(False).eval()
-        bridge, self.caught = nn.Linear(3, 24), {}
-        teacher[0].register_forward_hook(lambda _, entering, out: self.caught.update(features=out))
-        optimizer = torch.optim.SGD([*student.parameters(), *bridge.parameters()], lr=0.1)
-        return {"student": student, "teacher": teacher, "bridge": bridge, "optimizer": optimizer}
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        return {"student": student, "teacher": teacher, "optimizer": optimizer}
 
     def loss(self, batch, state):
         with torch.no_grad():
             goal = state["teacher"](batch["x"]).softmax(1)
-        out = state["student"](batch["x"])
-        close = kl_div(out.log_softmax(1), goal, reduction="batchmean")
-        return close + mse_loss(state["bridge"](out), self.caught.pop("features"))
+        return kl_div(state["student"](batch["x"]).log_softmax(1), goal, reduction="batchmean")
+
+
+class FeatureDistilled(Distilled):
+    """A hook of the teacher captures inner activations."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        self.caught = {}
+        state["teacher"][0].register_forward_hook(lambda _, entering, out: self.caught.update(features=out))
+        state["bridge"] = nn.Linear(3, 24)
+        state["optimizer"].add_param_group({"params": state["bridge"].parameters()})
+        return state
+
+    def loss(self, batch, state):
+        base = super().loss(batch, state)
+        return base + mse_loss(state["bridge"](state["student"](batch["x"])), self.caught.pop("features"))
+
+
+class MagnitudePruning(Base):
+    """Applies masks to the weights after each update."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        masks = [(p.detach().abs() > p.detach().abs().median()).float() for p in state["model"].parameters()]
+        return {**state, "masks": masks}
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for p, mask in zip(state["model"].parameters(), state["masks"], strict=True):
+            p.mul_(mask)
+
+
+class QuantizationAware(Base):
+    """Rounds weights in the forward pass, with straight-through gradients."""
+
+    class Rounded(nn.Linear):
+        def forward(self, x):
+            scale = self.weight.detach().abs().max() / 7
+            rounded = (self.weight / scale).round() * scale
+            return nn.functional.linear(x, self.weight + (rounded - self.weight).detach(), self.bias)
+
+    def model(self):
+        return nn.Sequential(self.Rounded(6, 12), nn.Tanh(), self.Rounded(12, 1))
 
 
 class FloatMasters(Base):
@@ -52,20 +89,26 @@ class FloatMasters(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class OwnAutocast(Base):
+    tolerance = 0.02
+
+    def loss(self, batch, state):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = state["model"](batch["x"])
+        return mse_loss(out.float(), batch["y"])
+
+
 class OwnScaler(Base):
     """Mixed precision as in the torch documentation."""
 
     tolerance = 1e-2
 
     def configure(self, ctx):
-        return {
-            **super().configure(ctx),
-            "scaler": torch.amp.GradScaler(torch.device(ctx.device).type, init_scale=1024.0, growth_interval=2),
-        }
+        return {**super().configure(ctx), "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)}
 
     def train_step(self, batch, state, ctx):
         scaler = state["scaler"]
-        with torch.autocast(torch.device(ctx.device).type, dtype=torch.float16):
+        with torch.autocast("cpu", dtype=torch.float16):
             out = state["model"](batch["x"])
         state["optimizer"].zero_grad()
         scaler.scale(mse_loss(out.float(), batch["y"])).backward()
@@ -76,8 +119,29 @@ class OwnScaler(Base):
         return StepResult({"scale": scaler.get_scale()})
 
 
+class OverflowsOnce(Base):
+    """The loss of the second step overflows fp16; its update must be skipped and counted."""
+
+    kept = ("steps",)
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "steps": 0}
+
+    def train_step(self, batch, state, ctx):
+        state["steps"] += 1
+        out = state["model"](batch["x"])
+        loss = mse_loss(out.float(), batch["y"])
+        if ctx.dtype == "fp16" and state["steps"] == 2:
+            loss = loss * torch.inf
+        state["optimizer"].zero_grad()
+        loss.backward()
+        if ctx.run_state is not None or state["steps"] != 2 or ctx.dtype != "fp16":
+            state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
 class OverflowsBesideUpdatesByHand(Base):
-    """The loss of the second step overflows fp16; no scaler skips the update that the trainer makes itself."""
+    """The same with a head that the trainer updates itself; no scaler skips that update."""
 
     kept = ("steps",)
 

@@ -1,5 +1,7 @@
 """Averages of weights: modules, lists, dictionaries, swapped in for evaluation."""
 
+import copy
+
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -10,6 +12,46 @@ class EmaModule(AveragesItsModel, Base):
     pass
 
 
+class EmaOfStateDict(EmaModule):
+    """Averages the tensors of state dicts, including buffers."""
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        now = state["model"].state_dict()
+        for name, average in state["ema"].state_dict().items():
+            average.mul_(0.5).add_(now[name], alpha=0.5)
+
+
+class EmaShadowList(Base):
+    """Like diffusers' EMAModel: shadow parameters in a list."""
+
+    class Ema:
+        def __init__(self, parameters):
+            self.shadow_params = [p.clone().detach() for p in parameters]
+            self.optimization_step = 0
+
+        @torch.no_grad()
+        def step(self, parameters):
+            self.optimization_step += 1
+            decay = min(0.9, (1 + self.optimization_step) / (10 + self.optimization_step))
+            for s, p in zip(self.shadow_params, parameters, strict=True):
+                s.sub_((1 - decay) * (s - p))
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "ema": self.Ema(state["model"].parameters())}
+
+    def after_update(self, batch, state, ctx):
+        state["ema"].step(state["model"].parameters())
+
+    def state_dict(self, state):
+        return {"shadow": state["ema"].shadow_params, "steps": state["ema"].optimization_step}
+
+    def load_state_dict(self, state, payload, ctx):
+        state["ema"].shadow_params = [p.clone() for p in payload["shadow"]]
+        state["ema"].optimization_step = payload["steps"]
+
+
 class TorchAveragedModel(Base):
     def configure(self, ctx):
         state = super().configure(ctx)
@@ -17,6 +59,18 @@ class TorchAveragedModel(Base):
 
     def after_update(self, batch, state, ctx):
         state["ema"].update_parameters(state["model"])
+
+
+class SwappedForEvaluation(EmaModule):
+    """Swaps the averages in, reads them, and swaps them out again in every step."""
+
+    def after_update(self, batch, state, ctx):
+        super().after_update(batch, state, ctx)
+        kept = copy.deepcopy(state["model"].state_dict())
+        state["model"].load_state_dict(state["ema"].state_dict())
+        with torch.no_grad():
+            state["model"](batch["x"])
+        state["model"].load_state_dict(kept)
 
 
 class BestWeights(Base):

@@ -1,16 +1,51 @@
 """Classes whose modules, copies, hooks and optimizers are difficult to shard."""
 
 import copy
+import math
 
 import torch
 from torch import distributed as dist, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import mse_loss
+from torch.nn.functional import mse_loss, normalize
 
 from genlight.adapter.contract.types import StepResult
 
 from .base import mlp, trainers
 from .small import Base
+
+
+class Clip(Base):
+    """Two towers and a trained temperature; each row has a separate loss, so that ranks can share the rows."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = mlp(6, 4), mlp(6, 4)
+            self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+        def encode_image(self, x):
+            return normalize(self.image(x), dim=-1)
+
+        def encode_text(self, x):
+            return normalize(self.text(x), dim=-1)
+
+    def model(self):
+        return self.Model()
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, 0.01)
+
+    def loss(self, batch, state):
+        model, x = state["model"], batch["x"]
+        similarity = (model.encode_image(x) * model.encode_text(x.flip(1))).sum(1)
+        return (model.logit_scale.exp() * similarity - batch["y"].squeeze(1)).square().mean()
+
+    def change_gradients(self, state, ctx):
+        self.norm = float(nn.utils.clip_grad_norm_(state["model"].parameters(), 0.5))
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        state["model"].logit_scale.clamp_(0, math.log(100))
 
 
 class FormattedNorms(Base):
@@ -155,6 +190,14 @@ class FeaturesOfAHook(Base):
         return mse_loss(out, batch["y"]) + hidden.square().mean()
 
 
+class FeaturesOfAHookAlone(FeaturesOfAHook):
+    """The same without any output."""
+
+    def loss(self, batch, state):
+        state["model"](batch["x"])
+        return (self.kept.pop().mean(1, keepdim=True) - batch["y"]).square().mean()
+
+
 class NamesInputsOfBackward(Base):
     """Two losses, each differentiated only with respect to one module's parameters."""
 
@@ -197,6 +240,15 @@ class AddsALayer(Base):
         if self.steps == 2:
             self.change(state)
         return super().loss(batch, state)
+
+
+class DropsAGroup(AddsALayer):
+    """FreezeOut: stops training the first layer and removes its group from the optimizer."""
+
+    def change(self, state):
+        for parameter in state["optimizer"].param_groups.pop(0)["params"]:
+            parameter.requires_grad_(False)
+            del state["optimizer"].state[parameter]
 
 
 class CompiledSgd(torch.optim.SGD):

@@ -1,11 +1,13 @@
 """Classes that change weights without the optimizer, around forward calls without a backward call; sharded."""
 
+from types import SimpleNamespace
+
 import torch
 from torch.nn.functional import mse_loss
 
 from genlight.adapter.contract.types import StepResult
 
-from .base import trainers
+from .base import mlp, trainers
 from .small import Base
 
 
@@ -47,6 +49,32 @@ LOOKING = {
 }
 
 
+class HardTargetCopy(Base):
+    """A DQN's target network, overwritten every second step by tensors of ``state_dict()``."""
+
+    through_data = False
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "target": mlp(), "calls": 0}
+
+    def copy(self, state):
+        source, target = state["model"].state_dict(), state["target"].state_dict()
+        for name, value in source.items():
+            (target[name].data if self.through_data else target[name]).copy_(value)
+
+    def loss(self, batch, state):
+        state["calls"] += 1
+        if state["calls"] % 2:
+            self.copy(state)
+        with torch.no_grad():
+            goal = batch["y"] + 0.5 * state["target"](batch["x"])
+        return mse_loss(state["model"](batch["x"]), goal)
+
+
+class HardTargetCopyThroughData(HardTargetCopy):
+    through_data = True
+
+
 class WritesWhileGathered(Base):
     """Changes the weights between a forward call with a graph and the next update, like spectral clipping."""
 
@@ -65,6 +93,52 @@ class WritesWhileGathered(Base):
 class WritesWhileGatheredThroughData(WritesWhileGathered):
     def shrink(self, parameter):
         parameter.data.mul_(0.95)
+
+
+class RestoresBestWeights(Base):
+    """Keeps copies of the best weights and restores them, with an evaluation before and after."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "calls": 0, "best": SimpleNamespace(weights=None)}
+
+    def train_step(self, batch, state, ctx):
+        state["calls"] += 1
+        if state["calls"] == 2:
+            self.best = {k: v.clone() for k, v in state["model"].state_dict().items()}
+        return super().train_step(batch, state, ctx)
+
+    def after_update(self, batch, state, ctx):
+        if state["calls"] == 3:
+            state["model"](batch["x"])
+            state["model"].load_state_dict(self.best)
+            state["model"](batch["x"])
+
+
+class PenalisesWeights(Base):
+    """An L1 and an L2 term in the loss, over parameters that a forward call has already used."""
+
+    def loss(self, batch, state):
+        loss = super().loss(batch, state)
+        loss = loss + 0.01 * sum(p.square().sum() for p in state["model"].parameters())
+        return loss + 0.001 * sum(p.abs().sum() for p in state["model"].parameters())
+
+
+class PenalisesWeightsFirst(Base):
+    """Computes the penalty before any forward call of the step."""
+
+    def loss(self, batch, state):
+        penalty = 0.01 * sum(p.square().sum() for p in state["model"].parameters())
+        return super().loss(batch, state) + penalty
+
+
+class RenormalisedRows(Base):
+    """Scales the rows of the first layer to unit length after each update (an nGPT-like constraint)."""
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        state["model"](batch["x"])
+        w = state["model"][0].weight
+        w.div_(w.norm(dim=1, keepdim=True))
 
 
 ZOO = {**trainers(globals(), without=(LooksEverywhere,)), **LOOKING}

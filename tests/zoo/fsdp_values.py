@@ -54,6 +54,18 @@ class HeadsInPythonList(HeadsByRank):
         return {"body": body, "heads": heads}
 
 
+class HeadOnOneRank(HeadsInPythonList):
+    """One rank uses a module that the other does not use at all."""
+
+    def train_step(self, batch, state, ctx):
+        self.rank = ctx.rank
+        return super().train_step(batch, state, ctx)
+
+    def loss(self, batch, state):
+        out = state["body"](batch["x"])
+        return out.square().mean() + (state["heads"][0](out).square().mean() if self.rank == 0 else 0)
+
+
 class ReadsNormOnOneRank(Base):
     """A norm for the log, computed only on rank 0."""
 
@@ -87,6 +99,69 @@ class Experts(Base):
         return mse_loss(state["model"](batch["x"], batch["kind"]), batch["y"])
 
 
+class ClippedByHand(Base):
+    """A norm summed by hand, in three ways; updates by hand."""
+
+    def train_step(self, batch, state, ctx):
+        parameters = list(state["model"].parameters())
+        state["optimizer"].zero_grad()
+        self.loss(batch, state).backward()
+        by_items = sum(p.grad.norm(2).item() ** 2 for p in parameters) ** 0.5
+        stacked = torch.norm(torch.stack([p.grad.detach().norm(2) for p in parameters]), 2)
+        foreach = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in parameters])))
+        assert abs(by_items - float(stacked)) < 1e-6
+        assert abs(by_items - foreach.item()) < 1e-6
+        if by_items > 0.1:
+            for p in parameters:
+                p.grad.data.mul_(0.1 / (by_items + 1e-6))
+        with torch.no_grad():
+            for p in parameters:
+                p.sub_(0.1 * p.grad * torch.clamp(1 / (stacked + 1), max=1.0))
+        return StepResult({"norm": by_items})
+
+
+class SignsAndMasks(Base):
+    """Updates by the sign of gradients, masked by a global threshold of their size."""
+
+    @torch.no_grad()
+    def change_gradients(self, state, ctx):
+        mean = sum(p.grad.abs().sum() for p in state["model"].parameters()) / 97
+        for p in state["model"].parameters():
+            p.grad.copy_(torch.where(p.grad.abs() > mean, p.grad.sign(), torch.zeros_like(p.grad)))
+
+
+class ResNet(Base):
+    """Convolutions, BatchNorm, a shortcut, pooling; called in eval mode after the update."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.norm = nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+            self.conv, self.norm2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, x):
+            x = self.norm(self.stem(x)).relu()
+            x = (x + self.norm2(self.conv(x))).relu()
+            return self.head(x.mean((2, 3)))
+
+    def model(self):
+        return self.Model()
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9, weight_decay=1e-4)
+
+    def loss(self, batch, state):
+        x = torch.cat([batch["x"], batch["x"].flip(1), batch["x"].roll(2, 1)], 1)[:, :16].reshape(-1, 1, 4, 4)
+        return mse_loss(state["model"](x), batch["y"])
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        state["model"].eval()
+        self.loss(batch, state)
+        state["model"].train()
+
+
 class SkipsOneLossOfItsOwn(Base):
     """A rank whose loss is nan leaves the step before it calls backward."""
 
@@ -107,5 +182,6 @@ REFUSED = {
         r".*\.py:\d+, in train_step\. `train_step` must update on all ranks or on none.*on_nonfinite to skip"
     ),
     "HeadsInPythonList": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call state\["heads"\]\[1\]',
+    "HeadOnOneRank": r'rank 0 is about to call state\["heads"\]\[0\], rank 1 to call backward',
     "ReadsNormOnOneRank": r"rank 0 is about to compute `__float__` of a sharded tensor .* rank 1 to update by Adam",
 }

@@ -1,5 +1,7 @@
 """Classes that compute with weights outside of modules: loss terms, adjoints, averages in lists; sharded."""
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -9,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from genlight.adapter.contract.types import StepResult
 
 from .base import trainers
-from .recipes import Recomputed
 from .small import Base
 from .updates import AdjointFunction
 
@@ -40,6 +41,17 @@ def divided_by_a_norm(self, batch, state):
     return (model(batch["x"]) / model[2].weight.norm() - batch["y"]).square().mean()
 
 
+def times_a_mean(self, batch, state):
+    model = state["model"]
+    return ((model(batch["x"]) - batch["y"]).square() * (1 + model[0].weight.square().mean())).mean()
+
+
+def scaled_by_the_loss(self, batch, state):
+    model = state["model"]
+    loss = mse_loss(model(batch["x"]), batch["y"])
+    return loss + loss.detach() * model[0].weight.square().sum()
+
+
 def stacked_with_the_loss(self, batch, state):
     model = state["model"]
     return torch.stack([mse_loss(model(batch["x"]), batch["y"]), 0.1 * model[0].weight.norm()]).sum()
@@ -57,7 +69,10 @@ def only_weights(self, batch, state):
 LOSSES = {
     **{
         loss.__name__: loss
-        for loss in (in_each_row, divided_by_a_norm, stacked_with_the_loss, tied_output, only_weights)
+        for loss in (
+            *(in_each_row, divided_by_a_norm, times_a_mean, scaled_by_the_loss),
+            *(stacked_with_the_loss, tied_output, only_weights),
+        )
     },
     "sum_of_squares": by_weights(lambda m: sum(p.pow(2).sum() for p in m.parameters())),
     "norms": by_weights(lambda m: sum(p.norm() for p in m.parameters())),
@@ -85,6 +100,40 @@ class PenaltyByItself(Weights):
         only_weights(self, batch, state).backward()
         state["optimizer"].step()
         return StepResult({})
+
+
+class ElasticWeights(Weights):
+    """Elastic weight consolidation: earlier weights and their importance are tensors made in ``configure``."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        torch.manual_seed(1)
+        parameters = list(state["model"].named_parameters())
+        state["old"] = {name: torch.randn(p.shape) for name, p in parameters}
+        state["importance"] = {name: torch.rand(p.shape) for name, p in parameters}
+        return state
+
+    def loss(self, batch, state):
+        importance, parameters = state["importance"], state["model"].named_parameters()
+        return super().loss(batch, state) + sum(
+            (importance[n] * (p - state["old"][n]).pow(2)).sum() for n, p in parameters
+        )
+
+    def after_update(self, batch, state, ctx):
+        for name, p in state["model"].named_parameters():
+            state["importance"][name] += p.grad.data.clone().pow(2) / 8
+
+
+class Proximal(Weights):
+    """FedProx: the distance from the weights of the first step, as shards."""
+
+    start = None
+
+    def loss(self, batch, state):
+        parameters = list(state["model"].parameters())
+        self.start = self.start or [p.detach().clone() for p in parameters]
+        distance = sum((p - q).norm() ** 2 for p, q in zip(parameters, self.start, strict=True))
+        return super().loss(batch, state) + 0.05 * distance + 0.1 * (parameters[0] - self.start[0] + 1).norm()
 
 
 class PenaltyOnOneRank(Weights):
@@ -155,10 +204,22 @@ class SwapsData(Shadow):
         return super().train_step({**batch, "y": batch["y"] * seen}, state, ctx)
 
 
+class SwapsDataOfShards(SwapsData):
+    """Creates the average in the first step, from shards."""
+
+    def configure(self, ctx):
+        return {**super().configure(ctx), "shadow": None}
+
+    def train_step(self, batch, state, ctx):
+        state["shadow"] = state["shadow"] or [p.detach().clone() for p in state["model"].parameters()]
+        return super().train_step(batch, state, ctx)
+
+
 class SwapsBetweenSteps(Shadow):
     """Swaps the average in while it prepares a batch, outside of the step."""
 
     average = staticmethod(lerp)
+    copies = False
 
     def prepare_batch(self, raw, state, ctx):
         batch, parameters = super().prepare_batch(raw, state, ctx), list(state["model"].parameters())
@@ -171,7 +232,29 @@ class SwapsBetweenSteps(Shadow):
 
     def put(self, parameters, values):
         for p, value in zip(parameters, values, strict=True):
-            p.data = value
+            if self.copies:
+                p.data.copy_(value)
+            else:
+                p.data = value
+
+
+class CopiesBetweenSteps(SwapsBetweenSteps):
+    copies = True
+
+
+class TargetThroughData(Weights):
+    """A target network that follows by ``.data``, and is once exchanged with the network."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        return {**state, "target": copy.deepcopy(state["model"]), "calls": 0}
+
+    def after_update(self, batch, state, ctx):
+        state["calls"] += 1
+        for t, p in zip(state["target"].parameters(), state["model"].parameters(), strict=True):
+            t.data = 0.1 * p.data + 0.9 * t.data
+            if state["calls"] == 2:
+                t.data, p.data = p.data, t.data
 
 
 class WritesWholeGradients(Shadow):
@@ -205,8 +288,53 @@ class WritesItsRank(Weights):
         return super().train_step(batch, state, ctx)
 
 
+class OdeAdjoint(torch.autograd.Function):
+    """Like torchdiffeq's: keeps parameters on the context, sums several calls, and turns None into zeros."""
+
+    @staticmethod
+    def forward(ctx, module, parameters, x, *_):
+        ctx.module, ctx.parameters = module, parameters
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x) + module(x * 0.5)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = [torch.zeros_like(each) for each in (*ctx.saved_tensors, *ctx.parameters)]
+        for factor in (1.0, 0.5):
+            with torch.enable_grad():
+                x = (ctx.saved_tensors[0].detach() * factor).requires_grad_()
+                found = torch.autograd.grad(ctx.module(x), (x, *ctx.parameters), gradient, allow_unused=True)
+            found = [t if g is None else g for t, g in zip(total, found, strict=True)]
+            total = [total[0] + factor * found[0], *(t + g for t, g in zip(total[1:], found[1:], strict=True))]
+        return (None, None, *total)
+
+
+class Reversible(torch.autograd.Function):
+    """Like a reversible layer: backward calls backward."""
+
+    @staticmethod
+    def forward(ctx, module, x):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = ctx.module(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
 def adjoint(module, x):
     return AdjointFunction.apply(module, x, *module.parameters())
+
+
+def adjoint_and_call(module, x):
+    return module(adjoint(module, x)) + module(x)
 
 
 def adjoint_in_a_checkpoint(module, x):
@@ -217,8 +345,19 @@ def adjoint_in_a_reentrant_checkpoint(module, x):
     return checkpoint(adjoint, module, x.clone().requires_grad_(), use_reentrant=True)
 
 
+def ode_adjoint(module, x):
+    return OdeAdjoint.apply(module, tuple(module.parameters()), x, *module.parameters())
+
+
 def reversible(module, x):
-    return module(Recomputed.apply(module, Recomputed.apply(module, x.clone().requires_grad_())))
+    return module(Reversible.apply(module, Reversible.apply(module, x.clone().requires_grad_())))
+
+
+def checkpoint_in_a_checkpoint(module, x):
+    def inner(y):
+        return checkpoint(module, module(y), use_reentrant=False)
+
+    return checkpoint(inner, x.clone().requires_grad_(), use_reentrant=True)
 
 
 def implicit(module, x):
@@ -267,9 +406,12 @@ class Nested(Weights):
 
 CALLS = (
     adjoint,
+    adjoint_and_call,
     adjoint_in_a_checkpoint,
     adjoint_in_a_reentrant_checkpoint,
+    ode_adjoint,
     reversible,
+    checkpoint_in_a_checkpoint,
     implicit,
 )
 NESTED = {

@@ -47,13 +47,11 @@ class Gan(Base):
         pass
 
 
-class WganGp(Gan):
-    """A penalty on the gradient of the critic, which is clamped after its update."""
+class Wgan(Gan):
+    """Clamps the critic's weights after its update."""
 
     def critic_loss(self, d, real, fake):
-        mixed = (0.5 * real + 0.5 * fake).requires_grad_()
-        (grad,) = torch.autograd.grad(d(mixed).sum(), mixed, create_graph=True)
-        return d(fake).mean() - d(real).mean() + 10 * (grad.norm(dim=1) - 1).square().mean()
+        return d(fake).mean() - d(real).mean()
 
     def generator_loss(self, d, fake):
         return -d(fake).mean()
@@ -61,7 +59,17 @@ class WganGp(Gan):
     def after_critic(self, d):
         with torch.no_grad():
             for p in d.parameters():
-                p.clamp_(-0.3, 0.3)
+                p.clamp_(-0.1, 0.1)
+
+
+class WganGp(Wgan):
+    def critic_loss(self, d, real, fake):
+        mixed = (0.5 * real + 0.5 * fake).requires_grad_()
+        (grad,) = torch.autograd.grad(d(mixed).sum(), mixed, create_graph=True)
+        return super().critic_loss(d, real, fake) + 10 * (grad.norm(dim=1) - 1).square().mean()
+
+    def after_critic(self, d):
+        pass
 
 
 class SpectralGan(Gan):
@@ -71,3 +79,24 @@ class SpectralGan(Gan):
     def critic(self):
         net = mlp(6, 1)
         return nn.Sequential(nn.utils.parametrizations.spectral_norm(net[0]), net[1], net[2])
+
+
+class ToggledGan(Gan):
+    """Freezes the discriminator while the generator trains."""
+
+    def generator_loss(self, d, fake):
+        d.requires_grad_(False)
+        return super().generator_loss(d, fake)
+
+    def critic_loss(self, d, real, fake):
+        d.requires_grad_(True)
+        return super().critic_loss(d, real, fake)
+
+
+class DetachedCritic(Gan):
+    """The critic's value scales the generator's loss and gets no gradient: a forward call without backward."""
+
+    def generator_loss(self, d, fake):
+        with torch.no_grad():
+            weight = d(fake).sigmoid()
+        return (weight * fake.square().mean(1, keepdim=True)).mean()

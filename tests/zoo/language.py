@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from genlight.adapter.contract.types import StepResult
+
 from .base import Base, LowRank, tokens
 
 
@@ -54,6 +56,24 @@ class LmWithDropout(CausalLm):
         return nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.2), nn.Linear(8, 11))
 
 
+class TruncatedBackprop(Language):
+    """Carries a detached recurrent state over steps; each rank has the state of its own rows."""
+
+    kept = ("hidden",)
+
+    per_rank = ("hidden",)
+
+    def configure(self, ctx):
+        rnn, embed, head = nn.GRU(8, 8, batch_first=True), nn.Embedding(11, 8), nn.Linear(8, 11)
+        optimizer = torch.optim.Adam([*rnn.parameters(), *embed.parameters(), *head.parameters()], lr=0.01)
+        return {"rnn": rnn, "embed": embed, "head": head, "optimizer": optimizer, "hidden": None}
+
+    def loss(self, batch, state):
+        out, hidden = state["rnn"](state["embed"](batch["x"]), state["hidden"])
+        state["hidden"] = hidden.detach()
+        return next_token_loss(state["head"](out), batch["x"])
+
+
 class LowRankAdapter(Language):
     def configure(self, ctx):
         model = TinyLm()
@@ -69,11 +89,31 @@ class LowRankAdapter(Language):
         nn.utils.clip_grad_norm_(state["trained"], 0.1)
 
 
+class PromptTuning(Language):
+    """Soft prompts outside of modules, in front of a frozen model."""
+
+    def configure(self, ctx):
+        model = TinyLm().requires_grad_(False)
+        prompt = torch.randn(1, 2, 8).requires_grad_()
+        return {"model": model, "prompt": prompt, "optimizer": torch.optim.Adam([prompt], lr=0.05)}
+
+    def loss(self, batch, state):
+        model = state["model"]
+        rows = torch.cat([state["prompt"].expand(len(batch["x"]), -1, -1), model.embed(batch["x"])], 1)
+        return next_token_loss(model.head(model.body(rows))[:, 2:], batch["x"])
+
+
 class SparseEmbeddings(Language):
     def configure(self, ctx):
         embed, head = nn.Embedding(11, 4, sparse=True), nn.Linear(24, 3)
         optimizers = [torch.optim.SparseAdam(embed.parameters(), 0.01), torch.optim.Adam(head.parameters(), 0.01)]
         return {"embed": embed, "head": head, "optimizers": optimizers}
 
-    def loss(self, batch, state):
-        return cross_entropy(state["head"](state["embed"](batch["x"]).flatten(1)), batch["y"])
+    def train_step(self, batch, state, ctx):
+        loss = cross_entropy(state["head"](state["embed"](batch["x"]).flatten(1)), batch["y"])
+        for optimizer in state["optimizers"]:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in state["optimizers"]:
+            optimizer.step()
+        return StepResult({"loss": loss.detach()})

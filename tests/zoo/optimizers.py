@@ -11,17 +11,25 @@ from genlight.adapter.contract.types import StepResult
 from .base import Base, mlp
 
 
-class OfTorch(Base, abstract=True):
-    """An optimizer of torch; its subclasses differ in the shapes of their state and in when it is made."""
-
-    make = None
+class Adagrad(Base):
+    """Has a state before the first step."""
 
     def optimizer(self, parameters):
-        return self.make(parameters, lr=0.01)
+        return torch.optim.Adagrad(parameters, lr=0.05)
 
 
-for _make in (torch.optim.Adagrad, torch.optim.Adafactor):
-    type(_make.__name__, (OfTorch,), {"make": _make, "__module__": __name__})
+class Asgd(Base):
+    """Scalar states for each parameter: tensors without dimensions that steps replace."""
+
+    def optimizer(self, parameters):
+        return torch.optim.ASGD(parameters, lr=0.05)
+
+
+class FactoredAdafactor(Base):
+    """Moments of rows and columns, with shapes that differ from the parameter."""
+
+    def optimizer(self, parameters):
+        return torch.optim.Adafactor(parameters, lr=0.01)
 
 
 class HessianDiagonal(Base):
@@ -54,6 +62,13 @@ class HessianDiagonal(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class ForeachFused(Base):
+    """Updates all parameters by one call."""
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
+
 class LbfgsClosure(Base):
     def configure(self, ctx):
         model = mlp().double()
@@ -79,6 +94,29 @@ class AdamWithClosure(Base):
             return loss
 
         return StepResult({"loss": state["optimizer"].step(closure).detach()})
+
+
+class CountingMomentum(Optimizer):
+    """Keeps one step count for all parameters, like MADGRAD, and an unnamed tensor for each parameter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        steps = self.state.setdefault("steps", torch.zeros(1, dtype=torch.long))
+        steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    moment = self.state[p] if p in self.state else torch.zeros_like(p)
+                    self.state[p] = moment.mul_(0.9).add_(p.grad)
+                    p.add_(moment, alpha=-group["lr"] / steps.item() ** 0.5)
+
+
+class StateWithoutNames(Base):
+    def optimizer(self, parameters):
+        return CountingMomentum(parameters, 0.05)
 
 
 class Sam(Optimizer):
@@ -192,18 +230,80 @@ class LookaheadKeyedByAddress(Base):
         return LookaheadOptimizer(torch.optim.Adam(parameters, lr=0.01))
 
 
+class SlowWeightsBeside:
+    """A wrapper that is not an optimizer, with slow copies in a list."""
+
+    def __init__(self, optimizer, k=2, alpha=0.5):
+        self.base, self.k, self.alpha, self.calls = optimizer, k, alpha, 0
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.slow = [p.detach().clone() for p in self.parameters]
+
+    def zero_grad(self):
+        self.base.zero_grad()
+
+    def step(self):
+        self.base.step()
+        self.calls += 1
+        if self.calls % self.k == 0:
+            with torch.no_grad():
+                for slow, p in zip(self.slow, self.parameters, strict=True):
+                    slow.add_(p - slow, alpha=self.alpha)
+                    p.copy_(slow)
+
+
+class LookaheadBeside(Base):
+    def optimizer(self, parameters):
+        return SlowWeightsBeside(torch.optim.Adam(parameters, lr=0.01))
+
+    def state_dict(self, state):
+        return {"slow": state["optimizer"].slow, "calls": state["optimizer"].calls}
+
+    def load_state_dict(self, state, payload, ctx):
+        for slow, saved in zip(state["optimizer"].slow, payload["slow"], strict=True):
+            slow.copy_(saved)
+        state["optimizer"].calls = payload["calls"]
+
+
+class Muon(Optimizer):
+    """Orthogonal updates of matrices by the Newton-Schulz iteration."""
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                moment.mul_(0.9).add_(p.grad)
+                p.add_(self.orthogonal(moment), alpha=-group["lr"])
+
+    @staticmethod
+    def orthogonal(g):
+        x = g / (g.norm() + 1e-7)
+        for _ in range(3):
+            a = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        return x
+
+
 class MuonAndAdam(Base):
-    """Orthogonal updates of matrices by one optimizer, and another one for everything else."""
-
-    tolerance = 1e-2
-    """torch makes matrices orthogonal in bf16."""
-
     def configure(self, ctx):
         model = mlp()
         matrices = [p for p in model.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if p.dim() < 2]
-        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.Adam(others, lr=0.01)]
-        return {"model": model, "optimizers": optimizers}
+        return {"model": model, "opts": [Muon(matrices), torch.optim.Adam(others, lr=0.01)]}
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        for optimizer in state["opts"]:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in state["opts"]:
+            optimizer.step()
+        return StepResult({"loss": loss.detach()})
 
 
 class RowwiseAdagrad(Base):

@@ -9,10 +9,95 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss, normalize
+from torch.nn.functional import cross_entropy, linear, logsigmoid, mse_loss, normalize
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from .base import ROWS, STEPS, Base, mlp, regression
+from genlight.adapter.contract.types import StepResult
+
+from .base import ROWS, STEPS, Base, labelled, mlp, regression, tokens
+
+
+class AdaptedLinear(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs) * 0.3), nn.Parameter(torch.zeros(outputs, 2))
+        self.enabled, self.merged = True, False
+
+    def forward(self, x):
+        out = self.base(x)
+        return out + x @ self.a.T @ self.b.T if self.enabled and not self.merged else out
+
+    @torch.no_grad()
+    def merge(self, sign: int) -> None:
+        self.base.weight.add_(self.b @ self.a, alpha=sign)
+        self.merged = sign > 0
+
+
+class PreferencesWithDisabledAdapter(Base):
+    """DPO; the reference is the policy without its adapters."""
+
+    rows = staticmethod(labelled)
+
+    def model(self):
+        torch.manual_seed(1)
+        return nn.Sequential(AdaptedLinear(6, 12), nn.Tanh(), AdaptedLinear(12, 3))
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.02)
+
+    def loss(self, batch, state):
+        model = state["model"]
+        policy = model(batch["x"]).log_softmax(1)
+        for m in model:
+            m.enabled = False
+        with torch.no_grad():
+            reference = model(batch["x"]).log_softmax(1)
+        for m in model:
+            m.enabled = True
+        gain = policy - reference
+        chosen = gain.gather(1, batch["y"][:, None])
+        rejected = gain.gather(1, (batch["y"][:, None] + 1) % 3)
+        return -logsigmoid(0.5 * (chosen - rejected)).mean()
+
+
+class AdapterMergedInBetween(PreferencesWithDisabledAdapter):
+    """LoRA, merged for an evaluation within the step, then unmerged."""
+
+    def loss(self, batch, state):
+        return cross_entropy(state["model"](batch["x"]), batch["y"])
+
+    def train_step(self, batch, state, ctx):
+        result = super().train_step(batch, state, ctx)
+        layers = [m for m in state["model"] if isinstance(m, AdaptedLinear)]
+        for layer in layers:
+            layer.merge(1)
+        with torch.no_grad():
+            merged = self.loss(batch, state)
+        for layer in layers:
+            layer.merge(-1)
+        return StepResult({**result.metrics, "merged": merged})
+
+
+class TopTwoOfManyExperts(Base):
+    """More experts than the rows use, an auxiliary router loss, and a z-loss."""
+
+    def configure(self, ctx):
+        model = nn.Module()
+        model.body, model.router = mlp(6, 6), nn.Linear(6, 9)
+        model.experts = nn.ModuleList(mlp(6, 1, 4) for _ in range(9))
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+    def loss(self, batch, state):
+        model, x = state["model"], state["model"].body(batch["x"])
+        logits = model.router(x)
+        weights, chosen = logits.softmax(1).topk(2, dim=1)
+        out = torch.zeros(len(x), 1, dtype=weights.dtype, device=x.device)
+        for index, expert in enumerate(model.experts):
+            row, slot = (chosen == index).nonzero(as_tuple=True)
+            if len(row):
+                out = out.index_add(0, row, (weights[row, slot, None] * expert(x[row])).to(out.dtype))
+        return mse_loss(out, batch["y"]) + 0.01 * logits.logsumexp(1).square().mean()
 
 
 class ContrastOverAllRanks(Base):
@@ -38,7 +123,37 @@ class ContrastOverAllRanks(Base):
         return torch.cat(everyone)
 
 
-class Recomputed(torch.autograd.Function):
+class CentredWithTheNeighbour(Base):
+    """Two ranks exchange the means of their rows, point to point."""
+
+    def loss(self, batch, state):
+        mean = batch["x"].mean(0)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            theirs, peer = torch.empty_like(mean), 1 - dist.get_rank()
+            exchange = [dist.P2POp(dist.isend, mean.clone(), peer), dist.P2POp(dist.irecv, theirs, peer)]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            mean = (mean + theirs) / 2
+        return mse_loss(state["model"](batch["x"] - mean), batch["y"])
+
+
+class TiedByHand(Base):
+    """Reads the embedding's weight outside of module calls, as the output layer."""
+
+    rows = staticmethod(tokens)
+
+    def model(self):
+        model = nn.Module()
+        model.embed, model.body = nn.Embedding(11, 6), mlp(6, 6)
+        return model
+
+    def loss(self, batch, state):
+        model = state["model"]
+        hidden = model.body(model.embed(batch["x"]).mean(1))
+        return cross_entropy(linear(hidden, model.embed.weight), batch["x"][:, 0])
+
+
+class _Recomputed(torch.autograd.Function):
     """A block whose backward recomputes it and calls backward itself, like reversible layers."""
 
     @staticmethod
@@ -55,7 +170,7 @@ class Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             out = ctx.block(x)
         torch.autograd.backward(out, gradient)
-        return None, x.grad, *[None for _ in ctx.needs_input_grad[2:]]
+        return None, x.grad, *[None for _ in ctx.block.parameters()]
 
 
 class ReversibleBlocks(Base):
@@ -65,7 +180,7 @@ class ReversibleBlocks(Base):
     def loss(self, batch, state):
         h = batch["x"].clone().requires_grad_(True)
         for block in list(state["model"])[:-1]:
-            h = h + Recomputed.apply(block, h, *block.parameters())
+            h = h + _Recomputed.apply(block, h, *block.parameters())
         return mse_loss(state["model"][-1](h), batch["y"])
 
 

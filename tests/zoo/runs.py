@@ -10,8 +10,10 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,56 +91,33 @@ def plain_run(name: str, *, device: str = "cpu", steps: int = STEPS) -> Weights:
 
 
 def weights(state: Any, trainer: Any) -> Weights:
-    """Collect every tensor outside of optimizers, also one that is not trained."""
-    return tensors(state, trainer, every=True)
-
-
-def tensors(state: Any, trainer: Any, *, every: bool = False) -> Weights:
-    """Collect parameters, buffers and trained tensors without the discovery that is under test."""
+    """Collect every tensor of the modules without the discovery that is under test."""
     found: Weights = {}
-    for path, value in parts(state, trainer, every=every).items():
-        if isinstance(value, nn.Module):
-            members = (*value.named_parameters(), *value.named_buffers())
-            found |= {f"{path}.{name}": tensor for name, tensor in members}
-        elif isinstance(value, Tensor):
-            found[path] = value
-    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items() if not tensor.is_meta}
-
-
-def parts(state: Any, trainer: Any, *, every: bool = False) -> dict[str, Any]:
-    """Return modules, tensors that are trained (or `every` one) and optimizers, by path."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
 
     def collect(path: str, value: Any) -> None:
         if isinstance(value, nn.Module):
-            value = getattr(value, "_orig_mod", value)
-        if id(value) in seen:
-            return
-        if isinstance(value, nn.Module | torch.optim.Optimizer):
-            seen.add(id(value))
-            found[path] = value
+            members = getattr(value, "_orig_mod", value).state_dict().items()
+            found.update({f"{path}.{name}": tensor for name, tensor in members})
         elif isinstance(value, Tensor):
-            if every or (value.requires_grad and value.is_leaf):
-                seen.add(id(value))
-                found[path] = value
-        elif isinstance(value, Mapping):
+            found[path] = value
+        elif isinstance(value, dict):
             for key, member in value.items():
                 collect(f"{path}.{key}", member)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list):
             for index, member in enumerate(value):
                 collect(f"{path}.{index}", member)
-        elif type(value).__module__.startswith("zoo") or type(value).__name__ == "SimpleNamespace":
-            seen.add(id(value))
+        elif isinstance(value, SimpleNamespace) or is_dataclass(value):
             collect(path, vars(value))
+        elif path == "state.weights":
+            collect("closures", value())
 
     collect("state", state)
-    collect("trainer", {} if trainer is None else vars(trainer))
-    return found
+    collect("trainer", vars(trainer) if trainer is not None else {})
+    return {path: tensor.detach().cpu().clone() for path, tensor in found.items()}
 
 
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def whole(tensors: Weights) -> Weights:
+    return {path: v.full_tensor() if hasattr(v, "full_tensor") else v for path, v in tensors.items()}
 
 
 def hosted_run(
@@ -285,7 +264,7 @@ def _run_job(job: dict[str, Any], rank: int, world_size: int, folder: Path) -> W
             resume = newest_valid(checkpoints)[0].path
     module, trainer = run(resume=resume, resume_after=steps)
     assert trainer.global_step == STEPS
-    result = weights(module.contract_state, module.plugin)
+    result = whole(weights(module.contract_state, module.plugin))
     if module.hosted_trainer.router is not None and module.hosted_trainer.router.overflow_steps is not None:
         result["overflow_steps"] = torch.tensor(module.hosted_trainer.router.overflow_steps)
     return result

@@ -5,7 +5,7 @@ Their ranks begin with different weights. `zoo.runs` runs them.
 
 import copy
 import threading
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from genlight.adapter.contract.types import StepContext, StepResult
 
-from . import distillation, gan
 from .accumulation import MicroBatches
 from .base import AveragesItsModel, LowRank, Trainer, mlp, trainers
 from .optimizers import AdamWithClosure
@@ -33,12 +32,37 @@ class Accumulating(Base):
     train_step = MicroBatches.train_step
 
 
+class CompiledAccumulating(Accumulating):
+    def model(self):
+        return torch.compile(super().model(), backend="eager")
+
+
 class AdamClosure(Base):
     train_step = AdamWithClosure.train_step
 
 
-class Gan(gan.Gan, abstract=True):
-    setup = Base.setup
+class Gan(Base):
+    """Alternates two optimizers; the generator's step leaves gradients in the discriminator."""
+
+    def configure(self, ctx):
+        g, d = mlp(6, 6), mlp(6, 1)
+        return {
+            "nets": {"generator": g, "discriminator": d},
+            "opts": [torch.optim.Adam(g.parameters(), 0.01), torch.optim.Adam(d.parameters(), 0.01)],
+        }
+
+    def train_step(self, batch, state, ctx):
+        g, d = state["nets"].values()
+        opt_g, opt_d = state["opts"]
+        fake = g(batch["x"])
+        opt_d.zero_grad()
+        (d(fake.detach()).square().mean() + (d(batch["x"]) - 1).square().mean()).backward()
+        opt_d.step()
+        opt_g.zero_grad()
+        loss = (d(fake) - 1).square().mean()
+        loss.backward()
+        opt_g.step()
+        return StepResult({"loss": loss.detach()})
 
 
 class Penalty(Base):
@@ -62,6 +86,11 @@ class GradientsOfBothKinds(Base):
         model[2].weight.grad = model[2].weight.grad + extra
         state["optimizer"].step()
         return StepResult({})
+
+
+class ClippedByNorm(Base):
+    def change_gradients(self, state, ctx):
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.05)
 
 
 class ClippedByValue(Base):
@@ -165,13 +194,20 @@ class OnTrainer(Base):
         return StepResult({})
 
 
+@dataclass
+class SacState:
+    actor: nn.Module
+    log_alpha: torch.Tensor
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+
+
 class LooseTensor(Base):
-    """A state of attributes, with a trained tensor outside of modules."""
+    """A dataclass state with a trained tensor outside of modules."""
 
     def configure(self, ctx):
         actor, log_alpha = mlp(), torch.zeros(1, requires_grad=True)
         optimizers = {"actor": torch.optim.Adam(actor.parameters(), 0.01), "alpha": torch.optim.Adam([log_alpha], 0.1)}
-        return SimpleNamespace(actor=actor, log_alpha=log_alpha, optimizers=optimizers)
+        return SacState(actor, log_alpha, optimizers)
 
     def train_step(self, batch, state, ctx):
         out = state.actor(batch["x"])
@@ -215,6 +251,26 @@ class UpdatesByHandFromAutograd(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class InClosures(Base):
+    """Only functions in the state."""
+
+    def configure(self, ctx):
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        def step(batch):
+            loss = mse_loss(model(batch["x"]), batch["y"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return {"step": step, "weights": lambda: {"model": model}}
+
+    def train_step(self, batch, state, ctx):
+        return StepResult({"loss": state["step"](batch)})
+
+
 class UnusedOnOneRank(Base):
     """Each kind of row has its own head; a rank has only one kind, and a third head is never used."""
 
@@ -235,8 +291,25 @@ class UnusedOnOneRank(Base):
         return loss
 
 
-class OwnScaler(distillation.OwnScaler, abstract=True):
-    setup = Base.setup
+class OwnScaler(Base):
+    """Implements mixed precision itself, as in the torch documentation."""
+
+    def configure(self, ctx):
+        device = torch.device(ctx.device).type
+        return {**super().configure(ctx), "scaler": torch.amp.GradScaler(device, init_scale=1024.0)}
+
+    def train_step(self, batch, state, ctx):
+        scaler = state["scaler"]
+        with torch.autocast(torch.device(ctx.device).type, dtype=torch.float16):
+            out = state["model"](batch["x"])
+        loss = mse_loss(out.float(), batch["y"])
+        state["optimizer"].zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(state["optimizer"])
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.1)
+        scaler.step(state["optimizer"])
+        scaler.update()
+        return StepResult({})
 
 
 class Untrainable(Base):

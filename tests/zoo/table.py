@@ -1,12 +1,14 @@
 """Write the results of every class in every mode to adapter/classes.md: ``python -m zoo.table``, in the tests' folder.
 
-With names of classes, only their rows are measured; with ``--write``, nothing is measured.
+With names of classes, only their rows are measured; with ``--write``, nothing is measured. After ``--device``, the
+measurement uses the simulated accelerator of `support.device`.
 """
 
 import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,8 +16,11 @@ from .harness import MODES, PRECISIONS, STRATEGIES, THEMES, Cell, run_cells, zoo
 
 PAGE = Path(__file__).parents[2] / "adapter" / "classes.md"
 CELLS = Path(__file__).with_name("cells.json")
+DEVICE_CELLS = Path(__file__).with_name("device_cells.json")
 BEGIN, END = "<!-- classes and strategies: begin -->", "<!-- classes and strategies: end -->"
 
+_TITLES = {"one": "one device", "ddp": "DDP", "fsdp": "FSDP 2"}
+DEVICE_MODES = [*(("one", precision) for precision in PRECISIONS), ("ddp", "fp32"), ("fsdp", "fp32")]
 
 INTRODUCTION = """\
 Each class of `tests/zoo/` trains five steps on tiny data: in one process, on two ranks under DDP, and sharded over two
@@ -32,6 +37,14 @@ measures everything and writes this section; CI checks it.
 
 A single word applies to all three precisions."""
 
+ON_A_DEVICE = """\
+### On an accelerator
+
+The same classes on the simulated accelerator of the tests. The host cannot read its memory, backward runs in a separate
+thread, and two ranks use its process group. Each class is compared with a plain loop on the same device, so that random
+numbers and kernels are the same. If a class leaves modules on the host, that loop moves them to the device. `python -m
+zoo.table --device` measures it."""
+
 
 def status(cell: Cell) -> str:
     """Return the text of a cell: a word, and for all but ``equal`` the reason."""
@@ -46,6 +59,11 @@ def status(cell: Cell) -> str:
         if cell.verdict == "off" and cell.strategy != "one" and reason:
             return f"differs: {reason}"
     return "wrong"
+
+
+def device_status(cell: Cell) -> str:
+    """Return the status of a cell on the device, with the error if the plain loop fails there."""
+    return f"not in torch: {_general(cell.detail)}" if cell.verdict == "no plain" else status(cell)
 
 
 def jobs_of(names: Iterable[str]) -> list[tuple[str, str, str]]:
@@ -67,7 +85,46 @@ def section(cells: dict[str, dict[str, str]]) -> str:
     counted = f"{len(cells)} classes in {len(MODES)} modes: {count} of {total} cells are equal."
     head = "| class | one process | DDP | FSDP 2 |\n|---|---|---|---|"
     legend = "\n".join(f"- {note}: {text}" for text, note in notes.items())
-    return f"{INTRODUCTION}\n\n{counted}\n\n{head}\n" + "\n".join(lines) + f"\n\n{legend}"
+    table = f"{INTRODUCTION}\n\n{counted}\n\n{head}\n" + "\n".join(lines) + f"\n\n{legend}"
+    return f"{table}\n\n{device_section(cells, json.loads(DEVICE_CELLS.read_text()))}"
+
+
+def device_section(on_host: dict[str, dict[str, str]], otherwise: dict[str, dict[str, str]]) -> str:
+    """Return the part about the device: how often each word occurs, and the differences from the host."""
+    rows = []
+    for mode in (" ".join(mode) for mode in DEVICE_MODES):
+        texts = [otherwise.get(name, {}).get(mode, row[mode]) for name, row in on_host.items()]
+        words = Counter(text.partition(":")[0] for text in texts)
+        rows.append(f"| {_of(mode)} | {', '.join(f'{count} {word}' for word, count in words.most_common())} |")
+    others: dict[str, list[str]] = {}
+    for name, row in otherwise.items():
+        for mode, text in row.items():
+            others.setdefault(f"{text}; on the host: {on_host[name][mode]}", []).append(f"{name} ({_of(mode)})")
+    listed = [f"- {', '.join(cells)}: {text}" for text, cells in others.items()]
+    head = "| mode | classes |\n|---|---|\n" + "\n".join(rows)
+    return "\n\n".join([ON_A_DEVICE, head, "These cells differ from the host:", "\n".join(listed) or "- none"])
+
+
+def _of(mode: str) -> str:
+    strategy, precision = mode.split()
+    return f"{_TITLES[strategy]}, {precision}"
+
+
+def measure_on_device(names: Sequence[str]) -> None:
+    """Run classes on the device, and store the results that differ from the host."""
+    on_host = json.loads(CELLS.read_text())
+    kept = json.loads(DEVICE_CELLS.read_text()) if names else {}
+    jobs = [(name, *mode) for mode in DEVICE_MODES for name in names or zoo()]
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
+        for cell in run_cells(Path(folder), jobs, device="sim"):
+            text, row = device_status(cell), kept.setdefault(cell.name, {})
+            row.pop(cell.mode, None)
+            if text != on_host[cell.name][cell.mode]:
+                row[cell.mode] = text
+                print(f"{cell.name}, {cell.mode}: {cell.verdict} {cell.detail} | {cell.resume}")
+    found = {name: kept[name] for name in zoo() if kept.get(name)}
+    DEVICE_CELLS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write(on_host)
 
 
 def _merged(row: dict[str, str], strategy: str, notes: dict[str, str]) -> str:
@@ -104,6 +161,9 @@ def write(cells: dict[str, dict[str, str]]) -> None:
 
 
 def main(names: Sequence[str]) -> None:
+    if names and names[0] == "--device":
+        measure_on_device(names[1:])
+        return
     kept = json.loads(CELLS.read_text()) if names and CELLS.exists() else {}
     if list(names) == ["--write"]:
         write(kept)

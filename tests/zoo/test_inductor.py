@@ -1,13 +1,16 @@
 """A module compiled by inductor trains under every strategy as it does uncompiled with plain torch."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from zoo import runs
-from zoo.small import Accumulating
 
+COMPILED = "zoo.inductor:Compiled"
 TOLERANCE = 1e-5
 """Compiled kernels add up in another order."""
 
@@ -20,14 +23,6 @@ pytestmark = [
 ]
 
 
-class Compiled(Accumulating):
-    """Two backward calls and clipping for each update of a module that is compiled to C++ on the host."""
-
-    def configure(self, ctx):
-        state = super().configure(ctx)
-        return {**state, "model": torch.compile(state["model"])}
-
-
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
     """Keep compiled kernels for the tests of this file only."""
@@ -37,9 +32,26 @@ def cache(tmp_path_factory):
         yield
 
 
+ALONE = """
+import sys, torch
+from zoo import runs
+module, _ = runs.hosted_run(sys.argv[1])
+torch.save(runs.weights(module.contract_state, module.plugin), sys.argv[2])
+"""
+
+
+def test_on_one_device(tmp_path):
+    """Run in a separate process, because inductor leaves threads and variables behind."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, COMPILED, str(tmp_path / "weights.pt")]
+    subprocess.run(command, env=environ, check=True, timeout=240)
+
+    actual = torch.load(tmp_path / "weights.pt", weights_only=True)
+    runs.assert_close(actual, runs.plain_run("Accumulating"), TOLERANCE)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_on_two_ranks(tmp_path, strategy):
-    job = {"key": strategy, "name": "zoo.test_inductor:Compiled", "strategy": strategy}
-    for rank in runs.on_two_ranks(tmp_path, [job], timeout_s=380):
+    for rank in runs.on_two_ranks(tmp_path, [{"key": strategy, "name": COMPILED, "strategy": strategy}], timeout_s=380):
         runs.assert_close(rank[strategy], runs.plain_run("Accumulating"), TOLERANCE)

@@ -9,6 +9,26 @@ from genlight.adapter.contract.types import StepResult
 from .base import Base, mlp
 
 
+class OwnMomentumList(Base):
+    """No optimizer: moments in a list, weights changed by hand."""
+
+    kept = ("moments",)
+
+    def configure(self, ctx):
+        model = mlp().to(ctx.device)
+        return {"model": model, "moments": [torch.zeros_like(p) for p in model.parameters()]}
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["model"].zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for moment, p in zip(state["moments"], state["model"].parameters(), strict=True):
+                moment.mul_(0.9).add_(p.grad)
+                p -= 0.05 * moment
+        return StepResult({"loss": loss.detach()})
+
+
 class LeavesReplaced(Base):
     """Each update creates new tensors in a new dict, and so does loading."""
 
@@ -52,6 +72,39 @@ class OneBufferOfGradients(Base):
         return StepResult({"loss": loss.detach()})
 
 
+class OptimizerAndByHand(Base):
+    """An optimizer for the body; the trainer updates the head by hand."""
+
+    def configure(self, ctx):
+        body, head = mlp(6, 4), nn.Linear(4, 1)
+        return {"body": body, "head": head, "optimizer": torch.optim.Adam(body.parameters(), lr=0.01)}
+
+    def loss(self, batch, state):
+        return mse_loss(state["head"](state["body"](batch["x"])), batch["y"])
+
+    @torch.no_grad()
+    def after_update(self, batch, state, ctx):
+        for p in state["head"].parameters():
+            p.sub_(0.1 * p.grad)
+        state["head"].zero_grad()
+
+
+class HeadOnlyClippedByAll(Base):
+    """Only the head is in the optimizer; the norm covers the complete model."""
+
+    def configure(self, ctx):
+        model = mlp()
+        return {"model": model, "optimizer": torch.optim.SGD(model[2].parameters(), lr=0.1)}
+
+    def train_step(self, batch, state, ctx):
+        loss = self.loss(batch, state)
+        state["model"].zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(state["model"].parameters(), 0.1)
+        state["optimizer"].step()
+        return StepResult({"loss": loss.detach()})
+
+
 class ClippedByHand(Base):
     """A norm summed by hand, parameter by parameter."""
 
@@ -62,6 +115,24 @@ class ClippedByHand(Base):
 
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.1)
+
+
+class GradientNoise(Base):
+    """Adds noise to the averaged gradients, from a generator with the same seed on all ranks."""
+
+    def setup(self, ctx):
+        super().setup(ctx)
+        self.noise = torch.Generator().manual_seed(5)
+
+    def change_gradients(self, state, ctx):
+        for p in state["model"].parameters():
+            p.grad.add_(0.01 * torch.randn(p.shape, generator=self.noise).to(p.device))
+
+    def state_dict(self, state):
+        return {"noise": self.noise.get_state()}
+
+    def load_state_dict(self, state, payload, ctx):
+        self.noise.set_state(payload["noise"])
 
 
 class ReduceOnPlateau(Base):
@@ -105,6 +176,16 @@ class WeightsThroughStateDict(Base):
     def after_update(self, batch, state, ctx):
         now = state["model"].state_dict()
         state["model"].load_state_dict({k: 0.9 * v + 0.1 * state["first"][k] for k, v in now.items()})
+
+
+class FlattenedByHand(Base):
+    """Flattens gradients into one vector, clips it, and writes it back."""
+
+    def change_gradients(self, state, ctx):
+        parameters = list(state["model"].parameters())
+        flat = torch.cat([p.grad.flatten() for p in parameters]).clamp(-0.01, 0.01)
+        for p, g in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(g.view_as(p))
 
 
 class CompiledStep(Base):

@@ -1,8 +1,11 @@
-"""Networks on images: convolutions, batch norm, freezing, points that split, a scripted module."""
+"""Networks on images: convolutions, every kind of norm, attention over patches, segmentation, detection heads."""
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from genlight.adapter.contract.types import StepResult
 
 from .base import Base, images
 
@@ -47,6 +50,60 @@ class ResNetBatchNorm(ResNet):
         return resnet(nn.BatchNorm2d)
 
 
+class FrozenBatchNorm(ResNet):
+    """Fine-tuning with the statistics of the pretrained network."""
+
+    def model(self):
+        return resnet(nn.BatchNorm2d)
+
+    def train_step(self, batch, state, ctx):
+        for module in state["model"].modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return super().train_step(batch, state, ctx)
+
+
+class ChannelsLast(ConvNet):
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["model"].to(memory_format=torch.channels_last)
+        return state
+
+    def prepare_batch(self, raw, state, ctx):
+        return {"x": raw["x"].to(ctx.device, memory_format=torch.channels_last), "y": raw["y"].to(ctx.device)}
+
+
+class TwoHeads(Vision):
+    """Classes and boxes: two losses of one trunk, each with its own weight."""
+
+    def configure(self, ctx):
+        trunk = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten())
+        heads = nn.ModuleDict({"classes": nn.Linear(64, 3), "boxes": nn.Linear(64, 4)})
+        groups = [{"params": trunk.parameters(), "lr": 1e-3}, {"params": heads.parameters()}]
+        optimizer = torch.optim.AdamW(groups, 0.01)
+        return {"trunk": trunk, "heads": heads, "optimizer": optimizer}
+
+    def loss(self, batch, state):
+        features = state["trunk"](batch["x"])
+        boxes = state["heads"]["boxes"](features)
+        return cross_entropy(state["heads"]["classes"](features), batch["y"]) + 0.1 * boxes.abs().mean()
+
+
+class UncertaintyWeights(TwoHeads):
+    """Learned loss weights: loose tensors in the optimizer."""
+
+    def configure(self, ctx):
+        state = super().configure(ctx)
+        state["log_vars"] = torch.zeros(2, requires_grad=True)
+        state["optimizer"].add_param_group({"params": [state["log_vars"]], "lr": 0.1})
+        return state
+
+    def loss(self, batch, state):
+        features, (a, b) = state["trunk"](batch["x"]), state["log_vars"]
+        classes = cross_entropy(state["heads"]["classes"](features), batch["y"])
+        return classes * (-a).exp() + a + state["heads"]["boxes"](features).square().mean() * (-b).exp() + b
+
+
 class GradualUnfreezing(Vision):
     kept = ("steps",)
 
@@ -62,6 +119,52 @@ class GradualUnfreezing(Vision):
         state["model"][0].requires_grad_(state["steps"] >= 2)
         state["steps"] += 1
         return super().train_step(batch, state, ctx)
+
+
+class ActivationCheckpointing(Vision):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks = nn.Linear(36, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.first(x.flatten(1))
+            for block in self.blocks:
+                x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=False)
+            return self.head(x)
+
+    def model(self):
+        return self.Net()
+
+
+class CenterLoss(Vision):
+    """Class centers moved by hand; an optimizer has the network."""
+
+    def configure(self, ctx):
+        trunk, head = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)), nn.Linear(4, 3)
+        centers = nn.Parameter(torch.randn(3, 4).to(ctx.device))
+        optimizer = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.05)
+        return {"trunk": trunk, "head": head, "centers": centers, "optimizer": optimizer}
+
+    def train_step(self, batch, state, ctx):
+        features = state["trunk"](batch["x"])
+        apart = (features - state["centers"][batch["y"]]).square().sum(1).mean()
+        loss = cross_entropy(state["head"](features), batch["y"]) + 0.1 * apart
+        state["optimizer"].zero_grad()
+        state["centers"].grad = None
+        loss.backward()
+        state["optimizer"].step()
+        with torch.no_grad():
+            state["centers"] -= 0.5 * state["centers"].grad
+        return StepResult({"loss": loss.detach()})
+
+    def state_dict(self, state):
+        return {"centers": state["centers"].detach()}
+
+    def load_state_dict(self, state, payload, ctx):
+        with torch.no_grad():
+            state["centers"].copy_(payload["centers"])
 
 
 class SplatDensification(Base):

@@ -22,7 +22,7 @@ from typing import Any
 from support.trainers import quiet_trainer
 
 from .harness import Cell, zoo
-from .runs import parts, precision_of, strategy_of, tensors
+from .runs import precision_of, strategy_of
 
 TOLERANCE = {"bf16-mixed": 0.05, "16-mixed": 0.05}
 """Tolerance relative to the largest value of a tensor; in fp32 the class sets it."""
@@ -100,18 +100,70 @@ def _plain_loop(name: str, precision: str, device: str, *, moves: bool = False, 
     return tensors(state, trainer)
 
 
+def tensors(state: Any, trainer: Any) -> dict[str, Any]:
+    """Collect parameters, buffers and trained tensors without the discovery that is under test."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for path, value in _parts(state, trainer).items():
+        if isinstance(value, torch.nn.Module):
+            members = (*value.named_parameters(), *value.named_buffers())
+            found |= {f"{path}.{name}": tensor for name, tensor in members}
+        elif isinstance(value, torch.Tensor):
+            found[path] = value
+    return {path: _whole(tensor.detach()).cpu().clone() for path, tensor in found.items() if not tensor.is_meta}
+
+
 def _move(state: Any, trainer: Any, device: str) -> None:
     """Move modules and optimizers' tensors to the device in place."""
     import torch
 
-    found = parts(state, trainer).values()
-    for module in (part for part in found if isinstance(part, torch.nn.Module)):
+    parts = _parts(state, trainer).values()
+    for module in (part for part in parts if isinstance(part, torch.nn.Module)):
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             module.to(device)
-    for optimizer in (part for part in found if isinstance(part, torch.optim.Optimizer)):
+    for optimizer in (part for part in parts if isinstance(part, torch.optim.Optimizer)):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             parameter.data = parameter.data.to(device)
         optimizer.load_state_dict(optimizer.state_dict())  # moves its states to the device of the parameters
+
+
+def _parts(state: Any, trainer: Any) -> dict[str, Any]:
+    """Return modules, trained tensors and optimizers, by path."""
+    import torch
+
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def collect(path: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            value = getattr(value, "_orig_mod", value)
+        if id(value) in seen:
+            return
+        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            seen.add(id(value))
+            found[path] = value
+        elif isinstance(value, torch.Tensor):
+            if value.requires_grad and value.is_leaf:
+                seen.add(id(value))
+                found[path] = value
+        elif isinstance(value, Mapping):
+            for key, member in value.items():
+                collect(f"{path}.{key}", member)
+        elif isinstance(value, list | tuple):
+            for index, member in enumerate(value):
+                collect(f"{path}.{index}", member)
+        elif type(value).__module__.startswith("zoo") or type(value).__name__ == "SimpleNamespace":
+            seen.add(id(value))
+            collect(path, vars(value))
+
+    collect("state", state)
+    collect("trainer", trainer)
+    return found
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def hosted(
