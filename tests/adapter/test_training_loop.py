@@ -125,7 +125,13 @@ def run(journal, batches, *, trainer=None, **options):
 def test_the_canonical_order_of_one_whole_run(journal):
     """Every call of a run, in the contract's order: metrics, then checkpoint, then samples."""
     steps = run(
-        journal, [1, 2, 3], max_steps=2, metric_every=2, checkpoint_every=2, sample_every=2, uploader=Caller(journal)
+        journal,
+        [1, 2, 3],
+        max_steps=2,
+        metric_every=2,
+        checkpoint_every=2,
+        sample_every=2,
+        uploader=Caller(journal),
     )
     assert steps == 2
     assert journal.lines == [
@@ -213,6 +219,12 @@ def test_batches_that_are_lists_stay_lists(journal):
     assert seen[0] is raw
 
 
+def test_a_finite_source_completes_at_the_step_it_reached(journal):
+    """Two batches of four."""
+    assert run(journal, [1, 2]) == 2
+    assert journal.lines[-1] == "completed final @2"
+
+
 def test_an_empty_source_fails(journal):
     """Nothing was trained, so nothing completes."""
     with refusal(InputError):
@@ -283,3 +295,22 @@ def test_a_stop_is_seen_before_the_first_step_and_after_every_step(journal, reas
     assert raised.value.reason == expected
     assert journal.lines[-1] == f"failed {expected} @{after}"
     assert journal.names().count("train_step") == after
+
+
+def test_the_context_names_the_device_that_is_there(journal):
+    """The default `cuda:0` becomes the CPU if there is no CUDA; job and dtype stay the caller's."""
+    seen: list[StepContext] = []
+
+    class Looks(Trainer):
+        def setup(self, ctx: StepContext) -> None:
+            seen.append(ctx)
+
+    job = TrainingJobSpec("r", 1, metric_every=0)
+    ctx = StepContext(job=job, device="cpu", dtype="fp32", model_handles={"a": 1})
+    run_training_loop(job, ctx, Looks(journal), [1], Caller(journal), Caller(journal))
+    (given,) = seen
+    assert (given.job, given.device, given.dtype, given.model_handles) == (job, "cpu", "fp32", {"a": 1})
+    assert (given.rank, given.world_size, given.dataset) == (0, 1, [1])
+    assert given.run_state is not None
+    assert given.is_canceled is not None
+    assert not given.is_canceled()

@@ -300,9 +300,20 @@ def test_check_without_data_does_not_succeed(monkeypatch, capsys):
     assert "training was not checked" in output.err
 
 
+def test_command_reads_parquet_and_starts_again_at_its_end(job, tmp_path, capsys):
+    pq.write_table(pa.table({"x": [[0.5, 1.0]] * 6, "y": [[1.0]] * 6}), tmp_path / "rows.parquet")
+
+    words = ["check_zoo:ArrowRows", "--data", str(tmp_path / "rows.parquet"), "--set", "dataset.batch_size=4"]
+    assert main(["check", *words]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [(["nowhere.json"], "nowhere.json"), (["check_zoo:Sound", "--data", "nowhere.parquet"], "nowhere.parquet")],
+    [
+        (["nowhere.json"], "nowhere.json"),
+        (["check_zoo:Sound", "--data", "nowhere.parquet"], "nowhere.parquet"),
+    ],
 )
 def test_usage_errors_have_their_own_exit_code(arguments, expected, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import CheckpointError
-from genlight.callbacks.checkpoint import RecordMeta, save
+from genlight.callbacks.checkpoint import DurableCheckpointIO, RecordMeta, save
 from genlight.callbacks.checkpoint.export import export_lightning
 from support.messages import refusal
 
@@ -206,3 +206,18 @@ def test_a_foreign_run_leads_an_export_to_no_other_file(checkpoints, foreign_mod
     assert call("export", checkpoints, "--to", tmp_path / "out") == 2
     assert "tokenizer.json is not exported" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_linked_folder_of_configurations_is_not_read(checkpoints, foreign_model, tmp_path, capsys):
+    foreign_model.parent.rename(tmp_path / "elsewhere")
+    foreign_model.parent.symlink_to(tmp_path / "elsewhere")
+    assert call("export", checkpoints, "--to", tmp_path / "out") == 2
+    assert "there is no configuration of a Hugging Face model" in capsys.readouterr().err
+
+
+def test_a_pipe_as_base_or_checkpoint_does_not_block(checkpoints, tmp_path):
+    for name in ("base.safetensors", "a.ckpt"):
+        os.mkfifo(tmp_path / name)
+    assert call("export", checkpoints, "--to", tmp_path / "x.safetensors", "--base", tmp_path / "base.safetensors") == 2
+    with refusal(FileNotFoundError):
+        DurableCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")

@@ -49,6 +49,18 @@ def test_help_names_every_command_also_without_a_command(capsys):
         assert all(re.search(rf"^  {name}\b", shown, re.MULTILINE) for name in COMMANDS)
 
 
+@pytest.mark.parametrize("words", [["events"], ["uploads", "list"], ["checkpoints", "list"], ["doctor"]], ids=" ".join)
+def test_a_path_that_the_system_refuses_is_reported_without_a_traceback(words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    too_long = "x" * 300
+
+    assert main([*words, too_long]) == 2
+    out, err = capfd.readouterr()
+    assert too_long in out + err
+    assert "File name too long" in out + err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -60,7 +72,10 @@ def test_help_names_every_command_also_without_a_command(capsys):
             "data.parquet is not a checkpoint; name the JSON record of a checkpoint, or the folder",
         ),
         (["checkpoints", "show", "none"], "there is nothing at none; name the JSON record of a checkpoint"),
-        (["check", "fit.yaml"], " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI "),
+        (
+            ["check", "fit.yaml"],
+            " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI ",
+        ),
         (["run", "fit.yaml"], " is not JSON: Expecting value: line 1 column 1 (char 0). A LightningCLI "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -90,6 +90,15 @@ def test_json_gives_the_lines_of_the_log(path, capsys):
     assert capsys.readouterr().out == path.read_text()
 
 
+def test_a_text_cannot_control_the_terminal(path, capsys):
+    with EventLog(path, run_id="r") as log:
+        log.failed(step=0, error="\x1b[2J\nboom [red]", category="input")
+    call(path)
+    out = capsys.readouterr().out
+    assert "input:\\x1b[2J\\nboom [red]" in out
+    assert "\x1b[2J" not in out
+
+
 def test_following_ends_with_the_run(path, capsys):
     write_run(path, ends=False)
     finished = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -114,6 +115,10 @@ def genlight(tmp_path, monkeypatch, capsys, caplog, own_signals):
     return run
 
 
+def _stock(name, **arguments):
+    return {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments}
+
+
 def test_files_of_a_fit_are_closed_to_other_users(genlight, tmp_path):
     tmp_path.chmod(0o755)
     before = os.umask(0o022)
@@ -141,17 +146,22 @@ def _made(name, **arguments):
     [
         ({"plugin": "fit_trainers:Trianer"}, "has no 'Trianer'; trainers in it: "),
         ({"callback": {"every_n_steps": -3}}, "Invalid `every_n_steps`. Expected a number >= 0, but received -3."),
+        ({"callback": {"every_n_step": 3}}, "callbacks.Checkpoint': Option 'every_n_step' is not accepted"),
         ({"max_time": "x"}, "`Timer(duration='x')` is not a valid duration."),
         ({"precision": "bf17"}, "`trainer.precision`: Expected int or "),
+        ({"logger": "no.Such"}, "`trainer.logger`: Problem with given class_path 'no.Such': No module named 'no'"),
         ({"logger": [{"class_path": "WandbLogger"}]}, "WandbLogger': Requirement 'wandb>=0.12.10' not met. HINT: Try "),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: the trainer class owns gradient accumulation"),
         ({"barebones": True, "logger": True}, "`Trainer(barebones=True, logger=True)` was passed."),
         ({"command": "predict"}, "Trainer is a trainer class and cannot predict; `predict` takes a LightningModule"),
         ({"command": "validate"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
+        ({"command": "test"}, "Trainer has no `evaluate(state, ctx)` to validate or test with."),
         ({"callback": {"dirpath": "fit.yaml/c"}}, "`dirpath` 'fit.yaml/c' cannot be written: Not a directory"),
+        ({"callback": {"dirpath": "fit.yaml"}}, "'fit.yaml' cannot be written: it is not a directory. Choose another."),
         ({"default_root_dir": "fit.yaml/x", "callbacks": []}, "`trainer.default_root_dir` 'fit.yaml/x' cannot"),
         ({"logger": _made("reporters.EventLogger", path="fit.yaml/e", run_id="r")}, "or write to another file"),
         ({"val_check_interval": 9}, "`val_check_interval` (9) must be less than or equal to the number of"),
+        ({"devices": -7}, "`devices` selected with `CPUAccelerator` should be an int > 0."),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(genlight, given, said):
@@ -172,13 +182,18 @@ def test_a_configuration_that_cannot_be_used_is_one_short_error_and_exit_code_2(
         ("--resume auto --trainer.callbacks null", "--resume auto needs the callback genlight.callbacks.Checkpoint in"),
         ("--resume aut", "invalid choice: 'aut' (choose from 'auto', 'never'). Did you mean `auto`?"),
         ("--confg x", "unrecognized arguments: --confg x. Did you mean `--config`?"),
+        ("--model.plugn x", "ContractModule': Option 'plugn' is not accepted"),
         ("--config trainr.yaml", "does not accept option 'trainr.max_steps'"),
         ("a.yaml", "unrecognized arguments: a.yaml. Name a configuration by --config"),
         ("--config job.json", "If the configuration is a job, start it with `genlight run`"),
         ("--config none.yaml", "File does not exist: '{}/none.yaml'"),
+        ("--config=none.yaml", "File does not exist: '{}/none.yaml'"),
+        ("-c none.yaml", "File does not exist: '{}/none.yaml'"),
         ("--config .", "Path is not a file: '{}/.'"),
         ("--config rows.parquet", "The configuration 'rows.parquet' is not text: 'utf-8' codec can't decode byte"),
         ("--config tab.yaml", "cannot start any token"),
+        ("--config list.yaml", "Unexpected config: - a"),
+        ("--config empty.yaml", "Unexpected config: "),
         ("--config twice.yaml", "the key 'a' appears twice\n  in \"<unicode string>\", line 3, column 5"),
     ],
 )
@@ -188,6 +203,8 @@ def test_an_argument_that_cannot_be_used_is_one_short_error_and_exit_code_2(genl
         "job.json": b'{"run_id": "r", "trainer": "m:T", "max_steps": 1}',
         "rows.parquet": b"PAR1\xff",
         "tab.yaml": b"trainer:\n\tx: 1",
+        "list.yaml": b"- a\n- b",
+        "empty.yaml": b"",
         "twice.yaml": b"t:\n  - a: 1\n    a: 3",
     }.items():
         (tmp_path / name).write_bytes(content)
@@ -213,6 +230,19 @@ def test_an_error_of_a_trainers_constructor_is_reported_without_jsonargparses_er
     assert code == 1
     assert said.format(tmp_path) in words
     assert "jsonargparse" not in words
+
+
+def test_an_error_of_the_trainer_is_logged_with_its_own_frames_and_a_file_with_the_rest(genlight, tmp_path):
+    """The report is like the one of `genlight run`."""
+    code, words = genlight("fit", plugin="fit_trainers:Fails")
+    assert code == 1
+    (whole,) = (tmp_path / "c" / "failures").iterdir()
+    told = words.partition("train-step failure: ")[2].splitlines()
+    assert told[1].endswith(", in train_step")
+    assert told[2] == """    raise ValueError("of the trainer's own")"""
+    assert told[3] == "ValueError: of the trainer's own"
+    assert told[4] == f"  the complete traceback is in c/failures/{whole.name}"
+    assert "trainer/call.py" in whole.read_text()
 
 
 def test_each_attempt_of_a_fit_leaves_its_configuration_next_to_the_checkpoints(genlight, tmp_path):
@@ -254,6 +284,18 @@ def test_a_fit_that_starts_over_does_not_mix_with_earlier_files(genlight, tmp_pa
     assert "fit completed at step 3" in words
 
 
+def test_a_fit_with_overlap_repeats_the_steps_up_to_the_newest_checkpoint(genlight, caplog):
+    caplog.set_level(logging.INFO)
+    often = {"every_n_steps": 1, "save_final": False}
+    assert genlight(callback=often, max_steps=3)[0] == 0
+
+    code, words = genlight("fit", "--resume", "auto", callback={**often, "overlap": True}, max_steps=4)
+
+    assert code == 0, words
+    assert "continuing after step 2" in words
+    assert "step 3, repeated after the restart, has every value of step-00000003" in words
+
+
 def test_a_configuration_needs_no_data_if_the_model_has_its_own(genlight, tmp_path):
     code, words = genlight("fit", "--data", "null", plugin="fit_trainers:Collects")
     assert code == 0, words
@@ -263,6 +305,14 @@ def test_a_configuration_needs_no_data_if_the_model_has_its_own(genlight, tmp_pa
     assert code == 2
     assert "`train_dataloader` must be implemented" in words
     assert "Traceback" not in words
+
+
+def test_lightnings_timer_can_be_configured_and_a_configuration_may_be_text(genlight):
+    timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:00:10:00"}}
+    text = "trainer: &x {max_steps: 3, <<: {log_every_n_steps: 3}}"
+    code, words = genlight("fit", "--config", text, callbacks=[timer])
+
+    assert code == 0, words
 
 
 def test_the_end_of_an_older_runtimes_run_is_not_trained_further(genlight, tmp_path):
@@ -467,6 +517,22 @@ def test_the_configuration_that_a_fit_saves_collates_as_that_fit_did(genlight, t
     assert (code, "serialize" in words) == (0, False), words
     saved = yaml.safe_load((tmp_path / "c" / "config-1.yaml").read_text())
     assert saved["data"]["init_args"]["collate"] == collate
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("collate", "collated:nope"), ("batch_size", "0")],
+)
+def test_an_option_of_the_data_that_cannot_be_used_is_one_error_without_a_traceback(genlight, tmp_path, option, value):
+    (tmp_path / "collated.py").write_text(COLLATED)
+    pq.write_table(pa.table({"x": [1.0, 2.0]}), tmp_path / "x.parquet")
+    data = ["genlight.adapter.ArrowDataModule", "--data.parquet_paths", "x.parquet", f"--data.{option}", value]
+
+    code, words = genlight("fit", "--data", *data, plugin="collated:Sums")
+
+    assert code == 2
+    assert f"Invalid `{option}`." in words
+    assert "Traceback" not in words
 
 
 SHORT_NAMES = """

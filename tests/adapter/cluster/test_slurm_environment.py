@@ -88,9 +88,16 @@ def test_a_rank_that_a_batch_script_started_is_not_the_rank_of_the_script(within
     assert this_rank() == 1
 
 
+def test_a_login_node_with_the_variables_of_its_commands_is_no_job(within):
+    within({"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTER_NAME": "main", "SBATCH_PARTITION": "gpu"})
+    assert launcher_arguments({"devices": 2}) == {}
+    assert placement_fault(trainer(devices=2, strategy="ddp")) is None
+    assert not SlurmEnvironment.detect()
+    assert this_rank() == 0
+
+
 def test_outside_of_a_job_and_under_torchrun_nothing_changes(within):
     assert launcher_arguments({"devices": 2}) == {}
-    assert not SlurmEnvironment.detect()
     within(TASK | {"TORCHELASTIC_RUN_ID": "x", "RANK": "5"})
     assert launcher_arguments({"devices": 2}) == {}
     assert this_rank() == 5

@@ -36,11 +36,9 @@ def paths(found) -> list[str]:
 
 def test_a_dict_of_everything_is_found_by_path_and_name():
     model = nn.Linear(2, 2)
-    alpha, hidden = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.Adam([*model.parameters(), alpha, hidden])
+    optimizer = adam(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     state = {"model": model, "optimizer": optimizer, "sched": scheduler, "scaler": torch.amp.GradScaler("cpu"), "n": 3}
-    state |= {"alpha": alpha, "constant": torch.ones(1), "weights": [model.weight]}
 
     found = discover(state)
 
@@ -48,9 +46,6 @@ def test_a_dict_of_everything_is_found_by_path_and_name():
     assert [(f.path, f.name, f.value) for f in found.optimizers] == [('state["optimizer"]', "optimizer", optimizer)]
     assert names(found.schedulers) == ["sched"]
     assert names(found.scalers) == ["scaler"]
-    assert paths(found.parameters) == ['state["alpha"]', 'state["optimizer"].param_groups[0]["params"][3]']
-    assert paths(found.tensors) == ['state["constant"]']
-    assert 'state["weights"][0]' in paths(found.aliases), "a reference to a parameter outside of its module"
 
 
 @dataclasses.dataclass
@@ -124,6 +119,17 @@ def _unhashable(value: object) -> bool:
     return False
 
 
+def test_attrs_classes_are_searched():
+    attrs = pytest.importorskip("attrs")
+    net = nn.Linear(1, 1)
+
+    @attrs.define
+    class State:
+        net: nn.Module
+
+    assert [f.value for f in discover(State(net)).modules] == [net]
+
+
 def test_a_chain_of_thousands_of_objects_is_followed():
     head = SimpleNamespace(net=nn.Linear(1, 1))
     for _ in range(5000):
@@ -191,6 +197,25 @@ def test_ema_copies_and_teachers_are_untrained():
     assert names(found.untrained) == ["ema", "teacher"]
 
 
+def test_tensors_that_an_optimizer_holds_and_no_module_does_are_named():
+    alpha, hidden = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    state = {"alpha": alpha, "opt": torch.optim.Adam([alpha, hidden]), "constant": torch.ones(1)}
+
+    found = discover(state)
+
+    assert paths(found.parameters) == ['state["alpha"]', 'state["opt"].param_groups[0]["params"][1]']
+    assert paths(found.tensors) == ['state["constant"]']
+
+
+def test_references_to_parameters_outside_of_their_module_are_named():
+    model = nn.Linear(1, 1)
+
+    assert paths(discover({"params": list(model.parameters()), "model": model}).aliases) == [
+        'state["params"][0]',
+        'state["params"][1]',
+    ]
+
+
 def test_modules_and_optimizers_that_only_functions_close_over_are_found():
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -247,6 +272,14 @@ def test_without_optimizers_everything_that_requires_a_gradient_is_updated():
     assert [id(t) for t in discover(state).updated()] == [id(loose)]
 
 
+def test_a_parameter_as_a_key_is_not_printed_in_a_path():
+    weight = nn.Parameter(torch.ones(3, 2))
+
+    (found,) = discover({"net": nn.Linear(1, 1), "by_weight": {weight: nn.Linear(2, 2)}}).modules[1:]
+
+    assert found.path == 'state["by_weight"][Parameter(3, 2)]'
+
+
 def test_a_set_of_modules_is_refused_and_one_of_values_is_not():
     assert discover({"seen": {(1, 2), (0, 1)}, "files": {Path("a"), Path("b")}, "nets": {nn.Linear(1, 1)}}).modules
     with refusal(ContractError):
@@ -286,12 +319,18 @@ class ElsewhereTensor(torch.Tensor):
     device = torch.device("cuda:1")
 
 
+def test_a_cuda_tensor_on_a_cpu_run_is_named_by_its_path():
+    state = {"cache": [torch.ones(1).as_subclass(ElsewhereTensor)]}
+
+    with refusal(ContractError):
+        check_devices(discover(state), "cpu")
+
+
 def test_a_tensor_on_the_device_of_another_rank_is_named_by_its_path():
     state = {"noise": torch.ones(1).as_subclass(ElsewhereTensor)}
 
-    for device in ("cuda:0", "cpu"):
-        with refusal(ContractError):
-            check_devices(discover(state), device)
+    with refusal(ContractError):
+        check_devices(discover(state), "cuda:0")
     check_devices(discover(state), "cuda:1")
     check_devices(discover(state), "cuda")
 
@@ -346,6 +385,16 @@ def test_a_module_with_a_part_without_values_is_refused_by_name(is_trained):
     if is_trained:
         with refusal(ContractError):
             check_devices(discover({"model": model[1], "optimizer": adam(model[1])}), "cpu")
+
+
+def test_a_container_that_counts_in_its_own_way_is_searched():
+    class Irreps(tuple):  # like e3nn's class; it refuses `len`
+        def __len__(self):
+            raise NotImplementedError
+
+    found = discover({"irreps": Irreps((nn.Linear(1, 1),))})
+
+    assert [each.path for each in found.modules] == ['state["irreps"][0]']
 
 
 def test_a_tensor_that_replaced_another_is_found_wherever_it_is():

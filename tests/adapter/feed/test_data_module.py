@@ -1,5 +1,6 @@
 """The feed under Lightning's own fit loop: shares, epochs, and resume in the middle of one."""
 
+import itertools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,11 @@ def fit(data, *callbacks, resume=None, model=None, **options):
     return model
 
 
+def test_an_epoch_of_lightning_is_one_pass_over_the_data(rows_file):
+    model = fit(ArrowDataModule(str(rows_file(5)), batch_size=2))
+    assert model.seen == [[0, 1], [2, 3], [4]] * 3
+
+
 @pytest.mark.parametrize("where", [{"step": 2}, {"step": 3}, {"step": 5}, {"epoch": 0}, {"epoch": 1}])
 def test_lightning_resumes_after_the_last_trained_batch(rows_file, tmp_path, where):
     data = {"parquet_paths": str(rows_file(7)), "batch_size": 3, "shuffle": True}
@@ -72,6 +78,17 @@ def test_lightning_resumes_after_the_last_trained_batch(rows_file, tmp_path, whe
     done = where.get("step") or (where["epoch"] + 1) * 3
     resumed = fit(ArrowDataModule(**data), resume=tmp_path / "c.ckpt").seen
     assert resumed == whole[done:]
+
+
+@pytest.mark.parametrize(("before", "after", "step"), [(2, 4, 6), (4, 2, 3), (4, 9, 5), (1, 3, 5), (20, 1, 2)])
+def test_a_batch_size_that_changes_within_an_epoch_neither_loses_nor_repeats_a_row(
+    rows_file, tmp_path, before, after, step
+):
+    data = {"parquet_paths": str(rows_file(9, 11)), "shuffle": True}
+    first = fit(ArrowDataModule(batch_size=before, **data), SaveAt(tmp_path / "c.ckpt", step=step)).seen[:step]
+    rest = fit(ArrowDataModule(batch_size=after, **data), resume=tmp_path / "c.ckpt").seen
+    rows = [i for batch in [*first, *rest] for i in batch]
+    assert [sorted(rows[i : i + 20]) for i in range(0, len(rows), 20)] == [list(range(20))] * 3
 
 
 def test_rank_and_number_of_ranks_come_from_the_trainer(rows_file, ids):
@@ -96,25 +113,34 @@ def test_validation_reads_its_files_anew_each_time(rows_file):
 class RankOfTwo(LightningDataModule):
     """A user's own data module around a feed that is one of two ranks."""
 
-    def __init__(self, path, rank):
+    def __init__(self, path, rank, **options):
         super().__init__()
-        self.feed = ArrowFeed(path, batch_size=2, rank=rank, world_size=2, shuffle=True)
+        self.feed = ArrowFeed(path, batch_size=2, rank=rank, world_size=2, shuffle=True, **options)
         self.train_dataloader = lambda: self.feed
         self.state_dict, self.load_state_dict = self.feed.state_dict, self.feed.load_state_dict
 
 
-def test_rows_too_few_for_a_step_of_the_ranks_of_a_resume_are_trained_in_lightnings_next_epoch(rows_file, tmp_path):
-    """One process had trained 8 of 9 rows; two ranks continue."""
-    path, checkpoint = rows_file(9), tmp_path / "c.ckpt"
-    alone = fit(ArrowFeed(path, batch_size=4, shuffle=True), SaveAt(checkpoint, step=2)).seen[:2]
+def resumed_on_two_of(path, checkpoint, **options):
+    """Steps of the two ranks on which the run of one process goes on that had trained 8 of 9 rows."""
+    data = {"batch_size": 4, "shuffle": True}
+    alone = fit(ArrowFeed(path, **data), SaveAt(checkpoint, step=2)).seen[:2]
     state = torch.load(checkpoint, weights_only=False)
     state["RankOfTwo"] = state["loops"]["fit_loop"]["state_dict"].pop("combined_loader")[0]
     torch.save(state, checkpoint)
-    ranks = [fit(RankOfTwo(path, rank), resume=checkpoint).seen for rank in range(2)]
+    return alone, [fit(RankOfTwo(path, rank, **options), resume=checkpoint).seen for rank in range(2)]
+
+
+def test_rows_too_few_for_a_step_of_the_ranks_of_a_resume_are_trained_in_lightnings_next_epoch(rows_file, tmp_path):
+    alone, ranks = resumed_on_two_of(rows_file(9), tmp_path / "c.ckpt")
     both = [first + second for first, second in zip(*ranks, strict=True)]
     rows = [i for step in [*alone, *both] for i in step]
     assert [sorted(rows[i : i + 9]) for i in range(0, 27, 9)] == [list(range(9))] * 3
     assert len(rows) == 27
+
+
+def test_rows_that_are_dropped_at_a_resume_do_not_end_the_training(rows_file, tmp_path):
+    _, ranks = resumed_on_two_of(rows_file(9), tmp_path / "c.ckpt", drop_last=True)
+    assert [len(rank) for rank in ranks] == [4, 4]  # two steps in each of the two epochs that were left
 
 
 def test_a_feed_that_was_asked_for_its_length_too_early_warns_that_lightning_will_cut_epochs_short(rows_file):
@@ -176,3 +202,12 @@ def test_ranks_share_mock_batches_step_by_step_and_a_remainder_is_said(caplog):
 def test_fewer_mock_batches_than_ranks_are_refused():
     with refusal(InputError):
         list(mock([1], 0, 2))
+
+
+def test_mock_batches_resume_on_another_number_of_ranks():
+    alone = mock(list(range(6)))
+    list(itertools.islice(alone, 3))
+    ranks = [mock(list(range(6)), rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(alone.state_dict())
+    assert [list(rank) for rank in ranks] == [[3], [4]]

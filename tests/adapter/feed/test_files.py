@@ -3,7 +3,9 @@
 import os
 import shutil
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
@@ -53,6 +55,16 @@ def test_folders_that_match_a_pattern_stand_for_the_files_in_them(rows_file, tmp
     assert names(str(tmp_path / "**" / "part-*")) == ["part-a.parquet", "part-b.parquet"]
 
 
+def test_folders_that_match_a_pattern_of_a_url_stand_for_the_files_in_them():
+    memory = fsspec.filesystem("memory")
+    for path in ("/files/a.parquet/part-0.parquet", "/files/b.parquet"):
+        memory.pipe_file(path, b"")
+    try:
+        assert names("memory://files/*.parquet") == ["part-0.parquet", "b.parquet"]
+    finally:
+        memory.rm("/files", recursive=True)
+
+
 def test_a_missing_file_names_the_nearest_one_or_its_folder(rows_file, tmp_path):
     rows_file(1, name="train")
     for name, hint in [
@@ -71,3 +83,17 @@ def test_a_file_name_that_is_not_utf_8_is_refused_and_stands_in_nobody_elses_way
         with pytest.raises(InputError, match=r"Unicode(En|De)codeError"):
             expand(given)
     assert names(str(tmp_path / "b*")) == ["b.parquet"]
+
+
+class Refusing(MemoryFileSystem):
+    """A store whose client has an exception of its own."""
+
+    cachable = False
+
+    def info(self, path, **options):
+        raise LookupError("no credentials")
+
+
+def test_whatever_a_file_system_raises_is_an_input_error_that_names_the_path():
+    with refusal(InputError):
+        expand("/bucket/data.parquet", filesystem=Refusing())

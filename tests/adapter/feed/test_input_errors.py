@@ -78,6 +78,15 @@ def test_what_is_no_regular_file_is_told_as_such(tmp_path, monkeypatch):
             ArrowFeed("data.parquet").check()
 
 
+def test_all_faults_are_listed_in_one_error(rows_file, tmp_path):
+    short = rows_file(9, name="short")
+    short.write_bytes(short.read_bytes()[:-5])
+    with pytest.raises(InputError) as caught:
+        ArrowFeed([rows_file(3), short, tmp_path / "gone.parquet"], columns=["di"]).check()
+    for fault in ("short.parquet", "gone.parquet", "no column 'di'"):
+        assert fault in str(caught.value)
+
+
 @pytest.mark.parametrize("readahead", [0, 2])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_corrupt_row_group_fails_at_the_step_that_needs_it_and_is_named(rows_file, ids, readahead, workers):
@@ -142,17 +151,22 @@ def test_a_position_is_refused_under_another_order(rows_file, change):
         ArrowFeed(path, **{**options, **change}).load_state_dict(state)
 
 
-BAD = [
-    *[("batch_size", 0), ("batch_size", 1.5), ("readahead", -1), ("seed", -1), ("epochs", 0), ("rank", 1)],
-    *[("shard", "files"), ("collate", "numpy"), ("workers", -1), ("shuffle_window", 0), ("columns", "id")],
-    ("columns", []),
-]
+BAD = [("batch_size", 0), ("batch_size", 1.5), ("readahead", -1), ("seed", -1), ("epochs", 0), ("rank", 1)]
 
 
-@pytest.mark.parametrize(("argument", "value"), BAD)
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [*BAD, ("shard", "files"), ("collate", "numpy"), ("workers", -1), ("shuffle_window", 0), ("columns", "id")],
+)
 def test_an_argument_out_of_range_is_refused_by_name(argument, value):
     with pytest.raises((ValueError, TypeError), match=f"Invalid `{argument}`"):
         ArrowFeed("data.parquet", **{argument: value})
+
+
+@pytest.mark.parametrize("columns", [[], ["id", "id"], [3]])
+def test_columns_that_cannot_be_meant_are_refused(columns):
+    with refusal(ValueError):
+        ArrowFeed("data.parquet", columns=columns)
 
 
 def test_a_file_that_goes_away_while_it_is_read_is_named_with_the_row_group(rows_file, ids, monkeypatch):

@@ -1,6 +1,7 @@
 """The background thread: bounded, honest about waiting, and gone when it should be."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -110,6 +111,14 @@ def test_a_process_that_ends_in_the_middle_of_reading_ends_cleanly(rows_file):
     path = rows_file(*[50] * 20)
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+@pytest.mark.parametrize("readahead", [0, 2])
+def test_waiting_for_data_is_measured(rows_file, readahead):
+    feed = ArrowFeed(rows_file(20), batch_size=4, readahead=readahead, epochs=1)
+    assert feed.wait_seconds == 0
+    list(itertools.islice(feed, 2))
+    assert feed.wait_seconds > 0
 
 
 def test_batches_do_not_keep_more_than_their_own_chunk_alive(rows_file, monkeypatch):

@@ -160,6 +160,17 @@ def test_a_save_writes_only_rows_that_are_new(tmp_path):
     assert torch.equal(last._rows(torch.arange(9_100))["reward"], torch.arange(9_100.0))
 
 
+def test_saving_again_into_one_folder_leaves_only_what_is_needed(tmp_path):
+    buffer = ReplayBuffer(100, ROW)
+    for first in range(0, 1000, 50):
+        buffer.extend(rows(first, 50))
+        buffer.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    again = ReplayBuffer(100, ROW)
+    again.load(tmp_path)
+    assert torch.equal(again._rows(torch.arange(900, 1000))["reward"], torch.arange(900.0, 1000))
+
+
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "meta"])
 def test_a_save_that_is_not_whole_is_refused(tmp_path, damage):
     buffer = ReplayBuffer(1000, ROW)

@@ -1,5 +1,9 @@
 """Where batches can come from: files of several kinds and places, tables, data sets."""
 
+import itertools
+import subprocess
+import sys
+
 import fsspec
 import numpy as np
 import pyarrow as pa
@@ -117,6 +121,15 @@ def test_every_value_of_every_type_arrives_whatever_the_row_groups(tmp_path_fact
     assert all(row[name] == rows[row["place"]] for row in seen)
 
 
+def test_importing_the_package_loads_neither_torch_nor_lightning_nor_arrow():
+    code = (
+        "import sys, genlight.adapter as feed; heavy = {'torch', 'lightning', 'pyarrow'}; "
+        "assert not heavy & set(sys.modules); feed.ArrowFeed, feed.ParquetArrowBatchFeeder; "
+        "assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 ENCODED = {
     "string_view": pa.array([f"text {i}" for i in range(20)]).cast(pa.string_view()),
     "binary_view": pa.array([b"%d" % i for i in range(20)]).cast(pa.binary_view()),
@@ -200,3 +213,8 @@ def test_a_data_frame_is_read_like_a_table():
 def test_what_is_no_source_is_a_type_error_that_says_what_is(source):
     with refusal(TypeError):
         ArrowFeed(source).check()
+
+
+def test_an_endless_stream_of_rows_is_refused_at_its_first_row():
+    with refusal(TypeError):
+        ArrowFeed({"id": i} for i in itertools.count()).check()

@@ -16,7 +16,13 @@ from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.discovery.discover import Discovered, discover
 from genlight.adapter.gradients import rank_check
 from genlight.adapter.gradients.ddp.averaging import Averaging
-from genlight.adapter.gradients.ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, group_tensors
+from genlight.adapter.gradients.ddp.buckets import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    AveragedParameters,
+    Bucket,
+    group_tensors,
+)
 from genlight.adapter.gradients.precision import StepPrecision
 from genlight.adapter.gradients.step import StepHooks, StepRouter
 from support.messages import refusal
@@ -32,8 +38,9 @@ def routed(discovered: Discovered, hooks: StepHooks | None = None, bucket_bytes:
 
 
 @pytest.fixture
-def averaged(group_of_one, monkeypatch):
-    """The sizes of the exchanged tensors, in order."""
+def averaged(tmp_path, monkeypatch):
+    """Record the sizes of the exchanged tensors, in order, in a process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     sizes, real = [], dist.all_reduce
 
     def all_reduce(tensor, *args, **kwargs):
@@ -41,12 +48,16 @@ def averaged(group_of_one, monkeypatch):
         return real(tensor, *args, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return sizes
+    yield sizes
+    dist.destroy_process_group()
 
 
 class Run:
     def __init__(
-        self, hooks: StepHooks | None = None, model: nn.Module | None = None, bucket_bytes: int = BUCKET_BYTES
+        self,
+        hooks: StepHooks | None = None,
+        model: nn.Module | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.model = model or nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -136,6 +147,17 @@ def test_gradients_are_averaged_once_before_each_place_of_a_step_that_uses_them(
     assert [exchanges(run, averaged, calls, read_after) for _ in counts] == counts
 
 
+def test_a_step_without_an_update_ends_with_averaged_gradients(averaged):
+    run = Run()
+    calls(run, 3)
+
+    with run.router:
+        run.backward()
+
+    assert len(averaged) == 3 + 1
+    assert type(run.model.weight) is nn.Parameter
+
+
 def test_gradients_of_an_update_in_a_later_step_are_averaged_in_each(averaged):
     run = Run(bucket_bytes=1)
 
@@ -164,6 +186,16 @@ def test_a_step_that_fails_averages_nothing_more_and_leaves_plain_parameters(ave
 
     assert len(averaged) == 2
     assert type(run.model.weight) is nn.Parameter
+
+
+def test_a_callback_that_looks_after_each_backward_sees_averages_each_time(averaged):
+    run = Run(StepHooks(on_after_backward=[lambda: None]))
+
+    with run.router:
+        run.backward()
+        run.backward()
+
+    assert len(averaged) == 2
 
 
 def test_hooks_that_see_gradients_of_one_rank_and_updates_inside_of_backward_are_refused(averaged):
@@ -204,6 +236,37 @@ def test_zeroing_gradients_between_backward_calls_loses_nothing_and_hides_nothin
     assert run.model.weight.grad.tolist() == [[2.0, 2.0]]
 
 
+@pytest.mark.promise(name="speed")
+def test_used_gradients_are_zeroed_without_a_call_for_each_and_others_with_one(averaged):
+    run, seen = Run(), []
+    guard = run.router.averaging._guard
+    with run.router:
+        guard._on_write = lambda parameter, value: seen.append(parameter)
+        run.optimizer.zero_grad()
+        assert seen == []
+        run.model.weight.grad = torch.ones(1, 2)
+        assert seen == [run.model.weight], "parameters are guarded again"
+        run.backward()
+        run.optimizer.zero_grad()
+        assert len(seen) == 3
+
+
+def test_gradients_that_zero_grad_of_a_class_writes_are_averaged(averaged):
+    class Fills(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad = torch.ones_like(parameter)
+
+    model = nn.Linear(2, 1)
+    optimizer = Fills(model.parameters(), lr=0.1)
+    router = routed(discover({"model": model, "optimizer": optimizer}))
+    with router:
+        optimizer.zero_grad()
+        assert model.weight.grad is not None, "a read"
+        assert len(averaged) == 1
+        optimizer.step()
+
+
 @pytest.mark.parametrize("width", [2, 128], ids=["small gradients", "large ones"])
 def test_small_and_large_gradients_have_the_bits_of_a_division(averaged, monkeypatch, width):
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 3)
@@ -234,20 +297,17 @@ def test_written_gradients_are_averaged_at_their_first_read_and_only_once(averag
     assert type(run.model.weight) is nn.Parameter
 
 
-def test_gradients_that_zero_grad_of_a_class_writes_are_averaged(averaged):
-    class Fills(torch.optim.SGD):
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            for parameter in self.param_groups[0]["params"]:
-                parameter.grad = torch.ones_like(parameter)
+def test_writing_all_gradients_one_after_the_other_from_others_that_are_read_averages_each_once(averaged):
+    run = Run(model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    first, last = run.model
 
-    model = nn.Linear(2, 1)
-    optimizer = Fills(model.parameters(), lr=0.1)
-    router = routed(discover({"model": model, "optimizer": optimizer}))
-    with router:
-        optimizer.zero_grad()
-        assert model.weight.grad is not None, "a read"
-        assert len(averaged) == 1
-        optimizer.step()
+    with run.router:
+        run.backward()
+        for written, read in zip(last.parameters(), first.parameters(), strict=True):
+            written.grad = read.grad.clone()
+        run.optimizer.step()
+
+    assert len(averaged) == 2, "once for backward, once for what was written"
 
 
 def test_gradients_written_after_an_update_are_averaged_before_they_are_read(averaged):
@@ -262,6 +322,16 @@ def test_gradients_written_after_an_update_are_averaged_before_they_are_read(ave
             run.optimizer.step()
 
     assert len(averaged) == 2
+
+
+def test_results_of_guarded_tensors_are_plain_tensors(averaged):
+    scale = torch.ones(2, requires_grad=True)
+    discovered = discover({"scale": scale, "optimizer": torch.optim.SGD([scale], lr=0.1)})
+    router = routed(discovered)
+
+    with router:
+        (scale * 2).sum().backward()
+        assert type(scale.exp()) is torch.Tensor
 
 
 def test_parameters_without_an_optimizer_travel_from_their_first_gradient_on(averaged):
@@ -390,6 +460,21 @@ def test_diverged_ranks_are_an_error_some_exchanges_later_on_a_device(averaged, 
         calls(run, 1)
 
 
+@pytest.mark.parametrize("backward_calls", [1, 4])
+def test_a_backward_call_of_a_small_model_looks_for_replaced_parameters_at_most_twice(
+    averaged, monkeypatch, backward_calls
+):
+    run = Run()
+    looked, real = [], AveragedParameters.refresh
+    monkeypatch.setattr(AveragedParameters, "refresh", lambda self: looked.append(1) or real(self))
+
+    with run.router:
+        before = len(looked)
+        for _ in range(backward_calls):
+            run.backward()
+        assert len(looked) - before <= 2 * backward_calls
+
+
 def test_a_training_that_has_ended_leaves_no_threads_of_its_buckets(averaged):
     def threads() -> int:
         with open("/proc/self/status") as status:
@@ -424,6 +509,31 @@ def test_a_trainer_with_nothing_to_average_warns_once(averaged, caplog):
 
     (message,) = (record.message for record in caplog.records)
     assert "Unless it averages by torch.distributed itself" in message
+
+
+def test_an_optimizer_whose_first_update_comes_later_does_not_warn(averaged, caplog):
+    run = Run()
+    with run.router:
+        pass
+
+    assert not caplog.records
+
+
+@pytest.mark.promise(name="speed")
+def test_each_tensor_is_weighed_once():
+    weighed = []
+
+    class Weighed:
+        device, dtype = CPU, torch.float32
+
+        @property
+        def nbytes(self):
+            weighed.append(self)
+            return 8
+
+    tensors = [Weighed() for _ in range(50)]
+    assert [len(group) for group in group_tensors(tensors, full_bytes=160, first_bytes=80)] == [10, 20, 20]
+    assert weighed == tensors
 
 
 def test_buckets_equal_the_buckets_of_ddp():

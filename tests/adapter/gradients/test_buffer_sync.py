@@ -16,8 +16,9 @@ pytestmark = pytest.mark.promise(name="ranks")
 
 
 @pytest.fixture
-def sent(group_of_one, monkeypatch):
-    """The broadcasts and the waits for them."""
+def sent(tmp_path, monkeypatch):
+    """Record broadcasts and the waits for them, in a process group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     happened, real = [], dist.broadcast
 
     class Work:
@@ -33,7 +34,8 @@ def sent(group_of_one, monkeypatch):
         return Work(real(tensor, **settings), tensor.nbytes)
 
     monkeypatch.setattr(dist, "broadcast", broadcast)
-    return happened
+    yield happened
+    dist.destroy_process_group()
 
 
 def sync_of(model):

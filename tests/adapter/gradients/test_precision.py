@@ -28,8 +28,8 @@ def fp16(**scaler_args: Any) -> MixedPrecision:
 
 @pytest.fixture(autouse=True)
 def _with_classes_of_this_file(monkeypatch):
-    for cls in (Recording, ClippingByValue, CallingParts, MultipliesItself):
-        monkeypatch.setitem(zoo.ZOO, cls.__name__, cls)
+    monkeypatch.setitem(zoo.ZOO, "Recording", Recording)
+    monkeypatch.setitem(zoo.ZOO, "ClippingByValue", ClippingByValue)
 
 
 class Recording(zoo.Accumulating):
@@ -234,6 +234,42 @@ def test_an_overflow_in_the_gradients_of_an_update_skips_it_whatever_the_last_ba
     torch.testing.assert_close(weight.detach(), torch.full((2,), 0.9))
 
 
+def test_an_overflow_in_the_imaginary_part_of_a_weight_skips_its_update():
+    weight = torch.ones(2, dtype=torch.cfloat, requires_grad=True)
+    state = {"weight": weight, "opt": torch.optim.SGD([weight], lr=0.1)}
+    discovered = discover(state)
+    router = StepRouter(discovered, torch.device("cpu"), precision=step_precision(fp16(init_scale=8.0), discovered))
+
+    with router:
+        (weight.imag.sum() * float("inf")).backward()
+        state["opt"].step()
+
+    assert torch.equal(weight.detach(), torch.ones(2, dtype=torch.cfloat))
+    assert router.overflow_steps == 1
+
+
+class LossInSinglePrecision(zoo.Base):
+    """The loss is written so because `mse_loss` and `huber_loss` of torch 2.11 have no gradients for two types."""
+
+    def train_step(self, batch, state, ctx):
+        state["optimizer"].zero_grad()
+        mse_loss(state["model"](batch["x"]).float(), batch["y"]).backward()
+        state["optimizer"].step()
+        return StepResult({})
+
+
+def test_true_half_precision_takes_inputs_of_any_precision():
+    zoo.ZOO["LossInSinglePrecision"] = LossInSinglePrecision
+    actual, module, _ = run("LossInSinglePrecision", HalfPrecision("bf16-true"))
+    del zoo.ZOO["LossInSinglePrecision"]
+
+    assert all(t.dtype is torch.bfloat16 for t in actual.values())
+    expected = runs.plain_run("Base")
+    for key, tensor in expected.items():
+        torch.testing.assert_close(actual[key].float(), tensor, rtol=0.05, atol=0.02)
+    assert module.ctx.dtype == "bf16"
+
+
 class CallingParts(zoo.Base):
     def train_step(self, batch, state, ctx):
         first, act, last = state["model"]
@@ -245,12 +281,13 @@ class CallingParts(zoo.Base):
 
 
 def test_true_half_precision_takes_inputs_of_any_precision_where_parts_of_a_module_are_called():
-    actual, module, _ = run("CallingParts", HalfPrecision("bf16-true"))
+    zoo.ZOO["CallingParts"] = CallingParts
+    actual, _, _ = run("CallingParts", HalfPrecision("bf16-true"))
+    del zoo.ZOO["CallingParts"]
 
     assert all(t.dtype is torch.bfloat16 for t in actual.values())
     for key, tensor in runs.plain_run("Base").items():
         torch.testing.assert_close(actual[key].float(), tensor, rtol=0.05, atol=0.02)
-    assert module.ctx.dtype == "bf16"
 
 
 class MultipliesItself(zoo.Base):
@@ -259,8 +296,10 @@ class MultipliesItself(zoo.Base):
 
 
 def test_mixed_types_in_true_half_precision_are_an_error_with_the_way_out():
+    zoo.ZOO["MultipliesItself"] = MultipliesItself
     with refusal(ContractError):
         run("MultipliesItself", HalfPrecision("bf16-true"))
+    del zoo.ZOO["MultipliesItself"]
 
 
 @pytest.mark.parametrize(

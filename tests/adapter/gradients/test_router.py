@@ -80,6 +80,24 @@ def test_every_way_to_call_backward_is_routed_inside_a_step_and_none_outside(bac
     assert run.events == ["before_backward 0", "after_backward"]
 
 
+def test_a_closure_runs_before_the_optimizer_hook_and_its_loss_is_returned():
+    run = Run()
+
+    def closure() -> torch.Tensor:
+        run.events.append("closure")
+        run.optimizer.zero_grad()
+        loss = run.loss()
+        loss.backward()
+        return loss
+
+    with run.router:
+        loss = run.optimizer.step(closure)
+
+    assert loss is not None
+    assert run.events[0] == "closure"
+    assert run.events[-1] == "before_optimizer_step"
+
+
 class WithArguments(torch.optim.SGD):
     """Records the arguments of `step`; calls an argument that it takes for a closure."""
 
@@ -149,6 +167,17 @@ def test_torch_is_untouched_before_between_and_after_steps():
         assert torch_now() == before
 
 
+def test_torch_is_untouched_after_a_step_that_failed():
+    run = Run(MixedPrecision("bf16-mixed", "cpu"))
+    before = torch_now()
+
+    with refusal(RuntimeError), run.router:
+        raise RuntimeError("mine")
+
+    assert torch_now() == before
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def replace_the_entry() -> None:
     real = torch.autograd._engine_run_backward
     torch.autograd._engine_run_backward = lambda *args, **kwargs: real(*args, **kwargs)
@@ -205,6 +234,20 @@ def test_the_error_of_the_class_is_kept_if_the_entry_was_replaced_too():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_all_parts_are_closed_even_if_one_raises():
+    run = Run()
+    closed = []
+    last = StepPart()
+    last.close = lambda: closed.append(True)
+    run.router.parts += [Failing("close"), last]
+    run.router.open()
+
+    with refusal(RuntimeError):
+        run.router.close()
+
+    assert closed == [True]
+
+
 def test_a_backward_in_another_thread_is_left_alone_while_a_step_runs():
     run = Run()
     other = nn.Linear(1, 1)
@@ -219,6 +262,27 @@ def test_a_backward_in_another_thread_is_left_alone_while_a_step_runs():
 
     assert other.weight.grad is not None
     assert run.events == []
+
+
+def test_two_trainings_in_two_threads_do_not_see_each_other():
+    runs = [Run(), Run()]
+    meet = threading.Barrier(2, timeout=60)
+    before = torch_now()
+
+    def train(run: Run) -> None:
+        with run.router:
+            meet.wait()
+            run.loss().backward()
+            meet.wait()
+
+    threads = [threading.Thread(target=train, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [run.events for run in runs] == [["before_backward 0", "after_backward"]] * 2
+    assert torch_now() == before
 
 
 def test_an_optimizer_that_appears_inside_a_step_and_trains_a_known_module_is_refused():
@@ -256,6 +320,57 @@ def test_a_step_kept_before_routing_calls_the_hook_and_is_refused_if_it_cannot_b
     assert run.events[-1] == "before_optimizer_step"
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of code that it does not compile
+def test_a_compiled_step_trains_like_a_plain_one():
+    run, plain = Run(), Run()
+    plain.model.load_state_dict(run.model.state_dict())
+    compiled = torch.compile(run.optimizer.step, backend="eager")
+
+    for _ in range(3):
+        for each, step in ((run, compiled), (plain, plain.optimizer.step)):
+            with each.router:
+                each.optimizer.zero_grad()
+                each.loss().backward()
+                step()
+
+    assert torch.equal(run.model.weight, plain.model.weight)
+    assert run.events == plain.events
+
+
+def test_schedulers_made_before_and_after_the_router_count_optimizer_steps():
+    run = Run()
+    torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
+    run = Run()
+    late = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
+
+    with run.router:
+        run.loss().backward()
+        run.optimizer.step()
+        late.step()  # warns, and fails here, if the scheduler missed the optimizer's step
+
+    assert run.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_bf16_mixed_autocasts_the_forward_and_neither_backward_nor_update():
+    run = Run(MixedPrecision("bf16-mixed", "cpu"))
+    seen = {}
+    run.model.weight.register_hook(lambda _: seen.update(backward=torch.is_autocast_enabled("cpu")))
+    run.optimizer.register_step_pre_hook(lambda *_: seen.update(step=torch.is_autocast_enabled("cpu")))
+
+    def closure() -> torch.Tensor:
+        seen["closure"] = torch.is_autocast_enabled("cpu")
+        loss = run.loss()
+        assert loss.dtype is torch.bfloat16 or seen["closure"]
+        loss.backward()
+        return loss
+
+    with run.router:
+        seen["forward"] = torch.is_autocast_enabled("cpu")
+        run.optimizer.step(closure)
+
+    assert seen == {"forward": True, "closure": True, "backward": False, "step": False}
+
+
 def entries() -> list[object]:
     """Return the names that a training replaces until it ends."""
     return [torch.autograd._engine_run_backward]
@@ -285,17 +400,3 @@ def test_a_training_replaces_torchs_entries_once_and_puts_them_back_however_it_e
     assert all(found == seen[0] for found in seen)
     assert all(led is not own for led, own in zip(seen[0], before, strict=True))
     assert entries() == before
-
-
-def test_all_parts_are_closed_even_if_one_raises():
-    run = Run()
-    closed = []
-    last = StepPart()
-    last.close = lambda: closed.append(True)
-    run.router.parts += [Failing("close"), last]
-    run.router.open()
-
-    with refusal(RuntimeError):
-        run.router.close()
-
-    assert closed == [True]

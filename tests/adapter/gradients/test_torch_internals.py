@@ -75,3 +75,15 @@ def test_an_entry_restored_between_steps_is_replaced_again_and_one_within_a_step
     finally:
         held.close()
     assert torch.autograd._engine_run_backward is engine_run_backward
+
+
+def test_a_temporary_patch_of_torch_restores_our_entry():
+    patch = getattr(torch.compiler, "_patch_engine_backward", None)
+    if patch is None:
+        pytest.skip("this torch has nothing that replaces the entry")
+    held = router()
+    with held:
+        before = torch.autograd._engine_run_backward
+        with patch():
+            pass
+        assert torch.autograd._engine_run_backward is before

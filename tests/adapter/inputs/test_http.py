@@ -44,6 +44,12 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
+def test_a_file_arrives_whole_under_its_name_with_nothing_left_beside_it(server, fetch):
+    path = fetch(server.put("/a", CONTENT))
+    assert path.read_bytes() == CONTENT
+    assert names(path.parent) == ["file"]
+
+
 def test_without_a_digest_the_server_confirms_the_cached_copy(server, fetch):
     url = server.put("/a", CONTENT)
     fetch(url)

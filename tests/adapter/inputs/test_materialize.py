@@ -107,7 +107,9 @@ def test_refused_credentials_end_the_other_transfers(config_of, materialize, ser
 def test_the_token_goes_to_configured_origins_alone(config_of, materialize, server, other_server):
     config = config_of(
         environ={"TENSORHUB_URL": server.url, "TRAINER_CAPABILITY_TOKEN": "canary"},
-        inputs={"dataset_parquet_urls": [server.put("/a.parquet", token="canary"), other_server.put("/b.parquet")]},
+        inputs={
+            "dataset_parquet_urls": [server.put("/a.parquet", token="canary"), other_server.put("/b.parquet")],
+        },
     )
     assert len(materialize(config).parquet_paths) == 2
     assert "authorization" not in other_server.requests[0].headers
@@ -280,6 +282,14 @@ def test_a_disk_that_takes_no_more_is_an_input_error_with_the_way_out(config_of,
         materialize(config)
 
 
+def test_a_cache_that_cannot_be_made_is_an_input_error(config_of, server, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    (tmp_path / "artifacts").touch()
+    config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
+    with refusal(InputError):
+        materialize_inputs(config)
+
+
 def test_one_file_at_two_addresses_never_makes_a_folder_of_both(config_of, materialize, server, sha256):
     urls = [server.put(f"/{name}.safetensors", b"w") + f"#sha256={sha256(b'w')}" for name in "ab"]
     folders = [materialize(config_of(inputs={"base_model_url": url})).model_dir for url in urls]
@@ -296,7 +306,3 @@ def test_where_the_users_cache_cannot_be_written_the_artifacts_directory_takes_i
     config = config_of(inputs={"dataset_parquet_urls": [server.put("/a.parquet", b"x")]})
     (path,) = materialize_inputs(config).parquet_paths
     assert path.is_relative_to(tmp_path / "artifacts")
-    (tmp_path / "artifacts").rename(tmp_path / "moved")
-    (tmp_path / "artifacts").touch()
-    with refusal(InputError):
-        materialize_inputs(config)

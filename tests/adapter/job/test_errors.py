@@ -2,8 +2,14 @@
 
 import pytest
 
-from genlight.adapter.job.sources import ConfigErrors
+from genlight.adapter.job.sources import CODES, ConfigErrors
 from genlight.adapter.plumbing.settings import Rule, refusal, render_value
+
+
+def test_without_a_fault_there_is_no_error():
+    errors = ConfigErrors()
+    errors.warn("odd")
+    assert errors.exception() is None
 
 
 def test_the_error_has_the_code_that_is_documented_first_and_names_the_others_by_line():
@@ -20,6 +26,12 @@ def test_the_error_has_the_code_that_is_documented_first_and_names_the_others_by
     )
 
 
+def test_a_single_fault_is_the_message():
+    errors = ConfigErrors()
+    errors.add("no trainer", code="startup.missing_trainer_import")
+    assert str(errors.exception()) == "startup.missing_trainer_import: no trainer"
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -33,6 +45,16 @@ def test_the_error_has_the_code_that_is_documented_first_and_names_the_others_by
 )
 def test_a_value_is_shown_short_on_one_line_and_without_credentials(value, shown):
     assert render_value(value) == shown
-    within_itself: list[object] = []
-    within_itself.append(within_itself)
-    assert render_value(within_itself) == "list"
+
+
+def test_a_value_that_contains_itself_is_still_shown():
+    loop: list[object] = []
+    loop.append(loop)
+    assert render_value(loop) == "list"
+
+
+def test_every_settings_code_of_the_contract_is_known():
+    assert set(CODES) == {
+        *("startup.missing_job_spec_path", "startup.missing_trainer_import", "startup.invalid_artifact_paths"),
+        *("startup.invalid_timeout", "startup.missing_capability_token", "startup.invalid_job_spec"),
+    }

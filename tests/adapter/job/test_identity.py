@@ -75,6 +75,10 @@ def test_limits_cadences_devices_credentials_and_uploads_leave_the_digest(config
     assert config_of(override).spec_digest == config_of().spec_digest
 
 
+def test_the_environments_trainer_counts_as_the_trainer(config_of):
+    assert differing_fields(config_of().spec_fields, config_of(TRAINER_PLUGIN="x:Y").spec_fields) == ["trainer"]
+
+
 def test_a_job_whose_folder_was_moved_is_the_same_job(config_of):
     assert config_of(folder="here").spec_digest == config_of(folder="there").spec_digest
 

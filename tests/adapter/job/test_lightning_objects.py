@@ -28,6 +28,12 @@ def test_a_sharded_model_takes_16_mixed_by_its_name(config, precision):
     assert trainer.precision == "16-mixed"
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_other_precisions_stay_as_they_are(config, precision):
+    trainer, _ = instantiate(config({**SHARDED, "precision": precision}))
+    assert trainer.precision == precision
+
+
 WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
 CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}
 STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
@@ -37,7 +43,9 @@ SHARDED_BY = "lightning.pytorch.strategies.ModelParallelStrategy"
 @pytest.mark.parametrize(
     ("lightning", "said"),
     [
+        ({"logger": [WANDB]}, r"WandbLogger': Requirement 'wandb.*' not met\. HINT"),
         ({"logger": [CSV, WANDB]}, r"WandbLogger': Requirement 'wandb.*' not met\. HINT"),
+        ({"logger": WANDB}, r"Requirement 'wandb.*' not met\. HINT"),
         (
             {"strategy": {"class_path": SHARDED_BY, "init_args": {"data_parallel_size": "many"}}},
             r"`lightning.strategy`: .*`data_parallel_size`: Expected 'auto' or int, but received many$",

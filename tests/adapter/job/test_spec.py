@@ -42,14 +42,23 @@ WRONG = [
     ("trainer", ["m:C"], 'a string without control characters, but received ["m:C"]'),
     ("trainer_api_version", "v2", 'Expected "v1", but received "v2"'),
     ("max_steps", 0, "an integer >= 1, but received 0"),
+    ("max_steps", -1, "an integer >= 1, but received -1"),
     ("max_steps", 1.5, "an integer >= 1, but received 1.5"),
     ("max_steps", True, "an integer >= 1, but received true"),
     ("max_steps", 10**30, "an integer >= 1 and below 2**63, but received 1000000000000000000000000000000"),
+    ("metric_every", -3, "an integer >= 0, but received -3"),
     ("checkpoint_every", "10", 'an integer >= 0, but received "10"'),
+    ("sample_every", {}, "an integer >= 0, but received {}"),
     ("hyperparams", [], "an object, but received []"),
+    ("dataset", "x.parquet", 'an object, but received "x.parquet"'),
     ("mock_batches", {"a": 1}, 'a list, but received {"a": 1}'),
     ("resume_from_latest", "yes", 'true or false, but received "yes"'),
+    ("sample_seed", -1, "an integer >= 0"),
+    ("orchestrated", 1, "true or false, but received 1"),
     ("max_runtime_seconds", -0.5, "a number of seconds >= 0, but received -0.5. 0 means no limit."),
+    ("max_runtime_seconds", "60", 'a number of seconds >= 0, but received "60"'),
+    ("lightning", "gpu", 'an object, but received "gpu"'),
+    ("validate", True, "an object, but received true"),
 ]
 
 
@@ -65,11 +74,17 @@ def test_a_field_of_the_wrong_type_or_out_of_range_is_named_with_its_value(name,
     ("block", "name", "value"),
     [
         ("dataset", "batch_size", 0),
+        ("dataset", "readahead", -1),
         ("dataset", "parquet_paths", "x.parquet"),
+        ("dataset", "shuffle", 1),
+        ("dataset", "seed", -2),
+        ("dataset", "epochs", 0),
         ("dataset", "shard", "files"),
         ("dataset", "columns", []),
+        ("inputs", "base_model_ref", 3),
         ("inputs", "dataset_parquet_refs", "hf:a/b"),
         ("uploads", "metrics_url", "ftp://host/x"),
+        ("uploads", "terminal_url", "https://"),
         ("uploads", "sample_url", "http://host:port/"),
     ],
 )
@@ -88,6 +103,16 @@ def test_entries_of_lists_are_named_by_their_place(parse):
         "sample_prompts[2].prompt",
         "sample_prompts[2].seed",
     ]
+
+
+def test_a_column_that_is_asked_for_twice_is_a_fault_beside_the_others(parse):
+    _, errors, _ = parse(dataset={"columns": ["a", "b", "a"], "batch_size": 0})
+    size, columns = sorted(errors)
+    assert size == "Invalid `dataset.batch_size`. Expected an integer >= 1, but received 0."
+    assert columns == (
+        'Invalid `dataset.columns`. Expected a list of different column names, but received ["a", "b", "a"]. '
+        "Omit it to read all columns."
+    )
 
 
 def test_all_faults_of_a_spec_are_found_in_one_go(parse):
@@ -157,15 +182,31 @@ def test_an_object_of_the_command_line_is_spelled_as_one_of_the_file(tmp_path):
     assert config.source_of("inputs.resume_checkpoint_ref") == "default"
 
 
+def test_neither_repr_nor_fault_shows_a_token_or_a_url_query(parse):
+    spec, _, _ = parse(capability_token="canary-1")
+    assert "canary" not in repr(spec)
+    _, errors, _ = parse(
+        capability_token=["canary-2"],
+        uploads={"metrics_url": "ftp://user:canary-3@host/x?sig=canary-4", "sample_url": 5},
+        max_steps="http://canary-5:x@h/p?canary-6",
+    )
+    assert len(errors) == 4
+    assert "canary" not in "".join(errors)
+    assert "ftp://host/x" in "".join(errors)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "is empty. Expected a JSON object, {...}."),
+        (b" \n", "is empty. Expected a JSON object, {...}."),
+        (b"# a job\n{}", "is not JSON: Expecting value: line 1 column 1 (char 0)."),
         (b'{"a" 1}', "is not JSON: Expecting ':' delimiter: line 1 column 6 (char 5)."),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "the key 'a' appears twice"),
         (b"[" * 5000, "is nested too deeply."),
         (b"[1]", "holds no JSON object, {...}."),
+        (b"null", "holds no JSON object, {...}."),
         (b'{"a": "\xff"}', "is not utf-8"),
         (b'{"a": ' + b"9" * 5000 + b"}", "value has 5000 digits"),
     ],
@@ -195,10 +236,16 @@ def test_a_byte_order_mark_is_no_fault(tmp_path):
 
 
 def test_a_validate_block_names_its_cadence(parse):
+    assert parse(validate={"every_n_step": 10})[1] == [
+        "Unknown key `validate.every_n_step`. Did you mean `every_n_steps`?"
+    ]
     missing = '`validate.every_n_steps` is missing. Add "every_n_steps": 100, or remove `validate`.'
     assert parse(validate={"critical": True})[1] == parse(validate={})[1] == [missing]
     spec, errors, _ = parse(validate={"every_n_steps": 10, "critical": True})
     assert (spec.validate, errors) == (ValidateSpec(every_n_steps=10, critical=True), [])
+    assert parse(validate={"every_n_steps": "x"})[1] == [
+        'Invalid `validate.every_n_steps`. Expected an integer >= 0, but received "x".'
+    ]
 
 
 def test_checkpoints_are_one_block_whose_cadence_has_its_old_name_too(parse):

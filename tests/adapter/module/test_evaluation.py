@@ -5,7 +5,7 @@ import csv
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from genlight.adapter import ContractModule
@@ -60,6 +60,14 @@ def test_scores_are_those_of_the_checkpoint_that_is_named(quiet, evaluated, chec
     assert evaluated.calls == ["setup", "configure", "load_state_dict", "evaluate"]
 
 
+def test_without_a_checkpoint_the_trainer_is_evaluated_as_it_is(fit, evaluated):
+    trainer, module = fit(evaluated, steps=3)
+
+    assert trainer.validate(module) == [{"steps": 3.0, "half": 0.5}]
+    assert trainer.test(module) == [{"steps": 3.0, "half": 0.5}]
+    assert evaluated.calls.count("configure") == 1
+
+
 def test_an_evaluation_runs_under_the_conditions_of_training(quiet, evaluated):
     before = torch.get_rng_state()
     pl.Trainer(**quiet, precision="bf16-mixed").validate(ContractModule(evaluated))
@@ -69,14 +77,36 @@ def test_an_evaluation_runs_under_the_conditions_of_training(quiet, evaluated):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("critical", [True, False])
-def test_a_trainer_without_evaluate_is_refused_by_an_evaluation_and_at_the_start_of_a_training_with_one(
-    fit, quiet, counting_trainer, critical
-):
-    with refusal(ContractError):
-        fit(counting_trainer(), [Evaluate(2, critical=critical)])
+def test_a_training_after_an_evaluation_has_no_validation_in_it(fit, quiet, evaluated):
+    module = ContractModule(evaluated)
+    pl.Trainer(**quiet).validate(module)
+    fit(None, module=module, steps=3)
+
+    assert evaluated.calls.count("evaluate") == 1
+    assert evaluated.calls.count("train_step") == 3
+
+
+def test_a_data_module_passed_to_the_call_is_not_used(quiet, evaluated):
+    class NoValidationData(pl.LightningDataModule):
+        def train_dataloader(self):
+            raise AssertionError("no training data is needed")
+
+    (scores,) = pl.Trainer(**quiet).validate(ContractModule(evaluated), datamodule=NoValidationData())
+    assert scores["half"] == 0.5
+
+
+def test_a_trainer_without_evaluate_is_refused_in_one_line(quiet, counting_trainer):
     with refusal(StartupContractError):
         pl.Trainer(**quiet).validate(ContractModule(counting_trainer()))
+
+
+@pytest.mark.parametrize("critical", [True, False])
+def test_a_trainer_without_evaluate_is_refused_at_the_start_of_a_training_that_evaluates(
+    fit, counting_trainer, critical
+):
+    """Also if a failed evaluation would not end the run."""
+    with refusal(ContractError):
+        fit(counting_trainer(), [Evaluate(2, critical=critical)])
 
 
 @pytest.mark.parametrize(
@@ -169,6 +199,40 @@ def test_an_evaluation_due_at_a_checkpoint_runs_once_in_the_resumed_run(fit, qui
     assert scores == [2, 4, 6], "the checkpoint of step 2 was written before its validation"
 
 
+@pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`:UserWarning")
+def test_callbacks_can_measure_the_batch_of_a_validation(fit, quiet, evaluated, tmp_path):
+    monitor = ThroughputMonitor(batch_size_fn=len, window_size=2)
+    logger = CSVLogger(tmp_path)
+    fit(
+        evaluated,
+        [monitor],
+        steps=4,
+        batches=[[0], [1], [2], [3]],
+        logger=logger,
+        val_check_interval=2,
+        log_every_n_steps=1,
+    )
+    pl.Trainer(**{**quiet, "logger": logger}, log_every_n_steps=1, callbacks=[monitor]).validate(
+        ContractModule(evaluated)
+    )
+
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        assert any(row.get("validate/samples") for row in csv.DictReader(file))
+
+
+def test_averaged_weights_are_the_ones_that_a_validation_evaluates(fit, evaluated):
+    class Swaps(pl.Callback):
+        def on_validation_epoch_start(self, trainer, pl_module):
+            pl_module.contract_state["steps"] *= 100
+
+        def on_validation_epoch_end(self, trainer, pl_module):
+            pl_module.contract_state["steps"] //= 100
+
+    trainer, module = fit(evaluated, [Swaps()], steps=2, val_check_interval=2)
+    assert trainer.callback_metrics["steps"] == 200.0
+    assert module.contract_state["steps"] == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -195,3 +259,10 @@ def test_a_trainer_without_evaluate_is_silently_not_validated(quiet, counting_tr
     trainer.fit(ContractModule(counting_trainer()), torch.utils.data.DataLoader([0, 1]))
     assert "validat" not in caplog.text
     assert trainer.global_step == 4
+
+
+def test_early_stopping_uses_the_scores_of_the_default_validation(quiet, evaluated):
+    stops = EarlyStopping("steps", mode="min", patience=1)
+    trainer = pl.Trainer(**quiet, max_epochs=9, callbacks=[stops])
+    trainer.fit(ContractModule(evaluated), torch.utils.data.DataLoader([0, 1]))
+    assert trainer.global_step == 4, "the score of the second epoch is no better"

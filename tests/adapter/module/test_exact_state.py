@@ -211,6 +211,10 @@ class InBfloat16(Plain):
         return raw.to(torch.bfloat16)
 
 
+class Averaged(InBfloat16):
+    kind = staticmethod(torch.optim.ASGD)
+
+
 class MastersInFp32(InBfloat16):
     kind = staticmethod(lambda parameters, lr: Momentum(parameters, torch.float32))
 
@@ -313,6 +317,33 @@ class AveragesInALibrary(Plain):
 
     def loss(self, batch: Any, state: Any) -> torch.Tensor:
         state["optimizer"].param_groups[0]["lr"] = 0.01 * (1 + abs(self.averages.update()))
+        return super().loss(batch, state)
+
+
+class Rate:
+    """A schedule like timm's; torch does not know its class."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.calls = optimizer, 0
+
+    def step(self) -> None:
+        self.calls += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 / self.calls
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "optimizer"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class RateOfALibrary(Plain):
+    def configure(self, ctx: Any) -> Any:
+        state = super().configure(ctx)
+        return {**state, "rate": Rate(state["optimizer"])}
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        state["rate"].step()
         return super().loss(batch, state)
 
 
@@ -422,10 +453,20 @@ def assert_equal_weights(whole: Any, resumed: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-OPTIMIZERS = [Wrapped, WrapsAll, WrapsGroups, WrapsOther, Scheduled, InBfloat16, MastersInFp32, MomentsInBfloat16]
+OPTIMIZERS = [
+    Wrapped,
+    WrapsAll,
+    WrapsGroups,
+    WrapsOther,
+    Scheduled,
+    InBfloat16,
+    Averaged,
+    MastersInFp32,
+    MomentsInBfloat16,
+]
 
 
-FOUND = [AveragesInALibrary, QueueInAModule, CountsInAnOptimizer, FreezesAtTheSecondStep]
+FOUND = [AveragesInALibrary, RateOfALibrary, QueueInAModule, CountsInAnOptimizer, FreezesAtTheSecondStep]
 
 
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, *FOUND, Draws, RestoresOneItself, PutsAnotherInItsPlace])
@@ -503,6 +544,18 @@ def test_a_lightning_module_gets_the_state_of_its_optimizer_back_as_it_was_store
     assert {entry["mu_product"].dtype for entry in resumed.optimizers().state.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("kind", [Wrapped, WrapsAll, WrapsGroups])
+def test_a_wrapper_and_the_optimizer_in_it_share_their_groups_after_a_resume(tmp_path: Path, kind: type[Plain]) -> None:
+    """Otherwise a schedule of the wrapper would no longer reach the steps."""
+    whole = fit(tmp_path, kind())["optimizer"]
+
+    optimizer = fit(tmp_path, kind(), tmp_path / "step-00000003.json")["optimizer"]
+
+    assert optimizer.base.param_groups[0] is optimizer.param_groups[0]
+    assert (optimizer.base.param_groups is optimizer.param_groups) == (whole.base.param_groups is whole.param_groups)
+    assert (optimizer.base.state is optimizer.state) == (whole.base.state is whole.state)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")  # torch 2.15
 def test_a_resume_of_a_scripted_module_warns_of_different_rounding(tmp_path: Path, caplog: Any) -> None:
@@ -535,11 +588,24 @@ class ScheduledWithin(Plain):
         raise AssertionError("this run was to end before its first step")
 
 
-def test_state_that_no_checkpoint_can_hold_fails_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(UnstorableStateError) as refused:
-        fit(tmp_path, ScheduledWithin())
+class KeepsAnIterator(ScheduledWithin):
+    def configure(self, ctx: Any) -> Any:
+        state = super(ScheduledWithin, self).configure(ctx)
+        state["optimizer"].param_groups[0]["rows"] = iter([1])
+        return state
 
-    assert refused.value.path.endswith('state["schedule"]["after"]')
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [(ScheduledWithin, 'state["schedule"]["after"]'), (KeepsAnIterator, '["param_groups"][0]["rows"]')],
+)
+def test_state_that_no_checkpoint_can_hold_fails_before_the_first_step(
+    tmp_path: Path, kind: type[Plain], path: str
+) -> None:
+    with pytest.raises(UnstorableStateError) as refused:
+        fit(tmp_path, kind())
+
+    assert refused.value.path.endswith(path)
 
 
 class CompiledPart(Plain):

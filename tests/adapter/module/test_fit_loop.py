@@ -94,6 +94,13 @@ def test_no_batch_is_fetched_after_the_last_step(tmp_path: Path) -> None:
     assert source.taken == 4
 
 
+def test_a_source_that_ends_early_completes_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = ContractModule(Counting(), TrainingJobSpec("early", 10))
+    trainer_of(tmp_path, max_steps=10, max_epochs=1).fit(module, Counted(3))
+    assert (module.completed_steps, module.stopped) == (3, "data_exhausted")
+    assert "ended at step 3 of 10" in caplog.text
+
+
 @pytest.mark.parametrize("source", [Counted(0), DataLoader([], batch_size=None)], ids=["unsized", "sized"])
 @pytest.mark.filterwarnings("ignore:Total length of:UserWarning")
 def test_an_empty_source_is_an_input_error(tmp_path: Path, source: Any) -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ThroughputMonitor, Timer
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader
@@ -59,6 +68,16 @@ def fit(
     return trainer, module
 
 
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization:UserWarning")
+def test_model_checkpoint_monitors_the_loss_of_any_step(tmp_path: Path) -> None:
+    """A monitor sees the metrics of the current step, also between metric cadences."""
+    checkpoint = ModelCheckpoint(tmp_path, monitor="train/loss", every_n_train_steps=3, save_top_k=-1)
+    fit(tmp_path, checkpoint)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=3.ckpt", "epoch=0-step=6.ckpt"]
+    assert Path(checkpoint.best_model_path).exists()
+    assert checkpoint.best_model_score is not None
+
+
 @pytest.mark.parametrize(
     ("stopping", "step"),
     [(EarlyStopping("train/loss", patience=1, check_on_train_epoch_end=True), 20), (Timer(timedelta(0)), 0)],
@@ -90,6 +109,15 @@ def test_monitors_and_loggers_get_their_values(tmp_path: Path) -> None:
     assert [event.step for event in accumulator.Scalars("train/loss")] == [2, 4, 6]
 
 
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_show_the_loss(tmp_path: Path, bar: type[pl.Callback], capfd: pytest.CaptureFixture[str]) -> None:
+    """Stock bars draw, and find the metrics of the cadence."""
+    trainer, _ = fit(tmp_path, bar(), enable_progress_bar=True)
+    assert "train/loss" in trainer.progress_bar_metrics
+    out, err = capfd.readouterr()
+    assert "train/loss" in out + err
+
+
 def test_torchs_profiler_traces_steps_and_the_run_ends_well(tmp_path: Path) -> None:
     """It starts at Lightning's name for a training step, and fails at the end if that name never came."""
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace", emit_nvtx=False)
@@ -99,11 +127,37 @@ def test_torchs_profiler_traces_steps_and_the_run_ends_well(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({"fast_dev_run": 2}, [0, 1]),
+        ({"limit_train_batches": 3}, [0, 1, 2, 0, 1, 2, 0]),
+        ({"overfit_batches": 2}, [0, 1, 0, 1, 0, 1, 0]),
+    ],
+    ids=str,
+)
+def test_settings_that_limit_batches_hold(tmp_path: Path, settings: dict[str, Any], seen: list[int]) -> None:
+    _, module = fit(tmp_path, steps=7, **settings)
+    assert module.plugin.seen == seen  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
     ("setting", "word"), [({"accumulate_grad_batches": 4}, "accumulation"), ({"gradient_clip_val": 1.0}, "clipping")]
 )
 def test_what_the_trainer_owns_is_refused(tmp_path: Path, setting: dict[str, Any], word: str) -> None:
     with pytest.raises(StartupContractError, match=f"the trainer class owns .*{word}"):
         fit(tmp_path, **setting)
+
+
+def test_a_module_hook_that_returns_minus_one_ends_the_epoch(tmp_path: Path) -> None:
+    class SkipsAfterTwo(ContractModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
+
+    plugin = Regression()
+    module = SkipsAfterTwo(plugin, TrainingJobSpec("skip", 5))
+    trainer = quiet_trainer(max_steps=5, default_root_dir=tmp_path)
+    trainer.fit(module, batches())
+    assert plugin.seen == [0, 1, 0, 1, 0]
 
 
 def test_hyperparameters_of_a_job_reach_every_logger(tmp_path: Path) -> None:
@@ -124,3 +178,16 @@ def test_hyperparameters_of_a_job_reach_every_logger(tmp_path: Path) -> None:
     for path in (*tmp_path.glob("a/**/hparams.yaml"), *tmp_path.glob("b/**/hparams.yaml")):
         assert "depth: 2" in path.read_text()
     assert dict(module.hparams) == {}
+
+
+def test_hyperparameters_of_a_subclass_are_logged_with_those_of_the_job(tmp_path: Path) -> None:
+    """`save_hyperparameters` of a subclass keeps its meaning."""
+
+    class Saves(ContractModule):
+        def __init__(self, job: TrainingJobSpec, depth: int) -> None:
+            super().__init__(Regression(), job)
+            self.save_hyperparameters("depth")
+
+    module = Saves(TrainingJobSpec("parts", 1, hyperparams={"lr": 0.1}), depth=3)
+    assert dict(module.hparams_initial) == {"lr": 0.1, "depth": 3}
+    assert dict(module.hparams) == {"depth": 3}

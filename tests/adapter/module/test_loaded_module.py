@@ -75,6 +75,24 @@ def test_an_exported_checkpoint_loads_only_weights(trained: ContractModule, tmp_
     assert loaded.contract_state["seen"] == 0
 
 
+def test_a_loaded_module_can_be_trained_from_its_weights(trained: ContractModule, tmp_path: Path) -> None:
+    loaded = ContractModule.load_from_checkpoint(tmp_path, plugin=Remembers(), job=JOB)
+    before = loaded.contract_state["model"].weight.clone()
+
+    fit(loaded, tmp_path / "again", steps=2)
+
+    assert loaded.completed_steps == 2
+    assert loaded.contract_state["seen"] == 6 + 4
+    assert not torch.equal(loaded.contract_state["model"].weight, before)
+
+
+def test_a_trainer_finds_its_files_however_the_checkpoint_was_named(trained: ContractModule, tmp_path: Path) -> None:
+    for named in ("checkpoints/final.json", "checkpoints/final", "checkpoints"):
+        module = ContractModule(Remembers(), JOB)
+        fit(module, tmp_path / "other", steps=4, ckpt_path=str(tmp_path / named))
+        assert module.contract_state["files"] == "of step 3"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -204,6 +204,21 @@ def test_a_resume_from_the_end_of_an_epoch_that_was_cut_leaves_the_rest_of_the_l
     assert rest.events == whole.events[whole.saved_behind :]
 
 
+def test_a_run_may_be_resumed_twice_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """The first resume is at its validation; the second at its end, which the second attempt reached without a step."""
+    whole, first, second = (
+        Story(),
+        Story(("validation", BATCHES), tmp_path / "1.json"),
+        Story(("epoch end", BATCHES), tmp_path / "2.json"),
+    )
+    fit(tmp_path, LazyUnsized(), saving(tmp_path), whole)
+    fit(tmp_path, LazyUnsized(), saving(tmp_path), first)
+    fit(tmp_path, LazyUnsized(), saving(tmp_path), second, ckpt=tmp_path / "1.json")
+    third = Story()
+    fit(tmp_path, LazyUnsized(), saving(tmp_path), third, ckpt=tmp_path / "2.json")
+    assert [*first.events[: first.saved_behind], *second.events[: second.saved_behind], *third.events] == whole.events
+
+
 def test_the_first_validation_after_a_resume_within_an_epoch_sees_the_whole_set(tmp_path: Path) -> None:
     """The counters of the validation before the checkpoint do not affect the next validation."""
     seen: list[int] = []
@@ -219,6 +234,15 @@ def test_the_first_validation_after_a_resume_within_an_epoch_sees_the_whole_set(
     seen.clear()
     fit(tmp_path, numbers(4), saving(tmp_path), module=Counted(Drawing()), ckpt=saved, max_epochs=1, **settings)
     assert seen == [0, 1, 2, 3]
+
+
+class Trainers(pl.Callback):
+    """Keeps the trainer of a fit that fails."""
+
+    trainer: pl.Trainer
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.trainer = trainer
 
 
 def test_a_stop_does_not_wait_for_a_validation_and_the_next_attempt_runs_it(tmp_path: Path) -> None:
@@ -277,6 +301,15 @@ def test_a_second_fit_trains_with_its_own_loader_after_the_first_ones_had_ended(
     assert (trainer.global_step, module.stopped) == (2, "data_exhausted")
     trainer.fit(module, numbers())
     assert (trainer.global_step, module.stopped) == (6, None)
+
+
+def test_a_second_fit_of_a_stopped_trainer_continues_training(tmp_path: Path) -> None:
+    module = Validated(Drawing())
+    stopped = Trainers()
+    with pytest.raises(TrainingCanceled):
+        fit(tmp_path, numbers(), StopsAt(BATCHES), stopped, saving(tmp_path), module=module)
+    stopped.trainer.fit(module, numbers(), val_dataloaders=numbers())
+    assert stopped.trainer.global_step > BATCHES
 
 
 def test_a_module_that_refuses_every_batch_has_no_empty_source(tmp_path: Path) -> None:

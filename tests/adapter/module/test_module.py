@@ -81,6 +81,23 @@ def test_modules_of_state_and_trainer_are_registered_under_their_paths(tmp_path:
     assert {name.split(".")[0] for name in module.state_dict()} == {"net", "teacher", "loose"}
 
 
+def test_a_trainer_may_keep_its_context(fit, counting_trainer):
+    class Keeps(counting_trainer):
+        def setup(self, ctx):
+            self.ctx, self.is_canceled = ctx, ctx.is_canceled
+
+        def configure(self, ctx):
+            return {**super().configure(ctx), "model": torch.nn.Linear(2, 1), "ctx": ctx, "stop": ctx.is_canceled}
+
+        def state_dict(self, state):
+            return {"stopped": self.ctx.is_canceled() or self.is_canceled() or state["stop"]()}
+
+    _, module = fit(Keeps(), steps=2)
+
+    assert [name for name, _ in module.named_children()] == ["model"]
+    assert module.hosted_trainer.state.payload() == {"stopped": False}
+
+
 def test_the_search_for_new_modules_runs_once_in_many_steps_and_not_in_each_epoch(tmp_path: Path, monkeypatch) -> None:
     """A rollout is an epoch of a few steps, and a search takes as long as some of them."""
     from genlight.adapter.module import epoch_loop
@@ -118,3 +135,17 @@ def test_a_move_or_cast_keeps_the_object_and_its_place_in_the_optimizer():
     assert alpha.item() == 0.5
     assert alpha.requires_grad
     assert alpha.is_leaf
+
+
+def test_state_dicts_of_the_module_and_of_its_parent_hold_the_tensors():
+    alpha = torch.full((2,), 3.0, requires_grad=True)
+    parent = torch.nn.Module()
+    parent.loose = BareParameters({"alpha": alpha})
+    saved = {k: v.clone() for k, v in parent.state_dict().items()}
+    with torch.no_grad():
+        alpha.zero_()
+
+    parent.load_state_dict(saved)
+
+    assert list(saved) == ["loose.alpha"]
+    assert alpha.tolist() == [3.0, 3.0]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from genlight.adapter import ContractError, StepResult
 from genlight.adapter.check.plain_loop import plain_steps
@@ -26,11 +27,20 @@ class Loss:
         self.heard.append((event, state.epoch, state.update_epoch, state.mb_idx))
         self.weight *= factor
 
+    def on_rollout_start(self, state: Any) -> None:
+        self._hear("on_rollout_start", state, 1.01)
 
-FACTORS = {"rollout_start": 1.01, "rollout_end": 0.98, "mb_end": 1.05, "train_phase_end": 0.9, "epoch_end": 1.03}
-for _name, _factor in FACTORS.items():
-    _hear = lambda self, state, event=f"on_{_name}", factor=_factor: self._hear(event, state, factor)  # noqa: E731
-    setattr(Loss, f"on_{_name}", _hear)
+    def on_rollout_end(self, state: Any) -> None:
+        self._hear("on_rollout_end", state, 0.98)
+
+    def on_mb_end(self, state: Any) -> None:
+        self._hear("on_mb_end", state, 1.05)
+
+    def on_train_phase_end(self, state: Any) -> None:
+        self._hear("on_train_phase_end", state, 0.9)
+
+    def on_epoch_end(self, state: Any) -> None:
+        self._hear("on_epoch_end", state, 1.03)
 
 
 class WithLoss(Placed):
@@ -147,6 +157,16 @@ def test_their_failures_end_the_run(tmp_path: Path) -> None:
         fit(tmp_path, plugin, steps=2)
 
 
+def test_another_fit_does_not_send_events_twice(tmp_path: Path) -> None:
+    plugin = WithLoss()
+    module = fit(tmp_path, plugin, steps=2)
+    trainer = module.trainer
+    module.contract_state["loss"].heard.clear()
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module)
+    assert len([entry for entry in module.contract_state["loss"].heard if entry[0] == "on_mb_end"]) == 2
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -161,3 +181,20 @@ def test_a_result_other_than_a_list_of_hooks_is_refused(tmp_path: Path, returned
     plugin.trainer_hooks = lambda state, ctx: returned  # type: ignore[method-assign]
     with pytest.raises(ContractError, match=message):
         fit(tmp_path, plugin, steps=2)
+
+
+def test_events_reach_losses_that_contain_modules(tmp_path: Path) -> None:
+    class Learned(Loss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Linear(2, 1)
+
+    class Holds(WithLoss):
+        def configure(self, ctx: Any) -> dict[str, Any]:
+            state = {**super().configure(ctx), "loss": Learned()}
+            state["optimizer"] = torch.optim.SGD(state["loss"].model.parameters(), 0.1)
+            return state
+
+    module = fit(tmp_path, Holds(), steps=2)
+    assert module.discovered is not None
+    assert 'state["loss"].model' in [found.path for found in module.discovered.modules]

@@ -153,6 +153,16 @@ def test_a_trainer_may_count_its_environment_steps_itself(tmp_path: Path) -> Non
     assert actor.update_epochs == 2
 
 
+def test_a_rollout_of_a_second_fit_gets_the_context_of_that_fit(tmp_path: Path) -> None:
+    actor, limits = Actor(), []
+    collect = actor.rollout
+    actor.rollout = lambda state, ctx: limits.append(ctx.job.max_steps) or collect(state, ctx)  # type: ignore[method-assign,func-returns-value]
+    module = ContractModule(actor)
+    for steps in (1, 8):
+        quiet_trainer(max_steps=steps, default_root_dir=tmp_path).fit(module)
+    assert limits == [1, 8, 8]
+
+
 def test_times_and_environment_steps_are_metrics(tmp_path: Path) -> None:
     """The metrics describe the last rollout and the last finished update."""
     metrics = fit(tmp_path, Actor(), steps=7).metrics()
@@ -204,10 +214,21 @@ def test_a_run_resumed_between_any_two_minibatches_is_exact(
 
 
 def test_a_run_resumed_between_phases_does_not_warn_of_rollouts(tmp_path: Path, caplog: Any) -> None:
+    """There is no unfinished phase to lose."""
     fit(tmp_path, Actor(), Checkpoint(tmp_path, every_n_epochs=1, save_final=False), steps=7)
     caplog.clear()
     fit(tmp_path, Actor(), Checkpoint(tmp_path), steps=8, ckpt_path=tmp_path / "step-00000006.json")
     assert "training phase of a rollout" not in caplog.text
+
+
+def test_a_rollout_may_return_two_batches_without_statistics(tmp_path: Path) -> None:
+    """They are not mistaken for a batch and its statistics, although both are pairs."""
+    actor = Actor()
+    batch = {"x": torch.ones(1, 2), "noise": torch.zeros(1, 1)}
+    actor.rollout = lambda state, ctx: (batch, batch)  # type: ignore[method-assign]
+    module = fit(tmp_path, actor, steps=2)
+    assert len(module.contract_state["losses"]) == 2
+    assert run_state_of(module.trainer).rollout_stats is None
 
 
 def test_a_trainer_ends_an_update_early_and_it_stays_ended_over_a_resume(tmp_path: Path) -> None:

@@ -7,7 +7,12 @@ import pytest
 
 from genlight.adapter.contract.exceptions import ContractError
 from genlight.adapter.contract.types import REQUIRED_HOOKS
-from genlight.adapter.module.plugin_loading import check_instance, load_trainer_plugin, on_sys_path
+from genlight.adapter.module.plugin_loading import (
+    check_instance,
+    load_trainer_plugin,
+    missing_hooks,
+    on_sys_path,
+)
 from support.messages import refusal
 
 HOOKS = "\n".join(f"    def {name}(self, *args): return '{name}'" for name in REQUIRED_HOOKS)
@@ -76,7 +81,11 @@ FOUND = {
         "user_trainer",
         "Mine",
     ),
-    "one beside the protocol": ("from gen_worker.trainer import TrainerPlugin\n" + cls("Mine"), "user_trainer", "Mine"),
+    "one beside the protocol": (
+        "from gen_worker.trainer import TrainerPlugin\n" + cls("Mine"),
+        "user_trainer",
+        "Mine",
+    ),
     "arguments with defaults": (
         "class Mine:\n    def __init__(self, lr=3, *rest, **options): ...\n{hooks}",
         "user_trainer:Mine",
@@ -134,6 +143,11 @@ def test_all_missing_hooks_are_named_in_one_error(module, made):
     assert str(caught.value).endswith(
         "Mine lacks the hooks configure, prepare_batch, train_step, state_dict, load_state_dict"
     )
+
+
+def test_a_hook_counts_only_if_it_can_be_called(counting_trainer):
+    assert missing_hooks(counting_trainer) == []
+    assert missing_hooks(type("Broken", (counting_trainer,), {"configure": 3, "setup": None})) == ["setup", "configure"]
 
 
 def test_the_folders_of_the_search_are_named_once_each(tmp_path, monkeypatch):

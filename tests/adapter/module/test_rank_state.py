@@ -15,7 +15,7 @@ from genlight.adapter.contract.exceptions import UnstorableStateError
 from genlight.adapter.contract.types import StepResult, TrainingJobSpec
 from genlight.adapter.discovery.discover import discover
 from genlight.adapter.module.module import ContractModule
-from genlight.adapter.module.state import ConfiguredState
+from genlight.adapter.module.state import ConfiguredState, take_own_part
 from genlight.callbacks.checkpoint import Checkpoint, load, newest_valid
 from genlight.callbacks.checkpoint.capture import CONTRACT_KEY
 from genlight.callbacks.checkpoint.rank_state import apply_differences, differences_of_ranks, digests_of
@@ -213,6 +213,13 @@ def test_numbers_that_training_may_depend_on_are_named_once_with_a_remedy(caplog
     if names:
         assert 'The 2 ranks differ in state["first"]' in caplog.text
         assert "average it over all ranks, broadcast the value of rank 0, or name it in `rank_local`" in caplog.text
+
+
+def test_a_checkpoint_without_parts_of_ranks_stays_unchanged():
+    checkpoint = {"state_dict": {"a": 1}, "genlight": {"state": {"n": 1}}}
+
+    assert take_own_part(checkpoint, rank=1, world_size=2) == {}
+    assert checkpoint == {"state_dict": {"a": 1}, "genlight": {"state": {"n": 1}}}
 
 
 def test_an_unstorable_value_is_refused_with_its_path_also_on_several_ranks():

@@ -154,3 +154,14 @@ def test_buffers_get_the_shapes_that_they_had(tmp_path: Path) -> None:
     assert len(whole["net.history"]) == STEPS
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert all(torch.equal(stopped[name], alone[name]) for name in alone)
+
+
+def test_a_weight_that_did_not_change_while_training_must_fit(tmp_path: Path) -> None:
+    class Wider(Unfreezes):
+        def configure(self, ctx: Any) -> dict[str, Any]:
+            net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
+            return {"net": net, "optimizer": torch.optim.Adam(net[2].parameters(), lr=0.1), "step": 0}
+
+    fit(tmp_path, Unfreezes(), 2)
+    with refusal(RuntimeError):
+        fit(tmp_path, Wider(), STEPS, ckpt_path=str(tmp_path / "final.json"))

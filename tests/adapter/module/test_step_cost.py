@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import tracemalloc
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -186,6 +187,24 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path, metric_every: int) -> N
     finally:
         tracemalloc.stop()
     assert sizes[21_000] - sizes[1_000] < 160_000, "a step keeps 8 bytes or more"  # 256 calls that wait take 110,000
+
+
+@pytest.mark.parametrize("metric_every", [0, 10])
+def test_no_container_grows_with_steps(tmp_path: Path, metric_every: int) -> None:
+    held: dict[int, int] = {}
+
+    def count(step: int) -> None:
+        if step in (2_000, 20_000):
+            gc.collect()
+            held[step] = sum(1 + _length(item) for item in gc.get_objects())
+
+    fit(tmp_path, Idle(count), 20_000, standard_set(tmp_path, metric_every=metric_every), events=True)
+    # No absolute difference: threads of earlier tests may release objects meanwhile.
+    assert held[20_000] - held[2_000] < 180 + 3 * 256, "something is kept in every twentieth step or more often"
+
+
+def _length(item: Any) -> int:
+    return len(item) if type(item) in (list, dict, set, deque, OrderedDict) else 0
 
 
 def test_files_are_checked_at_most_every_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

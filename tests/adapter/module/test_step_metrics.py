@@ -77,6 +77,14 @@ def test_a_result_without_a_mapping_of_metrics_is_refused(result, message):
     assert isinstance(error.value, TypeError)
 
 
+def test_any_object_with_metrics_is_a_result():
+    result = SimpleNamespace(metrics={"loss": 2})
+
+    validate_result(result)
+
+    assert named_scalars(result, None, CTX) == {"train/loss": 2}
+
+
 RATES = [
     {"metrics": {"LR": 1.0}},
     {"debug": {"Learning_Rate": 2.0}},

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -87,6 +88,11 @@ def test_ddp_does_not_wrap_the_module_and_other_strategies_stay_unchanged():
 
     assert strategy.model is model
     assert "configure_ddp" not in vars(other)
+
+
+def test_whole_weights_may_be_saved_to_a_url():
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[ModelCheckpoint("memory://runs/r")])
+    check_trainer_arguments(trainer)
 
 
 @pytest.mark.parametrize(

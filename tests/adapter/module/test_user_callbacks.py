@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule
 from genlight.callbacks import Checkpoint, Evaluate
+from support.trainer_class import Trains
 from support.trainers import quiet_trainer
-
-from .test_loop_hooks import Stock, Updating as Updates
 
 IN_A_STEP = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
@@ -21,11 +20,29 @@ IN_A_STEP = (
 )  # fmt: skip
 
 
-class Updating(Updates):
-    """A trainer that evaluates as well."""
+class Updating(Trains):
+    """A trainer whose step is one update."""
+
+    def loss(self, batch: Any, state: Any) -> torch.Tensor:
+        return state["model"](torch.ones(2)).sum()  # type: ignore[no-any-return]
 
     def evaluate(self, state: Any, ctx: Any) -> dict[str, float]:
         return {"score": 0.5}
+
+
+class Stock(pl.LightningModule):
+    """The same under Lightning's own loop, by automatic optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Lines(Logger):
@@ -98,6 +115,29 @@ def test_scores_that_were_sent_before_the_checkpoint_are_not_sent_again_by_a_res
         max_steps=5, ckpt=str(tmp_path / "step-00000002.json"),
     )  # fmt: skip
     assert resumed.lines == []
+
+
+def test_a_checkpoint_holds_the_changes_of_the_modules_own_hook_of_the_step(tmp_path: Path) -> None:
+    """For example, a moving average; callbacks are called before the module."""
+
+    class Averaging(ContractModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.plugin.updates += 1  # type: ignore[attr-defined]
+
+    class Averaged(Updating):
+        updates = 0
+
+        def state_dict(self, state: Any) -> dict[str, object]:
+            return {"updates": self.updates}
+
+        def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
+            self.updates = payload["updates"]
+
+    first, second = Averaged(), Averaged()
+    fit(tmp_path, Averaging(first), Checkpoint(tmp_path, every_n_steps=2, save_final=False), max_steps=3)
+    saved = str(tmp_path / "step-00000002.json")
+    fit(tmp_path, Averaging(second), Checkpoint(tmp_path, save_final=False), max_steps=5, ckpt=saved)
+    assert (first.updates, second.updates) == (3, 5)
 
 
 @pytest.mark.parametrize("profiler", [None, "simple"])

@@ -50,6 +50,17 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.parametrize("data", [b"", b"x", b"\x00" * 100_000])
+def test_the_file_holds_exactly_the_bytes(tmp_path, data):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old and longer than the new one")
+
+    write_bytes_durably(path, data)
+
+    assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_bytes_are_synced_before_the_rename_and_the_folder_after_it(tmp_path, calls):
     write_bytes_durably(tmp_path / "a.json", b"data")
 

@@ -2,8 +2,13 @@
 
 import pytest
 
-from genlight.adapter.contract.exceptions import EventLogError, InputError, TrainingCanceled, UsageError
-from genlight.adapter.plumbing.failures import error_to_report, safe_text, stop_reason
+from genlight.adapter.contract.exceptions import (
+    EventLogError,
+    InputError,
+    TrainingCanceled,
+    UsageError,
+)
+from genlight.adapter.plumbing.failures import describe_failure, error_to_report, safe_text, stop_reason
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,20 @@ def test_a_value_of_several_lines_is_hidden_completely():
     key = "-----BEGIN KEY-----\nc4nary1\nc4nary2\n-----END KEY-----"
     assert safe_text(InputError(f"bad key:\n{key}"), environ={"PEM": key}) == "bad key:; $PEM"
     assert safe_text(ValueError(f"bad key {key}"), environ={"PEM": key}) == "ValueError: bad key $PEM"
+
+
+@pytest.mark.parametrize(
+    ("error", "category", "code"),
+    [
+        (OSError("upload token"), "setup", 1),
+        (ValueError("canceled"), "setup", 1),
+        (TrainingCanceled("x"), "canceled", 75),
+    ],
+)
+def test_category_and_exit_code_depend_on_the_type_and_not_on_the_text(error, category, code):
+    """Every type is tested in ``tests/adapter/run/test_session_ends.py``."""
+    failure = describe_failure(error, has_checkpoint=True, stage="setup")
+    assert (failure.category, failure.exit_code, failure.resumable) == (category, code, True)
 
 
 def chained(error, cause, *, is_cause=True):

@@ -1,6 +1,7 @@
 """A lock has one holder at a time, and none after its holder has ended in any way."""
 
 import copy
+import errno
 import fcntl
 import os
 import stat
@@ -9,7 +10,8 @@ import sys
 
 import pytest
 
-from genlight.adapter.plumbing.file_lock import FileLock, LockHeldError, holding_process, is_held
+from genlight.adapter.plumbing.file_lock import FileLock, LockHeldError, NoLocksError, holding_process, is_held
+from genlight.adapter.plumbing.safe_open import UnsafeFileError
 
 HOLD = """
 import os, sys, time
@@ -26,6 +28,16 @@ time.sleep(60)
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "lock"
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """A file system without locks, such as Lustre without its mount option."""
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 def hold_elsewhere(path, mode="plain"):
@@ -93,3 +105,18 @@ def test_a_copy_holds_no_lock(path):
     assert copy.deepcopy(lock).descriptor == -1
     assert is_held(path)
     lock.release()
+
+
+def test_a_link_instead_of_the_lock_is_not_followed(path, tmp_path):
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafeFileError):
+        FileLock(path)
+    assert not is_held(path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_system_without_locks_is_an_error_with_the_systems_reason(path, without_locks):
+    with pytest.raises(NoLocksError) as caught:
+        FileLock(path)
+    assert caught.value.strerror == os.strerror(errno.ENOSYS)
+    assert not is_held(path)

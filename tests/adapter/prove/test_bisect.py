@@ -397,6 +397,18 @@ def test_what_cannot_be_compared_is_said(train, usual, tmp_path, damage, words, 
     assert (result.after, result.step) == interval
 
 
+@pytest.mark.parametrize(
+    ("plant", "device", "step"), [("constant", "cuda", None), ("rows", "cuda", 8), ("constant", "cpu", 8)]
+)
+def test_losses_of_other_devices_are_not_compared_but_their_rows_are(train, usual, tmp_path, plant, device, step):
+    other = train(plant=plant, at=8)
+    change_witness(other, device=device)
+    for record in (other / "checkpoints").glob("*.json"):
+        record.unlink()
+
+    assert bisect([usual, other], tmp_path).step == step
+
+
 def test_runs_with_nothing_in_common_are_refused(train, usual, tmp_path):
     other = train(plant="weight", at=8)
     remove_witness(other)

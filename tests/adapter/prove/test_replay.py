@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pdb  # noqa: T100  # its functions are replaced
+import random
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -20,7 +22,9 @@ from genlight.adapter.check.batches import count_rows, take_rows
 from genlight.adapter.cli import main
 from genlight.adapter.contract.exceptions import UsageError
 from genlight.adapter.discovery.discover import discover
-from genlight.adapter.prove.replay import RowSearch, StepView, find_rows, replay
+from genlight.adapter.prove import repetition
+from genlight.adapter.prove.replay import RowSearch, SavedState, StepView, find_rows, replay
+from genlight.callbacks.witness.witness import facts_of_attempt
 from support import SUPPORT
 from support.jobs import run, write_job
 from support.messages import refusal
@@ -44,6 +48,11 @@ class Consumes(Sound):
         rows = super().prepare_batch(raw, state, ctx)
         raw.clear()
         return rows
+
+
+class OfArrow(Sound):
+    def prepare_batch(self, raw, state, ctx):
+        return torch.tensor(raw["x"].to_pylist())
 
 
 class Draws(pl.Callback):
@@ -156,6 +165,32 @@ def test_the_cause_of_a_nan_is_named_by_module_and_row(train, tmp_path):
     assert result.as_json()["metrics"]["train/loss"] == "NaN"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(12))
+def test_planted_rows_that_are_not_finite_are_named(train, tmp_path, number):
+    """Each kind of value in any row of any step, in lists of rows and in Arrow batches of a file."""
+    chosen = random.Random(number)
+    step, row, count = chosen.randint(1, 12), chosen.randrange(8), chosen.choice([1, 3, 8])
+    bad = chosen.choice(["nan", "inf", "-inf", "1e25"])  # the square of the last one overflows
+    rows = batches(rows=count, steps=12)
+    for each in (each for batch in rows for each in batch):
+        each["x"][0] /= 16  # so that the training does not diverge
+    rows[step - 1][row % count]["x"][1] = bad
+    if number % 2:
+        flat = [{"id": each["id"], "x": [float(value) for value in each["x"]]} for batch in rows for each in batch]
+        pq.write_table(pa.Table.from_pylist(flat), tmp_path / "rows.parquet")
+        fields = {"dataset": {"parquet_paths": ["rows.parquet"], "batch_size": count}, "mock_batches": ...}
+        folder = train("OfArrow", **fields)
+    else:
+        folder = train("Consumes", mock_batches=rows)
+
+    result = replay(folder, step, tmp_path / "scratch")
+
+    assert result.is_same is not False, result.witness
+    assert (result.search.groups, result.ids) == (((row % count,) * 2,), [100 * (step - 1) + row % count])
+    assert result.first_nonfinite.startswith("output of" if bad != "1e25" else ("output of", "gradient"))
+
+
 def test_weights_that_were_not_finite_before_the_step_blame_no_row(train, tmp_path):
     folder = train(mock_batches=batches(nan=(7, 5)))
 
@@ -188,6 +223,15 @@ def test_a_class_that_cannot_be_set_up_raises_its_error(train, tmp_path, monkeyp
 
 def test_the_step_of_a_checkpoint_is_replayed_from_the_one_before(train, tmp_path):
     assert replay(train(), 10, tmp_path / "scratch").record == "step-00000005"
+
+
+def test_another_number_of_ranks_is_not_compared(train, tmp_path, monkeypatch):
+    folder = train()
+    monkeypatch.setattr(repetition, "facts_of_attempt", lambda trainer: {**facts_of_attempt(trainer), "ranks": 2})
+
+    result = replay(folder, 8, tmp_path / "scratch")
+
+    assert (result.is_same, result.witness) == (None, "not compared: 1 and 2 ranks get other rows")
 
 
 def test_the_debugger_opens_in_the_step_and_after_its_exception(train, tmp_path, monkeypatch):
@@ -264,7 +308,11 @@ def test_a_step_of_two_ranks_is_replayed_on_two(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("step", "overrides", "fields"),
-    [(99, (), {}), (3, (), {"seed": ...}), (8, (f"lightning.strategy={json.dumps(FSDP2)}",), {})],
+    [
+        (99, (), {}),
+        (3, (), {"seed": ...}),
+        (8, (f"lightning.strategy={json.dumps(FSDP2)}",), {}),
+    ],
     ids=["beyond the run", "no seed and no checkpoint", "sharded"],
 )
 def test_what_cannot_be_replayed_is_refused(train, tmp_path, step, overrides, fields):
@@ -317,6 +365,15 @@ def test_a_view_reads_gradients_at_the_update_and_leaves_no_hook(clears):
 
     assert view.by_module()['state["model"]']["gradient"] == pytest.approx(math.sqrt(26))
     assert len(view.values) == count
+
+
+def test_each_trial_begins_with_the_same_random_states():
+    saved = SavedState(discover({}, object()))
+    expected = torch.rand(2), random.random()
+
+    saved.restore()
+
+    assert (torch.rand(2).tolist(), random.random()) == (expected[0].tolist(), expected[1])
 
 
 def test_a_view_tells_backward_from_forward_and_overflow_from_infinity():

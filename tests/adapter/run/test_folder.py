@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -35,6 +36,19 @@ def test_each_unwritable_directory_is_named(config_of, tmp_path):
     with pytest.raises(StartupContractError) as caught:
         prepare_artifact_dirs(config_of(*places))
     assert [line.split()[0] for line in caught.value.message.splitlines()] == ["`checkpoints_dir`", "`samples_dir`"]
+
+
+def test_an_unwritable_probe_is_not_named(config_of, tmp_path, monkeypatch):
+    make = os.open
+
+    def read_only(path, *rest):
+        if os.fspath(path).startswith(f"{tmp_path}/out"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fspath(path))
+        return make(path, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with refusal(StartupContractError):
+        prepare_artifact_dirs(config_of())
 
 
 def test_a_name_that_is_too_long_for_a_file_system_is_refused(config_of, tmp_path):

@@ -41,6 +41,14 @@ def test_a_second_run_is_refused_while_the_first_lives_and_says_who_holds_it(con
         assert said in caught.value.message
 
 
+def test_the_lock_is_free_after_its_block_even_after_an_error(config_of):
+    config = config_of()
+    with refusal(RuntimeError), lock_artifacts(config):
+        raise RuntimeError("in the block")
+    with lock_artifacts(config):
+        pass
+
+
 def test_runs_that_share_only_a_checkpoints_directory_exclude_each_other(config_of, tmp_path):
     shared = f"checkpoints_dir={tmp_path / 'shared'}"
     one = config_of(shared, f"artifacts_dir={tmp_path / 'a'}")

@@ -27,17 +27,25 @@ def ranks(tmp_path):
     return RankFiles(tmp_path)
 
 
-def test_the_first_failure_is_reported_with_its_rank_and_only_a_stop_is_a_reason_to_stop(ranks):
-    assert ranks.stop_reason() is None
-    for rank in (2, 1, 3):
-        ranks.record(rank, FAILURE)
+def test_a_failure_is_reported_with_its_rank_and_a_stop_without(ranks):
+    ranks.record(2, FAILURE)
     assert first(ranks).text == "train-step:ValueError: bad row (rank 2)"
-    assert ranks.stop_reason() is None
-    (ranks.folder / "of a user").write_text("")
     ranks.clear()
-    assert [path.name for path in ranks.folder.iterdir()] == ["of a user"]
     ranks.record(2, STOP)
     assert first(ranks) == STOP
+
+
+def test_of_several_failures_the_first_counts(ranks):
+    ranks.record(1, FAILURE)
+    ranks.record(2, STOP)
+    assert first(ranks).text.endswith("(rank 1)")
+
+
+def test_only_a_stop_and_no_failure_of_another_rank_is_a_reason_to_stop(ranks):
+    assert ranks.stop_reason() is None
+    ranks.record(1, FAILURE)
+    assert ranks.stop_reason() is None
+    ranks.record(1, STOP)
     assert ranks.stop_reason() == "preempted"
 
 
@@ -123,3 +131,10 @@ def test_a_rank_with_a_record_is_reported_by_its_record(tmp_path, rank):
     rank.wait()
     assert ranks.lost() == {}
     assert first_cause(OWN, 9e12, ranks, None).text == "train-step:ValueError: bad row (rank 3)"
+
+
+def test_only_rank_files_are_removed(ranks):
+    ranks.record(1, FAILURE)
+    (ranks.folder / "of a user").write_text("")
+    ranks.clear()
+    assert [path.name for path in ranks.folder.iterdir()] == ["of a user"]

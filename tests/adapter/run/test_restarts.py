@@ -114,6 +114,11 @@ def test_deaths_in_the_same_step_add_up_until_another_one(config):
     assert len(deaths_of(config)) == 1
 
 
+def test_an_attempt_that_never_began_a_step_is_not_a_death(config):
+    StepNote(config.artifacts_dir, 0, job=config.spec_digest, record=6, went_back=False)
+    assert deaths_of(config) == []
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 4096, bytes(range(256)) * 16, b"{" * 100])
 def test_a_note_that_is_no_note_is_ignored(content, config):
     note(config)

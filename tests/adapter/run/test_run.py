@@ -6,6 +6,9 @@ import errno
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +22,7 @@ from genlight.callbacks.checkpoint import read_record, verify
 from genlight.callbacks.checkpoint.format.record import RECORD_MARKER
 from genlight.callbacks.stop.sources import process_age_s
 from genlight.reporters import read_events
+from genlight.reporters.events.json_lines import Position, complete_lines
 from support import jobs
 from support.forked import run_forked
 from support.jobs import events_of, run
@@ -72,8 +76,6 @@ def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact_but_no_rank
     assert [path.name for path in (checkpoints.parent / "samples").iterdir()] == ["step-00000004.txt"]
     log = events_of(job)
     assert log[0]["event"] == "started"
-    assert named(job, "train/lr") == [(2, 0.5), (4, 0.5)]
-    assert [(step, 0.0 <= share <= 1.0) for step, share in named(job, "data/wait_fraction")] == [(2, True), (4, True)]
     total = checkpoints / "final/trainer/total.txt"
     assert (log[-1]["event"], log[-1]["step"], log[-1]["final_checkpoint"]) == ("completed", 5, str(total))
     saved = [event["path"] for event in log if event["event"] == "checkpoint"]
@@ -82,6 +84,38 @@ def test_a_run_leaves_its_log_checkpoints_samples_and_final_artifact_but_no_rank
     assert (final.final, final.step, final.run_id, final.max_steps) == (True, 5, "sums", 5)
     assert final.state == {"total": sum(range(20)), "steps": 5}
     assert float(total.read_text()) == sum(range(20))
+
+
+def test_metrics_have_the_contracts_names_and_steps(write_job):
+    job = write_job()
+    run(job)
+    assert named(job, "train/loss") == [(2, 0.5), (4, 0.25)]
+    assert named(job, "total") == [(2, 28.0), (4, 120.0)]
+    assert named(job, "train/lr") == [(2, 0.5), (4, 0.5)]
+    waits = named(job, "data/wait_fraction")
+    assert [step for step, _ in waits] == [2, 4]
+    assert all(0.0 <= share <= 1.0 for _, share in waits)
+
+
+DAMAGED = {
+    "cut": b'{"event":"metric","na',
+    "without its time": b'{"event":"metric","name":"x","step":1,"value":1.0}',
+    "with another time": b'{"event":"metric","name":"x","step":1,"timestamp_ms":"now","value":1.0}',
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_line_of_an_earlier_attempt_fails_no_later_one(write_job, caplog, line):
+    job = write_job(max_steps=3, checkpoint_every=2, resume_from_latest=True)
+    assert run(job) == 0
+    log = job.parent / "out" / "metrics" / "events.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
+
+    for _ in range(2):
+        assert run(write_job(max_steps=5, checkpoint_every=2, resume_from_latest=True)) == 0
+    assert "Traceback" not in caplog.text
+    assert list(complete_lines(log, Position()))[-1].startswith(b'{"event":"completed"')
 
 
 TWO_EPOCHS = {"parquet_paths": ["x.parquet"], "batch_size": 4, "epochs": 2}
@@ -128,6 +162,16 @@ def test_a_completed_run_is_not_trained_again_but_its_debris_is_removed(write_jo
     assert events_of(job)[-2]["attempt"] == 2
     assert (checkpoints / "final.json").read_bytes() == before
     assert set(os.listdir(checkpoints)) == files
+
+
+def test_a_higher_step_limit_continues_from_the_final_checkpoint(write_job, caplog):
+    caplog.set_level("INFO", logger="genlight")
+    assert run(write_job(resume_from_latest=True, max_steps=7)) == 0
+    job = write_job(resume_from_latest=True, max_steps=9)
+    assert run(job) == 0
+    assert "continuing after step 7 of 9, from out/checkpoints/final.json" in caplog.messages
+    assert named(job, "trainer/resumed_from_step") == [(7, 7.0)]
+    assert final_state(job) == {"total": sum(range(20)) + sum(range(16)), "steps": 9}
 
 
 def test_a_changed_job_is_refused_with_its_changes_and_continues_if_allowed(write_job, caplog):
@@ -186,6 +230,24 @@ def test_fresh_moves_checkpoints_of_an_older_runtime_with_the_folder_of_its_trai
     assert verify(checkpoints / "final.json").folder == "final"
 
 
+def test_files_of_a_run_are_closed_to_other_users_even_after_fresh(write_job):
+    job = write_job(checkpoint_every=2, sample_every=2, max_steps=4)
+    out = job.parent / "out"
+    out.mkdir()
+    out.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        assert run(job) == 0
+        assert run(job, fresh=True) == 0
+    finally:
+        os.umask(before)
+    made = [path for path in out.rglob("*") if "trainer" not in path.parent.name]  # whose files the class writes
+    assert len(made) > 30
+    wide = {str(path.relative_to(out)): oct(path.stat().st_mode) for path in made if path.stat().st_mode & 0o077}
+    assert wide == {}
+    assert out.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_users_file_with_the_name_of_a_checkpoint_is_named_before_training(write_job, checkpoints):
     job = write_job()
     checkpoints.mkdir(parents=True)
@@ -214,6 +276,13 @@ def test_changes_since_a_downloaded_checkpoint_are_reported_too(write_job, caplo
     (job.parent / "out").rename(job.parent / "moved")
     assert run(job) == 0
     assert "The run continues from final, but its job has changed since: hyperparams.sleep" in caplog.text
+
+
+def test_a_record_of_an_older_runtime_is_resumed_from(write_job):
+    job = write_job(resume_checkpoint_path="old.json")
+    (job.parent / "old.json").write_text(json.dumps({"step": 3, "state": {"total": 100, "steps": 3}}))
+    assert run(job) == 0
+    assert final_state(job) == {"total": 100 + sum(range(8)), "steps": 5}
 
 
 @pytest.mark.parametrize(
@@ -339,11 +408,38 @@ def test_a_run_in_a_folder_that_another_holds_is_refused_and_writes_no_event(wri
     assert run(job) == 0
 
 
+@pytest.mark.slow
+def test_a_run_completes_once_though_nobody_reads_its_progress(write_job):
+    """This happens under ``| head``, or when the log collector of a container has died."""
+    job = write_job(max_steps=20)
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = ("run", str(job), "--set", f"artifacts_dir={job.parent}/out")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "genlight.adapter.cli", *words],
+        cwd=job.parent,
+        stderr=writer,
+        env={**os.environ, "PYTHONPATH": PATH},
+    )
+    os.close(writer)
+    assert process.wait(120) == 0
+    assert [name for name in names(job) if name in ("started", "completed", "failed")] == ["started", "completed"]
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_stop_signal_is_answered_at_once_in_one_line(write_job, capfd, name):
     assert run(write_job(trainer="Signalled", hyperparams={"signal": name})) == 75
     what_next = "the run saves a checkpoint after the current step, and stops"
     assert capfd.readouterr().err.count(f"{name}: {what_next}; a second signal after 3 s ends it now\n") == 1
+
+
+def test_a_stop_signal_before_training_promises_no_checkpoint(write_job, capfd):
+    job = write_job()
+    (job.parent / "signals_itself.py").write_text(
+        f"import signal; signal.raise_signal({int(signal.SIGTERM)})\nfrom support.summing import Summing as Trainer\n"
+    )
+    run(job, "trainer=signals_itself:Trainer")
+    assert "SIGTERM: the run stops before it trains; a second signal after 3 s ends it now\n" in capfd.readouterr().err
 
 
 def test_what_would_stop_the_next_start_too_is_named(write_job, tmp_path, monkeypatch, caplog):

@@ -2,7 +2,7 @@
 
 import functools
 import typing
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, Union
 
 import pytest
 
@@ -28,6 +28,10 @@ def by_annotation(place: JobContext):
 
 
 def optional(place: Optional[JobContext] = None):  # noqa: UP045
+    return place
+
+
+def union(place: Union[int, JobContext] = 0):  # noqa: UP007
     return place
 
 
@@ -92,6 +96,7 @@ REQUESTS = {
     "by_name": by_name,
     "by_annotation": by_annotation,
     "optional": optional,
+    "union": union,
     "new_union": new_union,
     "in_text": in_text,
     "part_in_text": part_in_text,
@@ -150,7 +155,15 @@ def variadic(*job, **jobs):
     return "mine" if (job, jobs) == ((), {}) else (job, jobs)
 
 
-@pytest.mark.parametrize("function", [in_a_list, the_class, variadic, lambda: "mine"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        in_a_list,
+        the_class,
+        variadic,
+        lambda: "mine",
+    ],
+)
 def test_a_function_without_such_a_parameter_is_called_unchanged(function):
     assert call(function) == "mine"
 
@@ -190,6 +203,13 @@ def test_the_context_is_inserted_between_other_arguments():
     assert call(functools.partial(three, b=2), 1) == (1, CONTEXT, 2)
     assert call(functools.partial(three, 1, b=2)) == (1, CONTEXT, 2)
     assert call(functools.partial(three, a=1), b=2) == (1, CONTEXT, 2)
+
+
+def test_other_arguments_are_passed_on_unchanged():
+    args, kwargs = bind_job_context(three, (1,), {"b": 2}, CONTEXT)
+    assert (args, kwargs) == ((1, CONTEXT), {"b": 2})
+    args, kwargs = bind_job_context(three, (), {"b": 2, "a": 1}, CONTEXT)
+    assert (args, kwargs) == ((), {"a": 1, "b": 2, "job": CONTEXT})
 
 
 def three_contexts(job, place: JobContext, *, third: JobContext | None = None):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -85,11 +87,34 @@ def test_a_failed_start_is_shown_next_to_the_state_of_the_run(tmp_path, capsys, 
         assert (summary_of(tmp_path / "run").state, summary_of(tmp_path / "run").later_failure) == ("completed", "")
 
 
+def test_a_failed_start_is_no_end_of_an_earlier_attempt_without_a_step(tmp_path):
+    with EventLog(tmp_path / "events.jsonl", run_id="r") as events:
+        events.started()
+    with EventLog(tmp_path / "events.jsonl", run_id="r") as events:
+        events.failed(step=0, error="startup: no trainer", category="startup", resumable=False)
+    seen = summary_of(tmp_path)
+    assert (seen.state, seen.later_failure) == ("lost", "startup: no trainer")
+
+
 def test_a_run_that_never_trained_shows_its_last_failure(tmp_path):
     for error in ("startup: first", "startup: second"):
         with EventLog(tmp_path / "events.jsonl", run_id="r") as events:
             events.failed(step=0, error=error, category="startup", resumable=False)
     assert (summary_of(tmp_path).state, summary_of(tmp_path).detail) == ("failed", "startup: second")
+
+
+def test_views_and_their_help_load_only_what_they_need(runs):
+    script = """
+import contextlib, sys
+from genlight.adapter.cli import main
+for words in (["ls", sys.argv[1]], ["stop", sys.argv[1] + "/done"], *([name, "--help"] for name in ("watch", "serve"))):
+    with contextlib.suppress(SystemExit):
+        main(words)
+    heavy = {"torch", "lightning", "numpy", "textual", "plotext", "starlette", "uvicorn"} & {*sys.modules}
+    assert not heavy, (words, heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(runs)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_live_run_stops_saves_and_continues_when_started_again(tmp_path, capsys):
@@ -127,6 +152,16 @@ def test_a_killed_run_of_another_host_is_lost_after_a_long_silence(copy):
     later = summary_of(folder, now_ms=now_ms + 24 * 3600 * 1000)
     assert later.state == "lost"
     assert "no activity from elsewhere" in later.detail
+
+
+def test_readable_lines_of_a_damaged_log_count(copy):
+    folder = copy("done")
+    log = folder / "metrics" / "events.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([lines[0], b"\0\0\0\n", *lines[1:-1], b'{"event": "comple']))
+
+    seen = summary_of(folder)
+    assert (seen.state, seen.step, seen.attempts) == ("lost", 40, 1)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]\n{}\n\xff\xfe\n", b'{"event":"started"\n'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from genlight.adapter.cli import main
 from genlight.adapter.view.differences import differences
-from genlight.adapter.view.history import MOST_KEPT, Budget, Curve, history_of
+from genlight.adapter.view.history import MOST_KEPT, Budget, Curve, history_of, thin_curve
 from genlight.adapter.view.page import LARGEST_PAGE, report
 from genlight.reporters.events.event_log import EventLog
 
@@ -98,6 +99,15 @@ def test_texts_tables_and_recordings_are_shown_by_their_content(runs, tmp_path):
     assert (files["say.bin"]["kind"], files["say.bin"]["source"][:22]) == ("audio/wav", "data:audio/wav;base64,")
     assert files["page.svg"] == {"text": "<svg onload='alert(1)'/>"}
     assert [set(files[name]) for name in ("weights.bin", "latin.txt")] == [{"note"}, {"note"}]
+
+
+def test_thinning_keeps_every_peak_and_both_ends():
+    values = np.sin(np.arange(100_000) / 50)
+    values[12_345], values[77_777], values[50] = 100.0, -100.0, math.nan
+    kept = thin_curve(np.arange(len(values)), values, 400)
+
+    assert len(kept) <= 400
+    assert {0, 12_345, 77_777, 99_999} <= set(kept.tolist())
 
 
 def test_a_long_curve_takes_bounded_memory_and_keeps_its_peaks():

@@ -142,6 +142,13 @@ def test_without_an_argument_the_environment_names_the_job(job, diagnose, monkey
     assert ["artifacts_dir", "TRAINER_ARTIFACTS_DIR", str(Path("out").absolute())] in map(str.split, text.splitlines())
 
 
+def test_an_error_of_a_trainers_module_is_reported_without_secrets(job, diagnose):
+    code, text = diagnose(job(trainer="broken_trainer:T", capability_token="canary-token"))
+    assert code == 2
+    assert "importing 'broken_trainer:T' raised OSError" in text
+    assert "canary" not in text
+
+
 def test_secrets_are_masked_wherever_they_come_from(job, diagnose, monkeypatch):
     monkeypatch.setenv("TRAINER_CAPABILITY_TOKEN", "canary-1")
     monkeypatch.setenv("TENSORHUB_URL", "http://u:canary-2@127.0.0.1:1/x?canary-3")
@@ -159,6 +166,22 @@ def test_secrets_are_masked_wherever_they_come_from(job, diagnose, monkeypatch):
     _, text = diagnose(path, "--all")
     assert re.search(r"capability_token +TRAINER_CAPABILITY_TOKEN +<hidden>", text)
     assert "canary" not in text
+
+
+def test_data_without_a_full_batch_is_a_fault_if_the_rest_is_dropped(job, diagnose, tmp_path):
+    pq.write_table(pa.table({"x": list(range(10))}), tmp_path / "ten.parquet")
+    for drops, code in ((False, 0), (True, 2)):
+        dataset = {"parquet_paths": ["ten.parquet"], "batch_size": 11, "drop_last": drops}
+        assert diagnose(job(dataset=dataset))[0] == code
+
+
+def test_a_misspelled_optional_hook_is_named(job, diagnose):
+    code, text = diagnose(job(trainer="doctors_trainer:Misspells"))
+    assert code == 0
+    assert any(
+        "`evaluates` is not a hook and is never called; did you mean `evaluate`?" in line
+        for line in lines(text, "warning")
+    ), text
 
 
 def test_an_existing_checkpoint_is_a_fault_unless_the_run_resumes(job, diagnose, tmp_path):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -27,8 +28,10 @@ pytestmark = pytest.mark.promise(name="ranks")
 
 
 @pytest.fixture
-def mesh(group_of_one):
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    dist.destroy_process_group()
 
 
 class Block(nn.Module):
@@ -55,6 +58,18 @@ def step(state) -> None:
     state["opt"].step()
 
 
+def test_optimizers_hold_the_sharded_parameters_in_their_places(mesh):
+    state = trained({"model": network()})
+    model = state["model"]
+
+    shard(discover(state), mesh)
+
+    assert state["model"] is model
+    held = state["opt"].param_groups[0]["params"]
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    assert all(isinstance(p, DTensor) for p in held)
+
+
 def test_existing_optimizer_state_is_sharded_with_its_parameter(mesh):
     state = trained({"model": network()})
     step(state)
@@ -73,7 +88,11 @@ def test_existing_optimizer_state_is_sharded_with_its_parameter(mesh):
 
 @pytest.mark.parametrize(
     ("units", "sharded"),
-    [((), [""]), (("Block",), ["", "0", "1"]), (("Block", "Linear"), ["", "0", "0.linear", "1", "1.linear", "2"])],
+    [
+        ((), [""]),
+        (("Block",), ["", "0", "1"]),
+        (("Block", "Linear"), ["", "0", "0.linear", "1", "1.linear", "2"]),
+    ],
     ids=["whole", "class", "classes"],
 )
 def test_units_are_named_by_their_classes(mesh, units, sharded):
@@ -101,7 +120,10 @@ def test_a_unit_with_a_tied_parameter_stays_with_its_parent(mesh):
     [
         (Sharding(units=["Blok"]), r"`units` has 'Blok', but no module has this class; the classes are Block, Linear"),
         (Sharding(forward_methods=["encode"]), r"`forward_methods` has 'encode', but no unit has it \(state\["),
-        (Sharding(ignored=["head.*"]), r"`ignored` has 'head.\*', but no parameter has such a name; names are 0.l"),
+        (
+            Sharding(ignored=["head.*"]),
+            r"`ignored` has 'head.\*', but no parameter has such a name; names are 0.l",
+        ),
     ],
 )
 def test_settings_that_match_nothing_are_refused(mesh, sharding, message):
@@ -188,6 +210,8 @@ def test_ema_copies_are_sharded_like_their_model_and_teachers_are_not(mesh):
 
     assert all(isinstance(p, DTensor) for name in ("ema", "averaged") for p in state[name].parameters())
     assert not any(isinstance(p, DTensor) for p in state["teacher"].parameters())
+    step(state)
+    state["averaged"].update_parameters(state["model"])
 
 
 def test_state_dicts_of_modules_parts_and_optimizers_have_full_tensors(mesh):
@@ -258,6 +282,16 @@ def test_objects_that_sharding_would_break_are_refused_by_path(mesh, spoil, mess
         shard(discover(state), mesh)
 
 
+def test_dicts_by_parameter_follow_them(mesh):
+    state = trained({"model": network()})
+    state["rates"] = {p: i for i, p in enumerate(state["model"].parameters())}
+
+    shard(discover(state), mesh)
+
+    assert list(state["rates"].values()) == [*range(6)]
+    assert all(a is b for a, b in zip(state["rates"], state["model"].parameters(), strict=True))
+
+
 def test_modules_that_share_a_parameter_stay_full_and_are_logged(mesh, caplog):
     state = {"model": network(), "head": nn.Linear(4, 1), "other": network()}
     state["head"].weight = state["model"][2].weight
@@ -268,6 +302,23 @@ def test_modules_that_share_a_parameter_stay_full_and_are_logged(mesh, caplog):
     assert not any(isinstance(p, DTensor) for name in ("model", "head") for p in state[name].parameters())
     assert all(isinstance(p, DTensor) for p in state["other"].parameters())
     assert 'state["model"] and state["head"] share parameters' in caplog.text
+
+
+def test_weights_that_change_after_a_forward_without_backward_count_in_the_next(mesh):
+    state = trained({"model": network()})
+    shard(discover(state), mesh)
+    x = torch.ones(2, 4)
+    before = state["model"](x).detach()
+
+    with torch.no_grad():
+        for p in state["model"].parameters():
+            p.mul_(2.0)
+    doubled = state["model"](x).detach()
+    for p in state["model"].parameters():
+        p.data.mul_(0.5)
+
+    assert not torch.equal(doubled, before)
+    torch.testing.assert_close(state["model"](x).detach(), before)
 
 
 @pytest.mark.promise(name="speed")
@@ -334,6 +385,17 @@ def in_step():
     assert DTensor.__dict__["__torch_function__"] is own
 
 
+def test_within_a_step_state_dicts_are_the_weights_themselves(mesh, in_step):
+    state = trained({"model": network(), "target": network().requires_grad_(False)})
+    shard(discover(state), mesh)
+
+    for name, value in state["target"].state_dict().items():
+        value.copy_(state["model"].state_dict()[name])
+
+    for mine, theirs in zip(state["target"].parameters(), state["model"].parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), theirs.full_tensor())
+
+
 def test_numbers_of_a_step_are_read_from_the_whole_tensor(mesh, in_step):
     state = trained({"model": network()})
     shard(discover(state), mesh)
@@ -396,7 +458,6 @@ def test_parameters_that_the_trainer_keeps_outside_of_modules_are_replaced(mesh)
     object.__setattr__(kept, "weight", weight)
     state |= {"params": list(state["model"].parameters()), "by_name": {"w": weight}, "kept": kept}
     state["clip"] = lambda: nn.utils.clip_grad_norm_([weight], 0.1)
-    state["rates"] = {p: i for i, p in enumerate(state["model"].parameters())}
 
     shard(discover(state), mesh)
     step(state)
@@ -404,7 +465,6 @@ def test_parameters_that_the_trainer_keeps_outside_of_modules_are_replaced(mesh)
     now = state["model"][2].weight
     assert all(a is b for a, b in zip(state["params"], state["model"].parameters(), strict=True))
     assert state["by_name"]["w"] is state["kept"].weight is now
-    assert all(a is b for a, b in zip(state["rates"], state["model"].parameters(), strict=True))
     assert isinstance(state["clip"](), DTensor)
 
 
