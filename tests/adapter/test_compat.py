@@ -131,44 +131,6 @@ def test_a_real_package_without_trainer_keeps_its_other_parts(clean, tmp_path, m
     assert real.trainer is sys.modules["gen_worker.trainer"]
 
 
-def test_types_come_without_torch_and_lightning():
-    script = (
-        "import sys; from genlight.adapter import compat; compat.install()\n"
-        "from gen_worker.trainer import StepContext, StepResult, TrainingJobSpec, load_trainer_plugin\n"
-        "from gen_worker.trainer.reporting import TrainingReporter\n"
-        "assert not {'torch', 'lightning'} & set(sys.modules), sorted(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_telemetry_is_importable_under_the_path_that_existing_code_uses(clean):
-    compat.install()
-    namespace = {}
-
-    exec("from worldflux.telemetry.wasr import make_run_id, read_events, write_event", namespace)
-    exec("import worldflux.telemetry.wasr", namespace)
-
-    from genlight.reporters import telemetry
-
-    assert all(namespace[name] is getattr(telemetry, name) for name in ("make_run_id", "read_events", "write_event"))
-    with refusal(ImportError):
-        exec("from worldflux.telemetry.wasr import absent")
-
-
-def test_callbacks_are_importable_under_the_path_that_existing_code_uses(clean):
-    compat.install()
-    namespace = {}
-
-    exec("from worldflux.training.callbacks import Callback, CallbackList, HeartbeatCallback", namespace)
-    exec("from worldflux.training import Callback, EvalCallback, TrainingReportCallback", namespace)
-
-    from genlight.callbacks import compat as six_hooks
-
-    assert all(
-        namespace[name] is getattr(six_hooks, name) for name in ("Callback", "CallbackList", "HeartbeatCallback")
-    )
-
-
 def test_the_real_worldflux_is_unchanged(clean, tmp_path, monkeypatch):
     (tmp_path / "worldflux").mkdir()
     (tmp_path / "worldflux" / "__init__.py").write_text("real = True")

@@ -16,11 +16,7 @@ import genlight.reporters
 import genlight.reporters.uploads
 
 PACKAGES = (genlight.adapter, genlight.callbacks, genlight.reporters)
-LAZY = (
-    *PACKAGES,
-    genlight.callbacks.checkpoint,
-    genlight.reporters.uploads,
-)
+LAZY = (*PACKAGES, genlight.callbacks.checkpoint, genlight.reporters.uploads)
 
 # Whoever changes a list below changes what users import: say so in the changelog.
 PUBLIC = {

@@ -60,7 +60,7 @@ SEED = 3
 WITHOUT_TORCH = """
 import atexit, sys
 from genlight.adapter.cli import main
-heavy = ("torch", "lightning", "numpy", "pyarrow", "huggingface_hub", "scipy")
+heavy = ("torch", "lightning", "numpy", "pyarrow", "huggingface_hub", "scipy", "textual", "starlette", "uvicorn")
 atexit.register(lambda: print("heavy:", [name for name in heavy if name in sys.modules]))
 sys.exit(main())
 """
@@ -144,6 +144,8 @@ def test_thresholds_that_a_module_sets_while_it_is_imported_stay(chosen):
         ("checkpoints show runs/r/checkpoints/final", 0),
         ("uploads list runs/r", 0),
         ("diff runs/r runs/r", 0),
+        ("ls runs", 0),
+        ("stop runs/r", 0),
         ("path runs/r", 0),
     ],
 )

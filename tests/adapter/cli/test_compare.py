@@ -9,6 +9,7 @@ import torch
 
 from genlight.adapter.cli import main
 from support import compared
+from support.jobs import write_job
 
 ROLLOUTS = ["--set", "mock_batches=null"]
 TWO_RANKS = ["--set", "lightning.devices=2", "--set", "lightning.strategy=ddp"]
@@ -19,16 +20,9 @@ def compare(tmp_path, capsys, monkeypatch):
     """Compare a class of `support.compared`; gives exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
 
-    def run(name, *arguments, mock_batches=None, max_steps=20):
-        job = {
-            "run_id": "compared",
-            "trainer": f"support.compared:{name}",
-            "max_steps": max_steps,
-            "checkpoint_every": 1,
-            "mock_batches": compared.batches() if mock_batches is None else mock_batches,
-            "lightning": {"accelerator": "cpu"},
-        }
-        (tmp_path / "job.json").write_text(json.dumps(job))
+    def run(name, *arguments, max_steps=20):
+        fields = {"mock_batches": compared.batches(), "max_steps": max_steps, "checkpoint_every": 1}
+        write_job(tmp_path, trainer=f"support.compared:{name}", **fields)
         code = main(["compare", "job.json", "--steps", "3", *arguments])
         said = capsys.readouterr()
         return code, said.out, said.err

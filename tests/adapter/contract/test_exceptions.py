@@ -82,23 +82,3 @@ def test_an_unwritten_checkpoint_names_the_way_out():
 
     assert str(error).startswith("checkpoint final (2.5 MB) could not be written to /c: it went wrong; free some space")
     assert (error.errno, error.strerror, error.filename) == (28, "it went wrong", None)
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (exceptions.StartupContractError("startup.x", "Expected a number."), "startup.x: Expected a number."),
-        (exceptions.BrokenCheckpointError("final", "digest differs"), "checkpoint final is broken: digest differs"),
-        (exceptions.TrainingCanceled(), "canceled"),
-    ],
-)
-def test_the_text_of_an_exception_has_its_facts(error, text):
-    assert str(error) == text
-
-
-def test_an_unstorable_value_is_named_with_its_path_and_any_hint():
-    plain = exceptions.UnstorableStateError('state["rng"]', "random.Random")
-    hinted = exceptions.UnstorableStateError('state["rng"]', "random.Random", "store its getstate()")
-
-    assert str(plain) == 'state["rng"]: random.Random cannot be stored in a checkpoint'
-    assert str(hinted) == str(plain) + "; store its getstate()"

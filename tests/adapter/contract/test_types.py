@@ -106,10 +106,6 @@ def test_a_field_that_cannot_be_is_refused_by_name(name, value, said):
         TrainingJobSpec(**{"run_id": "r", "max_steps": 1, name: value})
 
 
-def test_zero_turns_each_number_off():
-    assert [getattr(TrainingJobSpec(**{"run_id": "r", "max_steps": 1, name: 0}), name) for name in CADENCES] == [0] * 4
-
-
 @pytest.mark.parametrize(("name", "value", "least"), [("batch_size", 0, 1), ("readahead", -1, 0)])
 def test_a_feed_without_rows_or_with_negative_readahead_is_refused(name, value, least):
     with pytest.raises(ValueError, match=rf"Invalid `{name}`. Expected an integer >= {least}, but received {value}\."):
@@ -120,61 +116,7 @@ def test_a_token_does_not_show_in_repr():
     assert "s3cret" not in repr(TrainerAuthContext(owner="me", token="s3cret"))
 
 
-def test_a_class_with_the_six_hooks_is_a_trainer_and_one_that_lacks_a_hook_is_none(counting_trainer):
-    class Half:
-        def setup(self, ctx): ...
-        def configure(self, ctx): ...
-
-    assert isinstance(counting_trainer(), TrainerPlugin)
-    assert not isinstance(Half(), TrainerPlugin)
-
-
 def test_the_required_hooks_are_those_of_the_protocol():
     hooks = [name for name, value in vars(TrainerPlugin).items() if inspect.isfunction(value) and name[0] != "_"]
 
     assert tuple(hooks) == contract.REQUIRED_HOOKS
-
-
-@pytest.mark.parametrize(
-    ("protocol", "methods"),
-    [
-        (
-            contract.TrainingReporter,
-            {
-                "started": {"run_id"},
-                "metric": {"name", "value", "step"},
-                "checkpoint": {"path", "step"},
-                "sample": {"path", "step"},
-                "completed": {"step", "final_checkpoint"},
-                "failed": {"step", "error"},
-                "is_canceled": set(),
-            },
-        ),
-        (
-            contract.ArtifactWriter,
-            {
-                "write_checkpoint": {"step", "state_payload", "trainer", "state", "ctx"},
-                "write_samples": {"step", "state", "ctx"},
-                "finalize": {"state_payload", "trainer", "state", "ctx"},
-            },
-        ),
-        (
-            contract.ArtifactUploader,
-            {
-                "upload_metrics": {"metrics", "step"},
-                "upload_checkpoint": {"local_path", "step"},
-                "upload_sample": {"local_path", "step"},
-            },
-        ),
-    ],
-    ids=["reporter", "writer", "uploader"],
-)
-def test_protocols_of_the_caller_take_these_keywords(protocol, methods):
-    found = {}
-    for name, value in vars(protocol).items():
-        if inspect.isfunction(value) and not name.startswith("_"):
-            parameters = list(inspect.signature(value).parameters.values())[1:]
-            assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters)
-            found[name] = {parameter.name for parameter in parameters}
-
-    assert found == methods

@@ -18,8 +18,7 @@ def address(array: pa.Array) -> int:
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"],
+    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
 )
 def test_numbers_share_memory_with_arrow(dtype):
     array = pa.array(np.arange(10).astype(dtype)).slice(3, 4)
@@ -77,14 +76,8 @@ def test_lists_of_varying_length_are_filled_up_with_zeros_and_their_lengths_are_
     assert batch["s"]["y"].tolist() == [[1.5, 0.0], [0.0, 0.0], [2.5, 3.5]]
     assert batch["s"]["y_lengths"].dtype == torch.int64
 
-
-def test_lists_of_equal_length_share_memory_with_arrow():
-    array = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64()))
-    batch = to_torch(pa.record_batch({"x": array}))
-
-    assert batch["x"].tolist() == [[1, 2], [3, 4]]
-    assert batch["x"].data_ptr() == array.values.buffers()[1].address
-    assert to_torch(pa.record_batch({"x": array.slice(0, 0)}))["x"].shape == (0, 0)
+    equal = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64()))
+    assert to_torch(pa.record_batch({"x": equal}))["x"].data_ptr() == equal.values.buffers()[1].address
 
 
 def test_a_column_named_as_the_lengths_of_another_is_refused():
@@ -106,7 +99,3 @@ def test_structs_become_dictionaries_and_other_values_lists():
 def test_nulls_among_numbers_are_refused_with_the_columns_name(array):
     with refusal(InputError):
         to_torch(pa.record_batch({"x": array}))
-
-
-def test_an_empty_batch_gives_empty_tensors():
-    assert to_torch(pa.record_batch({"x": pa.array([], pa.int16())}))["x"].dtype == torch.int16

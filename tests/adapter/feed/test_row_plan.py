@@ -1,13 +1,12 @@
 """The arithmetic of steps and shares, for any counts."""
 
 import numpy as np
-import pyarrow as pa
 from hypothesis import given, strategies as st
 
 from genlight.adapter import ArrowFeed
 from genlight.adapter.feed import batching
-from genlight.adapter.feed.position import Order, permutation
-from genlight.adapter.feed.row_plan import Share, cut
+from genlight.adapter.feed.position import permutation
+from genlight.adapter.feed.row_plan import Share
 
 shares = st.builds(
     Share,
@@ -60,31 +59,8 @@ def test_rows_consumed_rows_left_and_intervals_agree_with_the_steps(share, first
     assert list(share.intervals(steps.start, steps.stop, rank)) == [share.interval(step, rank) for step in steps]
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 10)), max_size=4),
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=4),
-)
-def test_cut_selects_from_spans_as_indexing_does_from_their_rows(raw, ranges):
-    spans = [(epoch, first, first + length) for epoch, first, length in raw]
-    rows = [(epoch, i) for epoch, first, end in spans for i in range(first, end)]
-    expected = [row for start, end in ranges for row in rows[start:end]]
-    assert [(epoch, i) for epoch, first, end in cut(spans, ranges) for i in range(first, end)] == expected
-
-
 def test_a_permutation_never_changes_between_releases_of_numpy_or_of_ours():
     assert permutation(10, (7, 1, 2)).tolist() == [3, 4, 7, 6, 9, 1, 5, 8, 2, 0]
-
-
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=8), st.data())
-def test_the_pieces_of_a_span_cover_its_rows_without_gap_or_overlap(groups, data):
-    order = Order(tuple(groups), seed=3, shuffle=True)
-    first = data.draw(st.integers(0, order.rows))
-    end = data.draw(st.integers(first, order.rows))
-    pieces = list(order.pieces((1, first, end), lambda group: groups[group]))
-    assert sum(piece.end - piece.first for piece in pieces) == end - first
-    assert all(0 <= piece.first < piece.end <= groups[piece.group] for piece in pieces)
-    rows = [(piece.group, i) for piece in pieces for i in range(piece.first, piece.end)]
-    assert len(set(rows)) == len(rows)
 
 
 def test_each_epoch_and_each_seed_has_its_own_order(rows_file, ids):
@@ -111,13 +87,6 @@ def test_a_window_as_large_as_a_row_group_places_every_row_anywhere_in_it(rows_f
     assert np.abs(np.argsort(places, axis=1).mean(axis=0) - 24.5).max() < 6
     # No pair of neighbours stays together more often than chance has it (2 in 50, of which one direction).
     assert (np.diff(places, axis=1) == 1).mean() < 0.04
-
-
-def test_row_groups_come_in_random_order(ids):
-    tables = [pa.table({"id": [i]}) for i in range(50)]
-    feed = ArrowFeed(tables, batch_size=50, shuffle=True, epochs=150)
-    places = np.array(ids(feed.iter_batches()))
-    assert np.abs(np.argsort(places, axis=1).mean(axis=0) - 24.5).max() < 6
 
 
 def test_the_size_of_decoded_chunks_does_not_change_the_order(rows_file, ids, monkeypatch):

@@ -1,6 +1,5 @@
 """Worker processes: the same batches, order and position as without them."""
 
-import json
 import multiprocessing
 import os
 import random
@@ -18,6 +17,7 @@ import torch
 from genlight.adapter import ArrowFeed
 from genlight.adapter.contract.exceptions import InputError
 from support import SUPPORT
+from support.jobs import write_job
 from support.messages import refusal
 
 
@@ -48,12 +48,14 @@ def test_workers_that_cannot_be_started_are_told_with_the_way_out(rows_file, ids
 
 
 @pytest.mark.parametrize("shard", ["rows", "row_groups"])
-def test_workers_hand_out_the_same_batches_in_the_same_order(rows_file, ids, shard):
+def test_workers_hand_out_the_same_batches_in_the_same_order_and_draw_no_number_of_this_process(rows_file, ids, shard):
     path = rows_file(11, 2, 20, 9, 31)
+    before = torch.get_rng_state()
     for rank in range(2):
         options = {"batch_size": 3, "epochs": 2, "shuffle": True, "rank": rank, "world_size": 2, "shard": shard}
         made = ArrowFeed(path, workers=2, **options).iter_batches()
         assert ids(made) == ids(ArrowFeed(path, **options).iter_batches())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_position_taken_with_workers_in_flight_resumes_with_any_number_of_them(rows_file, ids):
@@ -82,13 +84,6 @@ def test_random_numbers_in_collate_depend_on_the_rows_alone(rows_file):
     again.load_state_dict(feed.state_dict())
     assert list(again.iter_batches()) == whole[7:]
     feed.close()
-
-
-def test_workers_leave_the_random_numbers_of_the_training_process_alone(rows_file, ids):
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    ids(ArrowFeed(rows_file(30), batch_size=8, epochs=1, workers=2, collate=None))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_tensors_come_out_of_workers(rows_file):
@@ -127,14 +122,7 @@ def test_a_shared_memory_that_is_too_small_ends_the_run_with_the_way_out(tmp_pat
     values = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(64 * 100_000, np.float32)), 100_000)
     pq.write_table(pa.table({"x": values}), tmp_path / "x.parquet")
     data = {"parquet_paths": ["x.parquet"], "batch_size": 16, "workers": 2, "collate": "torch"}
-    job = {
-        "run_id": "small",
-        "trainer": "support.trainer_class:Counts",
-        "max_steps": 8,
-        "dataset": data,
-        "lightning": {"accelerator": "cpu"},
-    }
-    (tmp_path / "job.json").write_text(json.dumps(job))
+    write_job(tmp_path, max_steps=8, dataset=data, mock_batches=...)
     mount = "mount -t tmpfs -o size=4m tmpfs /dev/shm || exit 99; exec "
     command = f"{mount} {sys.executable} -m genlight.adapter.cli run job.json"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}

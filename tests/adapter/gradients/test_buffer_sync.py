@@ -16,9 +16,8 @@ pytestmark = pytest.mark.promise(name="ranks")
 
 
 @pytest.fixture
-def sent(tmp_path, monkeypatch):
-    """Record broadcasts and the waits for them, in a process group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def sent(group_of_one, monkeypatch):
+    """The broadcasts and the waits for them."""
     happened, real = [], dist.broadcast
 
     class Work:
@@ -34,8 +33,7 @@ def sent(tmp_path, monkeypatch):
         return Work(real(tensor, **settings), tensor.nbytes)
 
     monkeypatch.setattr(dist, "broadcast", broadcast)
-    yield happened
-    dist.destroy_process_group()
+    return happened
 
 
 def sync_of(model):

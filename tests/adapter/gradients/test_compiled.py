@@ -19,6 +19,7 @@ from genlight.adapter.gradients.step import StepRouter
 
 pytestmark = [
     pytest.mark.promise(name="ranks"),
+    pytest.mark.usefixtures("group_of_one"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
@@ -26,10 +27,8 @@ Step = Callable[[Tensor], Any]
 
 
 @pytest.fixture(autouse=True)
-def group_of_one(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def _uncompiled():
     yield
-    dist.destroy_process_group()
     torch._dynamo.reset()
 
 

@@ -92,36 +92,29 @@ def two_ranks(tmp_path_factory):
     return runs.on_two_ranks(tmp_path_factory.mktemp("two_ranks"), jobs)
 
 
+ALIKE = [
+    *(f"ddp {name}" for name in ON_RANKS if name != "Normalized"),
+    *(f"fsdp {name}" for name in SHARDED if name != "Normalized"),
+    *(f"blocks {name}" for name in BLOCKS),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ON_RANKS if name != "Normalized"])
-def test_two_ranks_with_half_the_rows_each_agree_with_one_plain_process(two_ranks, name):
+@pytest.mark.parametrize("key", ALIKE)
+def test_two_ranks_with_half_the_rows_each_agree_with_one_plain_process(two_ranks, key):
+    name = key.rpartition(" ")[2]
     for rank in two_ranks:
-        runs.assert_close(rank[f"ddp {name}"], runs.plain_run(name), TOLERANCE.get(name, 1e-6))
+        runs.assert_close(rank[key], runs.plain_run(name), TOLERANCE.get(name, 1e-6))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_replicas_are_bit_equal_after_every_kind_of_training(two_ranks, name):
-    first, second = (rank[f"ddp {name}"] for rank in two_ranks)
-    assert not isinstance(first, str), first
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_gradients_that_travel_inside_of_backward_add_up_to_the_same_bits(two_ranks, name):
-    for rank in two_ranks:
-        early, late = rank[f"small buckets {name}"], rank[f"ddp {name}"]
-        assert not isinstance(early, str), early
-        assert all(torch.equal(early[key], late[key]) for key in late)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SHARDED if name != "Normalized"])
-def test_two_ranks_sharded_agree_with_one_plain_process(two_ranks, name):
-    for rank in two_ranks:
-        runs.assert_close(rank[f"fsdp {name}"], runs.plain_run(name), TOLERANCE.get(name, 1e-6))
+def test_replicas_are_bit_equal_also_if_gradients_travel_inside_of_backward(two_ranks, name):
+    expected = two_ranks[0][f"ddp {name}"]
+    for found in (rank[key] for rank in two_ranks for key in (f"ddp {name}", f"small buckets {name}")):
+        assert not isinstance(found, str), found
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.slow
@@ -169,34 +162,20 @@ def test_settings_of_ddp_that_are_not_needed_here_allow_any_graph_and_change_no_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BLOCKS)
-def test_two_ranks_sharded_by_blocks_agree_with_one_plain_process(two_ranks, name):
-    for rank in two_ranks:
-        runs.assert_close(rank[f"blocks {name}"], runs.plain_run(name), 1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", HALF)
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 0.02), ("16-mixed", 0.003), ("bf16-true", 0.1)])
-def test_two_ranks_in_half_precision_agree_with_one_process_within_its_rounding(two_ranks, precision, tolerance, name):
-    module, _ = runs.hosted_run(name, **runs.precision_of(precision))
+@pytest.mark.parametrize(
+    ("mode", "tolerance"), [("bf16-mixed", 0.02), ("16-mixed", 0.003), ("bf16-true", 0.1), ("fsdp 16-mixed", 0.003)]
+)
+def test_two_ranks_in_half_precision_agree_with_one_process_within_its_rounding(two_ranks, mode, tolerance, name):
+    module, _ = runs.hosted_run(name, **runs.precision_of(mode.removeprefix("fsdp ")))
     expected = runs.weights(module.contract_state, module.plugin)
 
     for rank in two_ranks:
-        actual = dict(rank[f"{precision} {name}"])
+        actual = dict(rank[f"{mode} {name}"])
         assert actual.pop("overflow_steps", 0) == 0
         runs.assert_close(actual, expected, tolerance)
-    first, second = (rank[f"{precision} {name}"] for rank in two_ranks)
+    first, second = (rank[f"{mode} {name}"] for rank in two_ranks)
     assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-@pytest.mark.slow
-def test_an_overflow_on_one_rank_skips_the_update_on_all(two_ranks):
-    first, second = (rank["overflow"] for rank in two_ranks)
-
-    assert first["overflow_steps"] == second["overflow_steps"] == 1
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert all(torch.isfinite(t).all() for t in first.values())
 
 
 @pytest.mark.slow
@@ -210,21 +189,9 @@ def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all_where_that_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HALF)
-def test_two_ranks_sharded_in_fp16_agree_with_one_process_within_its_rounding(two_ranks, name):
-    module, _ = runs.hosted_run(name, **runs.precision_of("16-mixed"))
-    expected = runs.weights(module.contract_state, module.plugin)
-
-    for rank in two_ranks:
-        actual = dict(rank[f"fsdp 16-mixed {name}"])
-        assert actual.pop("overflow_steps", 0) == 0
-        runs.assert_close(actual, expected, 0.003)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OVERFLOWING)
-def test_an_overflow_in_the_shard_of_one_rank_skips_the_update_on_all(two_ranks, name):
-    first, second = (rank[f"fsdp {name}"] for rank in two_ranks)
+@pytest.mark.parametrize("key", ["overflow", *(f"fsdp {name}" for name in OVERFLOWING)])
+def test_an_overflow_on_one_rank_or_in_its_shard_skips_the_update_on_all(two_ranks, key):
+    first, second = (rank[key] for rank in two_ranks)
 
     assert not isinstance(first, str), first
     assert first["overflow_steps"] == second["overflow_steps"] == 1

@@ -110,13 +110,6 @@ class Replacing(Resizing):
         model.queue = torch.cat([model.queue, number.reshape(1)])
 
 
-class Retyping(Resizing):
-    def add(self, model, number):
-        model.queue.data = (model.queue + number).to(
-            torch.float64 if model.queue.dtype is torch.float32 else torch.float32
-        )
-
-
 class Filling(Resizing):
     first = None
 
@@ -177,7 +170,7 @@ def assert_equal(actual, expected):
 
 
 @pytest.mark.parametrize("bad", [0, BAD])
-@pytest.mark.parametrize("trainer_class", [Normalized, Closure, Resizing, Replacing, Retyping, Filling])
+@pytest.mark.parametrize("trainer_class", [Normalized, Closure, Resizing, Replacing, Filling])
 def test_a_run_with_a_bad_batch_ends_bit_equal_to_one_without_that_batch(tmp_path, trainer_class, bad):
     """This includes weights, running statistics and the optimizer's state."""
     assert_equal(fit(tmp_path, trainer_class, bad=(bad,)), plain(trainer_class, skipped=(bad,)))
@@ -246,8 +239,7 @@ def test_in_fp16_the_scaler_skips_updates_and_ordinary_overflows_are_not_logged(
 
 
 @pytest.mark.parametrize(
-    ("trainer_class", "words"),
-    [(Lbfgs, r'state\["optimizer"\].*LBFGS evaluates'), (ByHand, "needs an optimizer")],
+    ("trainer_class", "words"), [(Lbfgs, r'state\["optimizer"\].*LBFGS evaluates'), (ByHand, "needs an optimizer")]
 )
 def test_a_trainer_whose_updates_cannot_be_skipped_is_refused(tmp_path, trainer_class, words):
     with pytest.raises(ContractError, match=words):

@@ -1,6 +1,5 @@
 """Inputs from a server that speaks the Hugging Face hub's endpoints."""
 
-import json
 import logging
 
 import httpx2
@@ -12,6 +11,7 @@ from genlight.adapter.inputs.http import Transport
 from genlight.adapter.inputs.refs import parse_ref
 from genlight.adapter.inputs.transfer import fetch_from_hub
 from genlight.adapter.plumbing.text import HUB_LOGIN
+from support.jobs import write_job
 from support.messages import refusal
 
 FILES = {"config.json": b"{}", "unet/model.safetensors": b"weights" * 1000, "data/a.parquet": b"PAR1"}
@@ -90,16 +90,7 @@ def test_a_run_that_is_not_logged_in_says_in_one_message_how_to(hub, tmp_path, m
     monkeypatch.delenv("HF_TOKEN")
     for path in list(hub.resources):
         hub.put(path, status=401, fail_first=[401] * 99)
-    job = {
-        "run_id": "r",
-        "trainer": "support.trainer_class:Counts",
-        "max_steps": 1,
-        "lightning": {"accelerator": "cpu"},
-        **data,
-    }
-    (tmp_path / "job.json").write_text(json.dumps(job))
-
-    assert main(["run", str(tmp_path / "job.json")]) != 0
+    assert main(["run", str(write_job(tmp_path, **{"mock_batches": ..., **data}))]) != 0
 
     errors = [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
     assert len(errors) == 1

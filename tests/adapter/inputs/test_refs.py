@@ -25,10 +25,7 @@ DIGEST = "0123456789abcdef" * 4
             "hf:owner/name@refs/pr/1:sub/dir",
             HubRef("hf:owner/name@refs/pr/1:sub/dir", "owner/name", "refs/pr/1", "sub/dir"),
         ),
-        (
-            "hf:owner/name:data/*.parquet",
-            HubRef("hf:owner/name:data/*.parquet", "owner/name", None, "data/*.parquet"),
-        ),
+        ("hf:owner/name:data/*.parquet", HubRef("hf:owner/name:data/*.parquet", "owner/name", None, "data/*.parquet")),
         ("cozy:owner/repo", CozyRef("cozy:owner/repo", "owner", "repo")),
         ("cozy:owner/repo:v2", CozyRef("cozy:owner/repo:v2", "owner", "repo", "v2")),
         (f"cozy:o/r@sha256:{DIGEST}", CozyRef(f"cozy:o/r@sha256:{DIGEST}", "o", "r", None, f"sha256:{DIGEST}")),

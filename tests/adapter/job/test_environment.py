@@ -19,14 +19,9 @@ def read(tmp_path):
     return read_variables
 
 
-@pytest.mark.parametrize("word", ["1", "true", "t", "yes", "y", "TRUE", " Yes "])
-def test_the_true_words_are_true(word):
-    assert is_true(word)
-
-
-@pytest.mark.parametrize("word", ["", "0", "false", "no", "on", "2", "truee"])
-def test_every_other_word_is_false(word):
-    assert not is_true(word)
+def test_the_true_words_are_true_and_every_other_word_is_false():
+    assert all(map(is_true, ["1", "true", "t", "yes", "y", "TRUE", " Yes "]))
+    assert not any(map(is_true, ["", "0", "false", "no", "on", "2", "truee"]))
 
 
 def test_a_word_that_is_neither_true_nor_false_is_a_warning(read):

@@ -11,44 +11,35 @@ from torch.utils.data import DataLoader
 
 from genlight.adapter import ContractModule, StepResult, TrainingJobSpec
 from genlight.callbacks import Checkpoint, DurableCheckpointIO
-from support.trainer_class import Stateless
+from support.trainer_class import Trains
 from support.trainers import quiet_trainer
 
 stock: Any = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="since Lightning 2.6")
 EMAWeightAveraging, WeightAveraging = stock.EMAWeightAveraging, stock.WeightAveraging
 
 
-class TwoParts(Stateless):
+class TwoParts(Trains):
     """A backbone and a head under one optimizer; records the weights after each step."""
 
     def __init__(self) -> None:
         self.history: list[torch.Tensor] = []
-        self.loaded: dict[str, Any] = {}
 
     def configure(self, ctx: Any) -> dict[str, Any]:
-        torch.manual_seed(0)
         backbone, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
         optimizer = torch.optim.Adam([*head.parameters(), *backbone.parameters()], lr=0.05)
         return {"backbone": backbone, "head": head, "optimizer": optimizer}
 
+    def loss(self, batch: torch.Tensor, state: Any) -> torch.Tensor:
+        loss: torch.Tensor = (state["head"](state["backbone"](batch).tanh()) - 1).pow(2).mean()
+        return loss
+
     def train_step(self, batch: torch.Tensor, state: Any, ctx: Any) -> StepResult:
-        loss = (state["head"](state["backbone"](batch).tanh()) - 1).pow(2).mean()
-        state["optimizer"].zero_grad()
-        loss.backward()
-        state["optimizer"].step()
+        result = super().train_step(batch, state, ctx)
         self.history.append(state["backbone"].weight.detach().clone())
-        return StepResult({"loss": loss.detach()})
+        return result
 
     def evaluate(self, state: Any, ctx: Any) -> dict[str, float]:
         return {"norm": float(state["backbone"].weight.detach().norm())}
-
-    def state_dict(self, state: Any) -> dict[str, object]:
-        return {name: state[name].state_dict() for name in ("backbone", "head")}
-
-    def load_state_dict(self, state: Any, payload: Any, ctx: Any) -> None:
-        self.loaded = payload
-        for name in ("backbone", "head"):
-            state[name].load_state_dict(payload[name])
 
 
 def batches() -> DataLoader[Any]:

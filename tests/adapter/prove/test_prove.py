@@ -19,6 +19,7 @@ from genlight.adapter.prove import rehearsal
 from genlight.adapter.prove.prove import prove as rehearse
 from genlight.adapter.prove.rehearsal import Scene
 from support import SUPPORT
+from support.jobs import write_job
 from support.messages import refusal
 from support.planted import COPYING
 
@@ -74,14 +75,8 @@ def prove(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
 
     def run(name, *arguments):
-        job = {
-            "run_id": "proven",
-            "trainer": f"trainer:{name}",
-            "max_steps": 1000,
-            "mock_batches": [[[i / 30, 1.0], [0.5, -i / 30]] for i in range(30)],
-            "lightning": {"accelerator": "cpu"},
-        }
-        (tmp_path / "job.json").write_text(json.dumps(job))
+        rows = [[[i / 30, 1.0], [0.5, -i / 30]] for i in range(30)]
+        write_job(tmp_path, run_id="proven", trainer=f"trainer:{name}", max_steps=1000, mock_batches=rows)
         code = main(["prove", "job.json", "--json", *arguments])
         findings = json.loads(capfd.readouterr().out)["findings"]
         return code, {each["check"]: each for each in findings}

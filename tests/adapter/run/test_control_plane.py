@@ -84,9 +84,7 @@ AWAY = ConnectionError(f"no answer to {SECRET}")
 
 
 @pytest.mark.parametrize(
-    "answers",
-    [{"heartbeat": [True, False]}, {"cancel": [False, True]}],
-    ids=["lease gone", "cancel"],
+    "answers", [{"heartbeat": [True, False]}, {"cancel": [False, True]}], ids=["lease gone", "cancel"]
 )
 def test_a_lost_lease_and_a_wish_to_cancel_are_reasons_to_stop(lease, client, answers):
     client.answers |= answers

@@ -144,16 +144,6 @@ def test_axe_finds_no_violation(browser, three, site, scheme):
             assert violations(page) == {}
 
 
-def test_a_page_is_dark_for_those_who_like_it_and_prints_light(browser, three):
-    paper = "getComputedStyle(document.body).backgroundColor"
-    with opened(browser, three, color_scheme="dark") as page:
-        assert page.evaluate(paper) == "rgb(13, 17, 23)"
-        page.emulate_media(media="print", color_scheme="dark")
-        assert page.evaluate(paper) == "rgb(255, 255, 255)"
-        assert not page.locator("#smooth").is_visible()
-        assert len(page.pdf()) > 10_000
-
-
 def test_a_list_is_filtered_and_its_runs_are_compared(browser, site):
     with opened(browser, site) as page:
         page.wait_for_selector("tbody tr")

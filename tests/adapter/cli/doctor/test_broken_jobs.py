@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from genlight.adapter.cli import main
 from genlight.adapter.job.sources import VARIABLES
 from genlight.adapter.run.run import RunOptions, run_job
+from support.jobs import write_job
 
 TRAINERS = """
 import abc
@@ -115,17 +114,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(folder, fields):
-    job = {
-        "run_id": "r",
-        "trainer": "broken_jobs_trainer:Good",
-        "max_steps": 2,
-        "dataset": {"parquet_paths": ["a.parquet"]},
-        "lightning": {"accelerator": "cpu"},
-        **fields,
-    }
-    path = folder / "job.json"
-    path.write_text(json.dumps({name: value for name, value in job.items() if value is not ...}))
-    return str(path)
+    data = {"parquet_paths": ["a.parquet"]}
+    usual = {"trainer": "broken_jobs_trainer:Good", "max_steps": 2, "dataset": data, "mock_batches": ...}
+    return str(write_job(folder, **{**usual, **fields}))
 
 
 def diagnose(path):
