@@ -136,6 +136,8 @@ class _BeginsAtFirstBatch:
 
     _states_at_start: dict[str, Any] | None = None
     """Random states at the start of the pass; None between passes."""
+    _held_at_start: list[Any]
+    """States of the generators that the loader holds, at the start of the pass."""
     _resumes = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -144,21 +146,21 @@ class _BeginsAtFirstBatch:
             if resumes and self._states_at_start:
                 restore_rng(self._states_at_start)
             else:
-                self._states_at_start = {**capture_rng(), "held": held_states(self)}
+                self._states_at_start, self._held_at_start = capture_rng(), held_states(self)
             batches = super().__iter__()  # type: ignore[misc]
         yield from batches
         self._states_at_start = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, and the random states from the start of the pass."""
-        return {"begun": self._states_at_start, "loader": super().state_dict()}  # type: ignore[misc]
+        held = held_states(self) if self._states_at_start is None else self._held_at_start
+        return {"begun": self._states_at_start, "held": held, "loader": super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`."""
-        self._states_at_start = state["begun"]
+        self._states_at_start, self._held_at_start = state["begun"], state["held"]
         self._resumes = self._states_at_start is not None
-        if self._states_at_start is not None:
-            set_held_states(self, self._states_at_start["held"])
+        set_held_states(self, self._held_at_start)
         super().load_state_dict(state["loader"])  # type: ignore[misc]
 
 

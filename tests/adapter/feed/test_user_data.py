@@ -89,10 +89,13 @@ class Passes:
 class Positions:
     """Keeps its position; draws the order of a pass, also of a resumed one, when the pass begins."""
 
-    def __init__(self): self.passes = self.taken = self.skipped = 0
+    def __init__(self):
+        self.passes = self.taken = self.skipped = 0
+        self.generator = np.random.default_rng(4)
     def __iter__(self):
         self.passes, first, self.skipped = self.passes + 1, self.skipped, 0
-        return map(self.take, range(first, 4), torch.randperm(4)[first:])
+        order = torch.randperm(4)[torch.from_numpy(self.generator.permutation(4))]
+        return map(self.take, range(first, 4), order[first:])
     def take(self, place, row):
         self.taken = place + 1
         return torch.tensor([self.passes, row])
@@ -156,7 +159,7 @@ def test_a_run_that_was_interrupted_sees_what_one_without_a_break_sees(kind, tmp
     data, dataset = KINDS[kind]
     job = make(tmp_path, kind, data=data, **({} if dataset is None else {"dataset": dataset}))
     assert main(["run", str(job), "--set", "run_id=whole"]) == 0
-    for steps in (2, 7, 9):
+    for steps in (2, 7, 8, 9):
         assert main(["run", str(job), "--set", f"max_steps={steps}", "--set", "resume_from_latest=true"]) == 0
 
     assert seen(job, "r") == seen(job, "whole")
@@ -310,6 +313,39 @@ def test_what_cannot_resume_exactly_or_has_no_effect_is_said_by_name(caplog):
     shared = feed_of(lambda ctx: iter([[1], [2]]), context(world_size=2), {})
     with refusal(InputError):
         shared.load_state_dict(first.state_dict())
+
+
+class Shuffles:
+    """Draws the order of each pass from its own generator, and keeps its position in it."""
+
+    def __init__(self):
+        self.generator, self.taken, self.skipped = np.random.default_rng(4), 0, 0
+
+    def __iter__(self):
+        first, self.skipped = self.skipped, 0
+        for place, row in enumerate(self.generator.permutation(6)):
+            if place >= first:
+                self.taken = (place + 1) % 6
+                yield torch.tensor([row])
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.skipped = state["taken"]
+
+
+@pytest.mark.parametrize("taken", [0, 4])
+def test_a_loader_with_its_own_generator_continues_within_a_pass_and_between_two(taken):
+    first = feed_of(Shuffles, context(), {})
+    list(first)
+    rest = iter(first)
+    for _ in range(taken):
+        next(rest)
+    again = feed_of(Shuffles, context(), {})
+    again.load_state_dict(first.state_dict())
+
+    assert [batch.item() for batch in again] == [batch.item() for batch in rest]
 
 
 class KeepsShard(IterableDataset):
