@@ -4,7 +4,7 @@ The step is bounded by the checkpoints of the runs and by their witnesses, the f
 runs are then trained again from their last equal checkpoint, in a scratch folder; their own folders are only read.
 Configuration, data, code and versions that differ are listed first.
 
-Exit codes: 0 equal, 1 different, 2 usage, or nothing that can be compared.
+Exit codes: 0 equal; 1 different; 2 wrong usage, or nothing to compare.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code: 0 if the runs are equal, otherwise 1.
 
     Raises:
-        UsageError: There is nothing that can be compared.
+        UsageError: There is nothing to compare.
     """
     from ..prove.bisect import bisect
 

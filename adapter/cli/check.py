@@ -1,6 +1,6 @@
 """Check a trainer class: its hooks, its state, exact resume, several ranks, half precision.
 
-Exit codes: 0 every check passed or warned, 1 one failed, 2 usage, or no data to check training with.
+Exit codes: 0 every check passed or warned; 1 one failed; 2 wrong usage, or no data to check training with.
 """
 
 from __future__ import annotations

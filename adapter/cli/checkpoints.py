@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         metavar="FILE",
-        help="export: safetensors file or checkpoint with the weights that this checkpoint lacks",
+        help="export: safetensors file or checkpoint that supplies the frozen weights which the exported checkpoint "
+        'omits (saved with `weights="trained"`)',
     )
     parser.add_argument(
         "--merge",
@@ -144,7 +145,7 @@ def _show(record: CheckpointRecord, *, as_json: bool) -> None:
 
 
 def _tensors(record: CheckpointRecord) -> dict[str, tuple[str, list[int]]]:
-    """Return element type and complete shape of every tensor, sliced or not. Read only headers and indices."""
+    """Return element type and complete shape of every tensor, sliced or not; only headers and indices are read."""
     tensors = {}
     for entry in record.files:
         name = record.file_name(entry)
@@ -166,11 +167,14 @@ def _export(record: Path, args: argparse.Namespace) -> None:
     if target.suffix == ".ckpt" and args.strip_prefix:
         raise UsageError("--strip-prefix is for FILE.safetensors or FOLDER; remove it")
     if args.merge and target.suffix in (".ckpt", ".safetensors"):
-        raise UsageError("--merge is for --to FOLDER, because a merged model needs its configuration")
+        raise UsageError(
+            "--merge needs --to FOLDER: only a folder can hold the `config.json` that `from_pretrained` needs next to "
+            "the merged weights"
+        )
     try:
         if target.suffix in (".ckpt", ".safetensors") and os.path.lexists(target) and not args.force:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-        # Only an export needs torch, whose import takes longer than any other action.
+        # Only an export needs torch. Its import is slow, so `list`, `verify` and `show` do without it.
         from ...callbacks.checkpoint.export import export_lightning, export_pretrained, export_safetensors, read_base
 
         base = read_base(args.base) if args.base else None

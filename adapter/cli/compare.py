@@ -1,6 +1,6 @@
 """Compare a job's training with a plain Python loop of its class: the same batches, step by step.
 
-Exit codes: 0 equal within --rtol, 1 different, or the class failed, 2 usage, or nothing that can be compared.
+Exit codes: 0 equal within --rtol; 1 different, or the class failed; 2 wrong usage, or nothing to compare.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("job", metavar="JOB.json", help="the job, which trains in its own precision")
+    parser.add_argument(
+        "job",
+        metavar="JOB.json",
+        help="the job; genlight trains it in the precision of its `lightning` block, and the plain loop always in fp32",
+    )
     parser.add_argument("--steps", type=at_least(1), default=5, help="number of steps, or of updates with --against")
     parser.add_argument(
         "--rtol",

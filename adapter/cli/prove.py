@@ -4,7 +4,7 @@ Every rehearsal runs a few steps of the job in a scratch folder, breaks it, star
 random numbers, losses and the final state with a run without a fault. Nothing is uploaded. The results are written to
 `proof.json` in the folder of the job's run. `genlight check` tests only the class, within one process and in seconds.
 
-Exit codes: 0 everything held, 1 a rehearsal failed, 2 usage, or the job cannot be used.
+Exit codes: 0 everything held; 1 a rehearsal failed; 2 wrong usage, or the job cannot be used.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The training starts from the newest checkpoint before the step, or from the begi
 of the run is only read. The witness of the run, the file with digests of its steps, proves that the steps are the same.
 If the loss or a gradient is not finite, the rows that cause it are found.
 
-Exit codes: 0 replayed, 1 the steps are not the same as in the run, or one failed, 2 usage, or no replay is possible.
+Exit codes: 0 replayed; 1 the steps differ from those of the run, or one failed; 2 usage, or no replay is possible.
 """
 
 from __future__ import annotations

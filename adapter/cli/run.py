@@ -36,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SETTING",
-        help="when resuming, take this setting from the class instead of the checkpoint: lr, weight_decay or another "
-        "setting of optimizers, or schedule, or scaler; may be repeated; the same as `resume.keep` of the job",
+        help="when resuming, do not restore this setting from the checkpoint, but use what `configure` of the class "
+        "sets: lr, weight_decay or another setting of optimizers, or schedule, or scaler; may be repeated; replaces "
+        "the list `resume.keep` of the job",
     )
 
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: The address cannot be used.
-        ModuleNotFoundError: The extra is not installed.
+        ModuleNotFoundError: The extra ``serve`` (starlette, uvicorn) is not installed.
     """
     import uvicorn
 

@@ -8,7 +8,7 @@ run.
 For `module:function`, the script calls `python -m genlight.adapter.runner`. The runner writes the result into a new
 folder.
 
-Exit codes: 0 done, 1 Slurm refused or could not be reached, or the job failed while submit waited for it, 2 usage.
+Exit codes: 0 done; 1 Slurm refused or could not be reached, or the job failed while submit waited for it; 2 usage.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A retry takes its destinations from `--job`, `--set` or the environment, and never from the folder of the run.
 
-Exit codes: 0 listed, or nothing is left, 1 something could not be delivered, 2 usage.
+Exit codes: 0 listed, or nothing is left; 1 something could not be delivered; 2 usage.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code: 0.
 
     Raises:
-        UsageError: There is nothing to watch, or no terminal.
-        ModuleNotFoundError: The extra is not installed.
+        UsageError: A path is a file instead of a folder, or standard input or output is no terminal.
+        ModuleNotFoundError: The extra ``watch`` (textual, plotext) is not installed.
     """
     folders = list(dict.fromkeys(Path(each) for each in args.run))
     files = [folder for folder in folders if folder.exists() and not folder.is_dir()]
@@ -48,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
 def _end_with_terminal() -> None:
     """Wait for the terminal to close, then end the process by SIGHUP.
 
-    The kernel sends SIGHUP only to processes with this controlling terminal. Without it, textual would read the end of
-    its input again and again, and wait forever for its output. There is nothing to restore or to save.
+    The kernel sends SIGHUP only if this terminal is the process's controlling terminal, so the process sends it to
+    itself. Otherwise textual would read end-of-file in a loop, and wait forever for its output. SIGHUP ends the process
+    at once: a view has nothing to save, and there is no terminal to restore.
     """
     hang_up = select.poll()
     hang_up.register(sys.stdin, 0)

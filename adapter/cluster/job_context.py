@@ -21,9 +21,9 @@ from typing import TypeVar
 from ..plumbing.settings import render_text
 
 NODES = "GENLIGHT_NODES"
-"""Variable of the ranks that ``genlight run --restarts`` forks: the number of nodes."""
+"""Variable that ``genlight run --restarts`` sets for the ranks that it forks: the number of nodes."""
 MOST_HOSTS = 65_536
-"""Slurm's own limit on a range; here it limits the entire list."""
+"""Maximum number of hosts in a hostlist. Slurm has the same limit for a single range."""
 
 _BETWEEN_SEPARATORS = re.compile(r"(?:[^,\s\[\]]+|\[[^\[\]]*\]|[\[\]])+")
 _WORD = re.compile(r"(?:[\w.:-]+|\[[\d,-]+\])+", re.ASCII)
@@ -65,7 +65,7 @@ class JobContext:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
     """The variables that this context was built from, without Slurm's token."""
     created_at: float = field(default_factory=time.time, compare=False)
-    """Seconds since 1970."""
+    """When this context was made, in seconds since 1970."""
     output_dir: Path | None = None
 
     def torch_distributed_env(self, master_port: int | None = None) -> dict[str, str]:
@@ -92,8 +92,8 @@ def _context_of(variables: frozenset[tuple[str, str]]) -> JobContext:
 def in_srun_task() -> bool:
     """Whether srun started this process as one of several tasks.
 
-    A login node, the shell of ``salloc``, the batch script and a step of one task have Slurm's variables as well, but
-    whatever runs there has to start its other ranks itself.
+    The shell of ``salloc`` (often on a login node), the batch script and a step of one task have Slurm's variables,
+    too, but whatever runs there must start its other ranks itself.
     """
     step, rank, tasks = (os.environ.get(f"SLURM_{name}", "") for name in ("STEP_ID", "PROCID", "STEP_NUM_TASKS"))
     is_step = step.isdecimal() and int(step) < _SPECIAL_STEPS and rank.isdecimal()
@@ -102,14 +102,17 @@ def in_srun_task() -> bool:
 
 def this_rank() -> int:
     """Return the rank of this process from the launcher's variables; 0 without a launcher. Needs no process group."""
-    # Without RANK, compute it from the node's rank: the first process of a later node is not rank 0.
+    # Without RANK, it is NODE_RANK * LOCAL_WORLD_SIZE + LOCAL_RANK. LOCAL_RANK alone would make the first process of
+    # every node rank 0.
     node, here = os.environ.get("NODE_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if "RANK" not in os.environ and node.isdigit() and here.isdigit():
         local = os.environ.get("LOCAL_RANK", "0")
         return int(node) * int(here) + (int(local) if local.isdigit() else 0)
+    # Without LOCAL_WORLD_SIZE, a node's rank above 0 shows only that this process is not rank 0. On node 0, LOCAL_RANK
+    # is the rank.
     for name in ("RANK", "SLURM_PROCID", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"):
         if name == "SLURM_PROCID" and not in_srun_task():
-            continue  # SLURM_PROCID belongs to the batch script that started this process or its parent
+            continue  # outside of an srun task it is inherited, for example from the batch script, and not this rank
         number = os.environ.get(name, "")
         if number.isdigit() and (int(number) or name not in ("NODE_RANK", "GROUP_RANK")):
             return int(number)
@@ -250,7 +253,8 @@ def _contradictions(context: JobContext, tasks: list[int]) -> Iterator[str]:
         yield f"There are {nodes} nodes, but the hostlist has {len(context.hostnames)} names."
     if tasks and nodes is not None and len(tasks) != nodes:
         yield f"There are {nodes} nodes, but the tasks per node are given for {len(tasks)}."
-    # Outside of a step, the variable counts the tasks that would fit on each node.
+    # Outside of a step, SLURM_TASKS_PER_NODE counts the tasks that would fit on each node, so the sum may be larger
+    # than the number of tasks.
     is_exact = "SLURM_STEP_TASKS_PER_NODE" in env and "SLURM_STEP_NUM_TASKS" in env
     if tasks and ranks is not None and (ranks > sum(tasks) or (is_exact and ranks < sum(tasks))):
         yield f"There are {ranks} tasks, but the tasks per node add up to {sum(tasks)}."
@@ -283,7 +287,9 @@ def expand_hostlist(text: str) -> list[str]:
 def _names(word: str) -> Iterator[str]:
     """Yield the host names that one word of a hostlist stands for."""
     if _WORD.fullmatch(word) is None:
-        raise ValueError(f"{word!r} is not the name of a host, with numbers such as [9-10,12] in brackets.")
+        raise ValueError(
+            f"{word!r} is not a host name. Brackets in it may hold only numbers and ranges, such as [9-10,12]."
+        )
     parts = re.split(r"[\[\]]", word)
     brackets = range(1, len(parts), 2)
     # Like scontrol: the last bracket varies fastest, and among the others the last one varies slowest.
@@ -305,9 +311,9 @@ def _numbers(entries: str) -> Iterator[str]:
 
 
 def rank_errors(environ: Mapping[str, str]) -> list[str]:
-    """Return the errors in the variables that give the number of a process and its job."""
+    """Return the errors in the variables that give this process's rank and, in a Slurm job, its place in the job."""
     wrong = [
-        f"Invalid `{name}`. Expected the number of a process, as launchers set it, but received "
+        f"Invalid `{name}`. Expected a rank (a whole number from 0), as launchers set it, but received "
         f"{render_text(environ[name].strip())}. Unset it."
         for name in _RANKS
         if name in environ and not environ[name].strip().isdecimal()

@@ -114,7 +114,8 @@ def launcher_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     has_own |= any(isinstance(each, ClusterEnvironment) for each in plugins)
     environment: ClusterEnvironment | None = None
     devices = num_nodes = None
-    if NODES in os.environ:  # in place of the launcher that has started one supervisor on each node
+    # `genlight run --restarts` forked this rank. A launcher such as torchrun has started only one supervisor on each node.
+    if NODES in os.environ:
         environment = None if has_own else LightningEnvironment()
         devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number(NODES)
     elif (
@@ -145,8 +146,9 @@ def _meet_in_own_store() -> None:
     """Have the ranks that torchrun started meet in a store that rank zero opens only for this start.
 
     The agents of torch 2.13 give all starts of a job the same store. After a restart, the ranks would read there the
-    addresses of ranks that have ended, wait for them, and fail. Agents end all ranks of a start before the next one, so
-    a port is free again even if two starts have the same number, as they may after a change of nodes.
+    addresses of ranks that have ended, wait for them, and fail. Two starts may have the
+    same restart count, and so the same port, after a change of nodes. The port is free again by then, because agents
+    end all ranks of a start before the next one.
     """
     if os.environ.get(_AGENT_STORE) == str(True):
         start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

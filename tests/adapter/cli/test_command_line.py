@@ -132,7 +132,7 @@ def test_a_rank_that_is_no_number_is_reported_without_lightnings_traceback(genli
 
     done = genlight(*words, **{name: value})
     assert done.returncode == 2
-    assert f"Invalid `{name}`. Expected the number of a process, as launchers set it" in done.stderr
+    assert f"Invalid `{name}`. Expected a rank (a whole number from 0), as launchers set it" in done.stderr
     assert "Traceback" not in done.stderr
 
 
