@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "subject", metavar="MODULE:CLASS|JOB.json", help="the class, or a job with its class, hyperparameters and data"
     )
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help="a Parquet file; may be repeated")
-    # The interruption after seven steps is within an accumulation window of 2 to 6 steps, and in the second epoch of
-    # five steps.
+    # Seven is not a multiple of 2 to 6, so the interruption is inside a window of so many accumulated steps. It is also
+    # inside the second epoch, because `Subject` gives the job's own data epochs of `steps - 2` steps.
     parser.add_argument("--steps", type=at_least(1), default=7, help="steps before and after the interruption")
     add_overrides(parser, "dataset.batch_size=8 or hyperparams.lr=0.001")
     add_json(parser, "print one JSON object")
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         StartupContractError: The job cannot be used.
         InputError: Its data cannot be read.
     """
-    # Before torch is imported: a literal "cuda:0" must fail here, not on a machine without a GPU.
+    # Hide the GPUs before torch is imported: a literal "cuda:0" in the class must fail in this check, also on a machine
+    # with a GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     subject = _subject(_job(args), args.steps)
     from ..check.checks import run_checks

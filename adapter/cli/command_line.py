@@ -158,7 +158,7 @@ def _run(words: list[str]) -> int:
 
 
 def _install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra. It names each, because no index has genlight."""
+    """Return the command that installs the packages of an extra, by name, because no package index has genlight."""
     requires = (required.partition(";") for required in metadata.requires("genlight") or ())
     named = [f"'{package.strip()}'" for package, _, marker in requires if re.search(rf"extra == .{extra}\b", marker)]
     return f"pip install {' '.join(named)}"
@@ -247,7 +247,7 @@ def _configure_messages() -> None:
         handler = _StandardError()
         handler.setFormatter(VisibleFormatter())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
-        # This logger also has its own handler to standard error, so each message would appear twice.
+        # Lightning gives this logger its own handler to standard error, so each message would appear twice.
         logging.getLogger("lightning").propagate = False
     for name in _CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -137,7 +137,7 @@ def _artifacts(config: RunConfig) -> Outcomes:
 
 def _start(config: RunConfig) -> Outcomes:
     """Yield the checkpoint from which the run would start, and the broken ones that it would skip."""
-    if config.inputs.resume_checkpoint_ref is not None:  # the inputs download it
+    if config.inputs.resume_checkpoint_ref is not None:  # the run fetches it when it starts
         return
     start = decide_start(config)
     yield from (("warn", warning) for warning in start.warnings)
@@ -170,7 +170,8 @@ def _dataset(config: RunConfig) -> Outcomes:
             yield "fail", str(error)
     if missing or not files:
         return
-    drops = dataset.drop_last and not remote  # with the rows of remote files there may be enough for a batch
+    # With rows of remote files, a batch may be complete although the local files alone do not fill it.
+    drops = dataset.drop_last and not remote
     paths = [str(file) for file in files]
     feed = ArrowFeed(paths, batch_size=dataset.batch_size, columns=dataset.columns, drop_last=drops)
     with contextlib.closing(feed):

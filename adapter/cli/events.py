@@ -121,7 +121,7 @@ def _show(path: Path, args: argparse.Namespace) -> None:
 
 
 def _by_step(events: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Group the events: consecutive metrics of one step form one group, every other event another."""
+    """Group the events: consecutive metrics of one step form a group; every other event is a group by itself."""
 
     def key(numbered: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
         number, event = numbered

@@ -281,7 +281,7 @@ class GenlightCLI(LightningCLI):
                 self._note_completion()
 
     def _prepare_stop(self, checkpoints: Path | None) -> None:
-        """Have a stop save a checkpoint, or say that it will not; set the hint how to continue."""
+        """Have a stop save a checkpoint, or warn that it will not; set the session's `resume_hint`."""
         session = self._session
         if fault := save_on_stop(self.trainer):
             text = "a stop will save nothing, because %s; add the callback genlight.callbacks.Checkpoint"
@@ -345,7 +345,7 @@ class GenlightCLI(LightningCLI):
         listing = [] if directory is None or not trainer.is_global_zero else list_checkpoints(directory)
         records = [listed.record for listed in listing if listed.record is not None]
         step = getattr(self.model, "completed_steps", trainer.global_step)
-        if records and trains_in_copies(trainer):  # this process does not know the steps of the copies
+        if records and trains_in_copies(trainer):  # spawned copies trained, and this process does not know their step
             step = max(records, key=lambda record: record.created_at_ms).step
         stopped = getattr(self.model, "stopped", None) or ("should_stop" if trainer.should_stop else None)
         # Later checkpoints belong to another fit, if this one continued from an older checkpoint.

@@ -50,7 +50,8 @@ _EVALUATION = ExitHints(start_over="name another by `--ckpt_path`")
 class SaveOnStop(Checkpoint):
     """Saves only when the run stops, next to the files of Lightning's `ModelCheckpoint`.
 
-    A fit without a `Checkpoint` callback gets one, because a stop would lose its steps since Lightning's last file.
+    A fit without a `Checkpoint` callback gets this one; otherwise a stop would lose the steps since the last file of
+    `ModelCheckpoint`.
     """
 
     saves_anything = True
@@ -112,7 +113,7 @@ def begin_fit(session: Session, trainer: pl.Trainer, start: Start | None, settin
         forget_deaths(directory)
     if settings["resume"] == "never":
         for saver in savers_of(trainer):
-            saver.replace_existing = True  # also a file that is no checkpoint, but has the name of one
+            saver.replace_existing = True  # a file that is no checkpoint, but has the name of one, is not moved aside
         if trainer.is_global_zero:  # otherwise a later `--resume auto` would continue another training
             move_checkpoints_aside(directory)
     elif start is not None and start.record is None:
@@ -142,9 +143,9 @@ def hold_folder(session: Session) -> None:
 
 
 def find_start(trainer: pl.Trainer, settings: Mapping[str, Any], *, is_fit: bool) -> tuple[str | None, Start | None]:
-    """Return the path of the checkpoint to start from, if any, and the start that was decided here.
+    """Return the path of the checkpoint to start from, if any, and the `Start` that was decided here.
 
-    If the options name a checkpoint, or say that the fit begins at step 0, nothing was decided: the start is None.
+    With ``--ckpt_path`` or ``--resume never`` the user has decided, and the `Start` is None.
 
     Args:
         trainer: The trainer.

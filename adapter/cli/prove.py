@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("job", metavar="JOB.json", help="the job")
-    # Each third is followed by a checkpoint, and has room for a fault in its second step.
+    # At least 9: faults occur in the second step of a third, and a checkpoint is saved after its last, later step.
     parser.add_argument(
         "--steps", type=at_least(9), default=12, help="steps of each rehearsal; it saves a checkpoint after each third"
     )

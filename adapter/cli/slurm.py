@@ -36,7 +36,7 @@ from .parser import add_overrides
 from .terminal import say, visible
 
 _GPUS = re.compile(r"(?:[\w.-]+:)?(?P<count>[1-9]\d{0,3})", re.ASCII)
-"""GPUs of a node, with their type if the cluster has several."""
+"""Matches the GPUs of a node, such as 8, or h100:8 if the cluster has several types."""
 _FUNCTION = re.compile(r"(?P<module>[^\W\d][\w.]*):(?P<function>[^\W\d][\w.]*)")
 SRUN_WAIT_S = 600
 """Seconds after the end of the first task until srun ends the others. After the loss of a rank the others end by
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="VALUE",
-        help="arguments of a function, as JSON or text; --set NAME=VALUE",
+        help="positional arguments of a function, as JSON or text; --set NAME=VALUE gives a keyword argument",
     )
     parser.add_argument("--result", choices=("json", "pickle"), default="pickle", help="form of a function's result")
 
@@ -186,7 +186,8 @@ def _shared_by_tasks(config: RunConfig) -> str | None:
 
 def _script(args: argparse.Namespace, config: RunConfig) -> str:
     """Return the sbatch script of a job: one srun, and a requeue if the run was stopped and can continue."""
-    has_own_limit = config.max_runtime_seconds > 0  # it would count from 0 again after a requeue
+    # Do not requeue after a timeout: `max_runtime_seconds` would count from 0 again, so the run would not end.
+    has_own_limit = config.max_runtime_seconds > 0
     # Use the command of this installation, on the assumption that the nodes share it, unless the user prepares another.
     program = Path(sys.prefix) / "bin" / "genlight"
     is_shared = program.exists() and not args.container and not args.set_up

@@ -102,8 +102,8 @@ def in_srun_task() -> bool:
 
 def this_rank() -> int:
     """Return the rank of this process from the launcher's variables; 0 without a launcher. Needs no process group."""
-    # Without RANK, it is NODE_RANK * LOCAL_WORLD_SIZE + LOCAL_RANK. LOCAL_RANK alone would make the first process of
-    # every node rank 0.
+    # Without RANK, as for the ranks of a pod, it is NODE_RANK * LOCAL_WORLD_SIZE + LOCAL_RANK. LOCAL_RANK alone would
+    # make the first process of every node rank 0.
     node, here = os.environ.get("NODE_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
     if "RANK" not in os.environ and node.isdigit() and here.isdigit():
         local = os.environ.get("LOCAL_RANK", "0")

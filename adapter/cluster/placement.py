@@ -114,7 +114,7 @@ def launcher_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     has_own |= any(isinstance(each, ClusterEnvironment) for each in plugins)
     environment: ClusterEnvironment | None = None
     devices = num_nodes = None
-    # `genlight run --restarts` forked this rank. A launcher such as torchrun has started only one supervisor on each node.
+    # `genlight run --restarts` forked this rank; a launcher such as torchrun started only one supervisor on each node.
     if NODES in os.environ:
         environment = None if has_own else LightningEnvironment()
         devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number(NODES)

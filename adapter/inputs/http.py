@@ -155,7 +155,7 @@ class _Transfer:
         self.part = self.target.with_name(f"{self.target.name}.part")
         self.note_path = self.target.with_name(f".{self.target.name}.json")
         self.before = 0
-        """Size of the part before the last attempt."""
+        """Size of the part when the newest attempt began."""
         self.logged_s = time.monotonic()
 
     def is_done_since(self, asked_at: float) -> bool:
@@ -241,7 +241,7 @@ class _Transfer:
         if start and note.etag is not None and response.headers.get("etag", note.etag) != note.etag:
             self._drop_part()
             raise TransientError("the server sent the rest of a different version")
-        # A server may send less than was requested.
+        # The total is from Content-Range, not from Content-Length: a server may send a shorter range than requested.
         return start, None if content_range["total"] == "*" else int(content_range["total"])
 
     def _receive(self, response: httpx2.Response, size: int, total: int | None) -> None:

@@ -44,7 +44,8 @@ def materialize_inputs(config: RunConfig, *, raise_if_stopped: Callable[[], None
 
     Raises:
         AuthError: A server refused the credentials.
-        InputError: Inputs are missing, malformed or unreachable. The message names all local ones.
+        InputError: Inputs are missing, malformed or unreachable. The message names every missing local input and every
+            malformed reference.
     """
     files, references = _check_inputs(config)
     remote = [(kind, ref) for kind, ref in references if not isinstance(ref, Path)]

@@ -140,7 +140,7 @@ def _cozy_ref(text: str) -> CozyRef:
 
 
 def check_ref(kind: Kind, text: str) -> Ref:
-    """Parse a reference; resolve a local one to a model folder, a checkpoint record, or Parquet files.
+    """Parse a reference; resolve and check a local one with `resolve_path`.
 
     Raises:
         InputError: It is malformed, or its files do not exist or cannot be used for this purpose.
@@ -150,7 +150,9 @@ def check_ref(kind: Kind, text: str) -> Ref:
 
 
 def resolve_path(kind: Kind, path: Path) -> Path:
-    """Resolve a path for its purpose: to a model folder, a checkpoint record, or Parquet files.
+    """Resolve a path for its purpose: to the folder of a model, or to the record of a checkpoint.
+
+    The path of a dataset is returned unchanged, once its Parquet files are found.
 
     Raises:
         InputError: There are no such files, or they cannot be used for this purpose.

@@ -101,7 +101,8 @@ def _fetch(kind: Kind, ref: RemoteRef, *, config: RunConfig, directory: Path, tr
     transport.wait(0)
     try:
         if isinstance(ref, HttpRef):
-            # Two URLs with one digest and two file names get two folders: a model folder has only the file of its URL.
+            # With the digest alone, two URLs with the same content and different file names would share a folder. But
+            # the folder of a model must have only the file of its URL.
             identity = f"{ref.digest or ref.url} {ref.file_name}"
             folder = directory / "http" / hashlib.sha256(identity.encode()).hexdigest()[:32]
             if kind == "checkpoint":
@@ -194,7 +195,10 @@ def _snapshot(ref: HubRef, kind: str, patterns: list[str] | None) -> Path:
 
 
 def _translate(error: Exception, ref: HubRef, kind: str) -> Exception:
-    """Translate an error of huggingface_hub. If its cache is empty, the server's answer is only among the causes."""
+    """Translate an error of huggingface_hub.
+
+    If its cache lacks the files, its error is about the cache, and the server's answer is only among the causes.
+    """
     from huggingface_hub import errors, get_token
 
     causes = list(causes_of(error))
@@ -244,7 +248,7 @@ class Resolution(msgspec.Struct, frozen=True):
     digest: Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
 
 
-# Created here, in one thread; see `http`.
+# Created here, in one thread; see the decoder in `http`.
 _MANIFEST, _RESOLUTION = msgspec.json.Decoder(Manifest), msgspec.json.Decoder(Resolution)
 
 

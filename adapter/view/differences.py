@@ -55,7 +55,7 @@ def differences(runs: Sequence[Mapping[str, Any]]) -> list[ChangedFact]:
     """Return the differences between runs. `runs` are results of `facts_of_run`.
 
     If every run has a ``job.json``, all settings are compared. Otherwise the settings in the logs are compared. A log
-    lacks many settings, among them every hyperparameter that is a text.
+    lacks many settings, among them every hyperparameter that is a string.
     """
     has_jobs = all(run["job"] is not None for run in runs)
     facts = [dict(_facts(run, has_jobs=has_jobs)) for run in runs]

@@ -1,4 +1,7 @@
-"""All details of a run (curves, attempts, checkpoints, samples, findings, events), from one pass over its log."""
+"""All details of a run, for pages and the terminal view.
+
+Curves, attempts, findings and events come from one pass over the log; checkpoints and samples, from the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,7 @@ _MEDIA = {
 """Kinds of files that a page shows or plays, by their first bytes."""
 _TABLES = {".csv": ",", ".tsv": "\t"}
 MOST_ROWS = 20
+"""Maximum number of rows of a table that are shown, not counting its header, and of columns."""
 _REQUEST = frozenset({"name", "task", "prompt", "negative_prompt", "instruction", "source_image", "seed", "run_id"})
 _NOT_RETURNED = _REQUEST | {"step", "files"}
 """Keys of a sample's record that its generator did not return."""
@@ -85,7 +89,7 @@ class Curve:
             self._keep(thin_curve(np.array(self.steps), np.array(self.values), MOST_KEPT // 4))
 
     def remove_after(self, step: int) -> None:
-        """Remove the points of later steps than `step`, because these steps are trained again."""
+        """Remove the points after `step`: a restart or a roll-back trains these steps again."""
         kept = np.array(self.steps) <= step
         if not kept.all():
             self._keep(np.flatnonzero(kept))
@@ -109,8 +113,8 @@ class Curve:
 def thin_curve(steps: NDArray[np.int64], values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
     """Return at most `most` indices of a curve, in order: first, last, and both extremes of each interval of steps.
 
-    Each interval has the same number of steps. The numbers of points differ: a long curve is thinned repeatedly, so its
-    beginning already has fewer points.
+    The intervals have equal numbers of steps instead of points: `Curve.add` thins a long curve repeatedly, so its
+    beginning has fewer points per step than its end.
     """
     if len(values) <= most:
         return np.arange(len(values))
@@ -131,8 +135,9 @@ class Budget:
 
     Attributes:
         points: Points of all curves together.
-        media_bytes: Bytes of all pictures and recordings together.
-        sample_steps: Number of steps with samples.
+        media_bytes: Bytes of pictures and recordings. Divided by the number of samples, this is the largest picture or
+            recording that is put into the page.
+        sample_steps: Number of steps whose samples are shown.
         address_of: Returns the address from which a page loads a picture or a recording, given its path in the run's
             folder. None puts their bytes into the page.
     """
@@ -153,10 +158,12 @@ class History:
     ledger: Ledger = field(default_factory=Ledger)
     findings: list[dict[str, Any]] = field(default_factory=list)
     left_out_events: int = 0
+    """Number of events that `events` no longer holds, because it keeps only the newest."""
     left_out_curves: int = 0
+    """Number of points without a curve, because there are `MOST_CURVES` curves of other metrics."""
     _attempts: Attempts = field(default_factory=Attempts)
     _faults: dict[str, int] = field(default_factory=dict)
-    """The step from which each fault that `Diagnosis` found has lasted, by kind."""
+    """The faults reported by `Diagnosis` that have not ended: the first step of each, by kind."""
     _position: Position = field(default_factory=Position)
     _is_broken: bool = False
 
@@ -190,7 +197,7 @@ class History:
             self._add_finding(event.level, event.step, event.text)
         if isinstance(event, Failed):
             remedy = "start it again to continue" if event.resumable is True else ""
-            level = "stop" if event.error == event.category else "fail"  # the error of a stop is its reason
+            level = "stop" if event.error == event.category else "fail"  # for a stop, both are its reason
             self._add_finding(level, event.step, event.error, remedy)
         if isinstance(event, Completed) and event.finite is False:
             text = "the final weights are not finite (nan or infinite)"
@@ -291,7 +298,7 @@ def _checkpoint(listed: Listed) -> dict[str, Any]:
 
 
 def _samples(folder: Path, budget: Budget) -> Iterator[dict[str, Any]]:
-    """Yield the samples, oldest first. If too many steps have samples, skip some, evenly spaced."""
+    """Yield the samples, oldest first. If too many steps have samples, yield those of evenly spaced steps."""
     samples = folder / "samples"
     records = [path for path in sorted(samples.glob("step-*.json")) if not path.is_symlink()]
     by_step: dict[str, list[Path]] = {}
@@ -355,7 +362,7 @@ def _text(path: Path, beginning: bytes, size: int) -> dict[str, Any]:
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(beginning, final=not rest)
     except UnicodeDecodeError:
-        text = "\0"  # counts as no text, like any other character that cannot be printed
+        text = "\0"  # not printable, so the check below rejects it
     if not all(each.isprintable() or each in "\t\r\n" for each in text):
         return {"note": f"neither a picture nor a text, {size:,} bytes"}
     more = {"note": f"{rest:,} more bytes are not shown"} if rest > 0 else {}
@@ -370,6 +377,6 @@ def _text(path: Path, beginning: bytes, size: int) -> dict[str, Any]:
 def media_kind(content: bytes) -> str | None:
     """Return the media type of a picture or a recording, by its first bytes.
 
-    Return None for any other file, such as HTML: a browser might run it.
+    Return None for any other file, such as HTML, because a browser might run scripts in it.
     """
     return next((kind for kind, beginning in _MEDIA.items() if beginning.match(content)), None)

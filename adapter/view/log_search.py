@@ -27,7 +27,7 @@ SKETCH_POINTS = 32
 _PIECE_BYTES = 8 << 10
 """Bytes to read for one value of a sketch: a step with some fifty metrics."""
 PRICE = "price_per_device_hour"
-"""Setting of a job, in the metadata of its attempts."""
+"""Name of the job setting that has the price. The metadata of each attempt has the settings of its job."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Search:
         started: The newest start of an attempt that trains.
         proof: The result of comparing the steps that this attempt repeated; None if it repeated none.
         newest: The newest start of any attempt, also of one that only evaluates.
-        step_time: The newest report of seconds that the attempt of `started` has spent on steps.
-        start_up: The report of the seconds before the first step of that attempt.
+        step_time: The newest metric ``time/steps`` of the attempt that `started` begins: its seconds on steps so far.
+        start_up: The metric ``time/start_up`` of that attempt: its seconds before the first step.
         device_s: Device seconds of the attempts before `newest`.
         cost: Cost of the attempts before `newest`; None if none of them had a price.
         last_ms: Time of the last line searched.
@@ -105,13 +105,13 @@ def search_log(descriptor: int, searches: Searches) -> Search:
     if search.until > status.st_size:  # the log was replaced by a shorter one
         search = Search()
     end, at, rest = status.st_size, search.until, b""
-    if has_long_holes(descriptor):  # a sparse file has data only at its beginning, and may seem to have gigabytes
+    if has_long_holes(descriptor):  # a sparse file, which may seem to have gigabytes: search only its beginning
         end = min(end, _BLOCK_BYTES)
     while at < end and (piece := os.pread(descriptor, min(_BLOCK_BYTES, end - at), at)):
         block, at = rest + piece, at + len(piece)
         complete = block.rfind(b"\n") + 1
         search, rest = _search_lines(search, block[:complete]), block[complete:]
-        if len(rest) > LONGEST_LINE:  # longer than any event; without its beginning the line is skipped
+        if len(rest) > LONGEST_LINE:  # no event is that long: drop this beginning, so the line is skipped as unreadable
             rest = b""
     searches[log] = replace(search, until=at - len(rest))
     return searches[log]
@@ -156,8 +156,11 @@ def _line_at(block: bytes, at: int) -> tuple[int, Event | None]:
 def read_tail(descriptor: int) -> tuple[list[Event], str]:
     """Return the last events of the newest attempt that trained, oldest first, and the error of a later start.
 
-    A start that failed early leaves a ``failed`` without ``started``. It is recognized by one of three signs: it
-    follows the end of an attempt, its category is ``startup``, or it has step 0 although the run has trained.
+    If there are only events of evaluations, return those of the newest one.
+
+    A later start that failed early wrote a ``failed`` event without a ``started``. Such an event is recognized by one
+    of three signs: it follows the end of an attempt, its category is ``startup``, or it has step 0 although the run has
+    trained.
     """
     begin = max(os.fstat(descriptor).st_size - TAIL_BYTES, 0)
     lines = os.pread(descriptor, TAIL_BYTES, begin).split(b"\n")[(1 if begin else 0) : -1]

@@ -1,8 +1,8 @@
 """The web application that shows the runs below a folder live; needs the extra ``serve``.
 
-Each request is checked before anything is read. Its host name must be known, because another site can give its own name
-the address of this server and then read the answers (DNS rebinding). A request that changes something must come from
-one of our pages.
+Each request is checked before anything is read. Its ``Host`` must be an IP address or a known name, because another
+site can let its own name resolve to the address of this server and then read the answers (DNS rebinding). A request
+that changes something must come from one of our pages.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _FILE_HEADERS = {"Content-Security-Policy": "default-src 'none'; sandbox", "Content-Encoding": "identity"}
-"""The second header keeps gigabytes from being compressed."""
+"""``Content-Encoding: identity`` keeps `GZipMiddleware` from compressing gigabytes."""
 
 
 @dataclass
@@ -77,7 +77,10 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._listed: dict[str, tuple[RunSummary, float]] = {}
-        """Summary of each run by address, and when `COUNTED` was last filled; 0 if it must be filled first."""
+        """Summary of each run by address, and when its fields in `COUNTED` were last filled, by `time.monotonic`.
+
+        0 means that they were never filled or that the run has ended or changed since: `listing` fills these first.
+        """
         self._searches: Searches = {}
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._lock = threading.Lock()
@@ -97,7 +100,7 @@ class Runs:
         with self._lock:
             paths = {path.relative_to(self.folder).as_posix(): path for path in find_runs(self.folder)}
             listed = {address: self._summarize(path, self._listed.get(address)) for address, path in paths.items()}
-            # Count changed and running runs again as time allows, those that were counted longest ago first.
+            # Fill `COUNTED` of changed and running runs again as time allows, those that have waited longest first.
             waiting = [each for each in listed if not listed[each][1] or listed[each][0].state == "running"]
             until = time.monotonic() + COUNTS_FOR_S
             for address in sorted(waiting, key=lambda each: listed[each][1]):
@@ -114,7 +117,8 @@ class Runs:
         summary = summary_of(path, counts=False, searches=self._searches)
         if before is None:
             return summary, 0
-        summary = replace(summary, **{name: getattr(before[0], name) for name in COUNTED})  # better old than none
+        # Old values are better than none.
+        summary = replace(summary, **{name: getattr(before[0], name) for name in COUNTED})
         return summary, before[1] if summary.state == "running" else 0
 
     def details(self, addresses: Sequence[str]) -> list[dict[str, Any]]:
@@ -227,7 +231,9 @@ class _Guard:
         return hmac.compare_digest(text.encode(), (self._token or "").encode())
 
     def _is_from_our_page(self, request: Request, host: str) -> bool:
-        """Return whether a page of this server sent the request; others can set neither ``X-Genlight`` nor the origin.
+        """Return whether a page of this server sent the request.
+
+        A page of another site can neither set ``X-Genlight`` nor choose its origin.
 
         The origin may have any scheme and any allowed host, because a proxy with TLS changes both.
         """
@@ -236,7 +242,7 @@ class _Guard:
         return request.headers.get("x-genlight") == "stop" and is_known
 
     def _is_ours(self, host: str) -> bool:
-        """Return whether a ``Host`` is an address or a known name; only an unknown name can come from another site."""
+        """Return whether a ``Host`` is an IP address or a known name; DNS rebinding needs a name of another site."""
         name = _host_name(host)
         if name == "localhost" or name in self._hosts:
             return True
@@ -347,7 +353,7 @@ class _Pages:
 
 
 def _json(request: Request, data: dict[str, object]) -> Response:
-    """Return `data`, or 304 if the client already has it, regardless of the time stamp."""
+    """Return `data`; or 304 if the client has the same data already, except for the values of `stamp`."""
     unstamped = {name: value for name, value in data.items() if name not in stamp()}
     tag = f'"{hashlib.sha256(json.dumps(unstamped, allow_nan=False).encode()).hexdigest()}"'
     if request.headers.get("if-none-match") == tag:

@@ -34,7 +34,7 @@ DEEPEST = 4
 SILENT_S = 300.0
 """Seconds without activity after which a run whose lock cannot be checked counts as lost."""
 SILENT_GAPS = 10.0
-"""The same limit as a multiple of the longest gap between its last events; the larger of the two counts."""
+"""The same limit, as a multiple of the longest gap between the run's last events; the larger limit counts."""
 _CLOCK_MARGIN_MS = 2000
 """A lock taken this much later than the last event belongs to the next attempt."""
 
@@ -47,7 +47,7 @@ class RunSummary:
         path: The run's folder.
         log: Its event log, which may be absent.
         run_id: Its id; the folder's name if there is none.
-        state: ``lost`` if an attempt has no end and its process no longer exists.
+        state: ``lost`` if the log has no end of the newest attempt, and its process no longer exists.
         detail: How the last attempt that trained ended, from its event; empty if it has not ended.
         later_failure: Error of a later start that trained nothing, or of a later evaluation; empty if there is none.
         resumable: Whether a restart is expected to continue the run.
@@ -150,7 +150,7 @@ class RunSummary:
 
 
 COUNTED = ("score", "size_bytes", "waiting_uploads", "checkpoint_ms", "losses")
-"""Fields that `summary_of` fills only with `counts`."""
+"""Fields that `summary_of` fills only if `counts` is true."""
 _RESTART_WORDS = {"ok": "same bits", "warn": "differs"}
 
 

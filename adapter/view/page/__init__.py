@@ -25,6 +25,7 @@ LARGEST_PAGE = 5_000_000
 _SCRIPTS = ("text.js", "charts.js", "samples.js", "run.js", "list.js", "page.js")
 """Parts of the script of a page; each uses only those before it."""
 _SHARES = (1.0, 0.5, 0.2, 0.05, 0.01)
+"""Shares of the default `Budget`, which `report` tries one after another until the page is small enough."""
 
 
 def report(histories: Sequence[History]) -> str:
