@@ -1,7 +1,7 @@
 """Find the first step, rank and value in which two runs differ.
 
-The step is bounded by the checkpoints of the runs and by their witnesses, the files with digests of their steps. Both
-runs are then trained again from their last equal checkpoint, in a scratch folder; their own folders are only read.
+The checkpoints of the runs and their witnesses, the files with digests of their steps, bound the step. Both runs are
+then trained again from their last equal checkpoint, in a scratch folder; their own folders are only read.
 Configuration, data, code and versions that differ are listed first.
 
 Exit codes: 0 equal; 1 different; 2 wrong usage, or nothing to compare.

@@ -1,6 +1,6 @@
 """Show, follow, check or export the event log of a run.
 
-Exit codes: 0 done, 1 the log breaks its rules, 2 usage.
+Exit codes: 0 done; 1 the log violates its format, or a line cannot be read; 2 usage.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--follow", action="store_true", help="show events as they come, until the run ends")
     action.add_argument("--check", action="store_true", help="list every violation of the format; exit code 1 if any")
-    action.add_argument("--goodput", action="store_true", help="show the use of the time of all attempts")
+    action.add_argument("--goodput", action="store_true", help="show how all attempts spent their time")
     action.add_argument("--metrics", action="store_true", help="write the metrics as a table to standard output")
     parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="format of that table")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code: 0, or 1 for a log that breaks its rules.
+    """Run the command and return its exit code: 0, or 1 if ``--check`` finds a violation of the format.
 
     Raises:
         UsageError: There is no log, or it has nothing to show.

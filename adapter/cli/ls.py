@@ -1,9 +1,9 @@
 """List runs: state, step, age, speed, loss, best score, size, device hours and cost.
 
-A run is lost if its process, on this host or another, has ended without reporting how. BEST is the score that the job
-names in `checkpoints.monitor`. HOURS are the hours of all attempts, times their processes; COST is HOURS times
-the `price_per_device_hour` of the job. RESTART says whether the steps that the newest attempt repeated after a restart
-have the same bits as the first time.
+A run is lost if its process, on this host or another, has ended without reporting how. BEST is the best value, among
+the remaining checkpoints, of the score that the job names in `checkpoints.monitor`. HOURS are the hours of all
+attempts, times their processes; COST is HOURS times the `price_per_device_hour` of the job. RESTART says whether the
+steps that the newest attempt repeated after a restart have the same bits as the first time.
 
 Exit codes: 0 done, 2 usage.
 """

@@ -1,8 +1,8 @@
 """Run a job, or any function, on a Slurm cluster.
 
-`render` prints the sbatch script, and `submit` hands it to sbatch and prints the id. With `--sbatch wait`, it also
-waits for the end of the job. A job that is preempted, or reaches its time limit, saves a checkpoint and returns to the
-queue; the next start continues it. `genlight ls` shows the progress of the run. Each task of an array is a separate
+`render` prints the sbatch script; `submit` hands it to sbatch and prints the id of the job. With `--sbatch wait`,
+`submit` also waits for its end. A job that is preempted, or reaches its time limit, saves a checkpoint and returns to
+the queue; the next start continues it. `genlight ls` shows the progress of the run. Each task of an array is a separate
 run.
 
 For `module:function`, the script calls `python -m genlight.adapter.runner`. The runner writes the result into a new
@@ -188,7 +188,8 @@ def _script(args: argparse.Namespace, config: RunConfig) -> str:
     """Return the sbatch script of a job: one srun, and a requeue if the run was stopped and can continue."""
     # Do not requeue after a timeout: `max_runtime_seconds` would count from 0 again, so the run would not end.
     has_own_limit = config.max_runtime_seconds > 0
-    # Use the command of this installation, on the assumption that the nodes share it, unless the user prepares another.
+    # Use the command of this installation, on the assumption that the nodes share it, unless --container or --setup
+    # provides another.
     program = Path(sys.prefix) / "bin" / "genlight"
     is_shared = program.exists() and not args.container and not args.set_up
     words = [str(program) if is_shared else "genlight", "run", str(config.spec_path)]

@@ -46,7 +46,7 @@ class AddressGuard:
     """Refuses connections to private addresses.
 
     Args:
-        allowed: Exceptions: host names, addresses and networks (``10.1.0.0/16``).
+        allowed: Private hosts that may be reached: host names, addresses and networks (``10.1.0.0/16``).
     """
 
     allowed: Sequence[str] = ()

@@ -166,6 +166,7 @@ def fetch_from_hub(kind: Kind, ref: HubRef, transport: Transport) -> Path:
     patterns = ["*.parquet"] if kind == "dataset" else None
     if ref.path is not None:
         name = ref.path.rstrip("/").removesuffix(".json") if kind == "checkpoint" else ref.path.rstrip("/")
+        # The data of a checkpoint are in `NAME~1/` if the folder `NAME/` existed when it was saved.
         patterns = [ref.path, f"{name}/*", *([f"{name}.json", f"{name}~1/*"] if kind == "checkpoint" else [])]
     repository = "dataset" if kind == "dataset" else "model"
     try:

@@ -174,7 +174,7 @@ class History:
         return log == self.summary.log and self._position.is_of(log)
 
     def read_new(self) -> None:
-        """Read the lines that were added to the log; a broken line becomes a finding."""
+        """Read the lines that were added to the log. A broken line becomes a finding, and nothing after it is read."""
         if self._is_broken:
             return
         try:
