@@ -1,8 +1,9 @@
-"""When a save is due by the clock: after a fixed period, or as a budget for the costs of crashes and saves demands.
+"""Decides by the clock when a save is due: after a fixed period, or after an interval that follows from a budget.
 
-A save stalls training while the tensors are copied, and is durable some time later. A crash just before a save is
-durable costs the interval and the time from the start of the save. Stalls and times until a save is durable are
-measured for every save, and the slowest recent ones count.
+A budget limits how much training a crash may lose, and for which share of the time saves may stall training. A save
+stalls training while the tensors are copied, and is durable some time later. The costliest crash comes just before a
+save is durable: it loses the interval and the time since this save began. Every save is measured, for how long it
+stalls training and when it is durable; the slowest recent saves count.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Budget:
         """Seconds between the starts of two saves.
 
         The longest interval is `lose_at_most` minus the time until a save is durable. Without `pay_at_most`, that is
-        the interval. With it, the interval is the shortest at which saves stall training for at most that share. It is
-        never shorter than the time until a save is durable.
+        the interval. With `pay_at_most`, it is the shortest interval at which saves stall training for at most that
+        share, but no more than the longest. It is never shorter than the time until a save is durable.
         """
         if not self.durable_s:
             return min(FIRST_INTERVAL_S, self.lose_at_most_s / 2)
@@ -132,7 +133,7 @@ class SaveClock:
     Args:
         every_minutes: Minutes between saves, counted from now.
         step: Training begins after this step.
-        budget: Decides the time between saves instead.
+        budget: Decides the time between saves in place of `every_minutes`.
     """
 
     def __init__(self, every_minutes: float, step: int, budget: Budget | None = None) -> None:

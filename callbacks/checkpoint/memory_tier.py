@@ -73,7 +73,7 @@ def _named_folder(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def memory_id() -> str:
-    """Return a text that is the same for all processes that share one `ROOT`, or are on a machine without it."""
+    """Return a text that is the same for all processes that share one `ROOT`; without `ROOT`, for all of a machine."""
     machine = _BOOT_ID.read_text(encoding="ascii").strip()
     try:
         status = os.stat(ROOT)

@@ -89,7 +89,7 @@ def save_newest(
 
 
 def forget_copies(directory: Path) -> None:
-    """Remove the checkpoints in the memory of this node. Not called on the first node."""
+    """Remove the copies in the memory of this node. Not called on the first node, which has the originals."""
     if (folder := memory_folder(directory)) is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -174,7 +174,8 @@ class Ring:
         If the ring does not end soon, because a rank is lost, the copies stay for the next start of the run.
 
         Returns:
-            Whether the previous node has ended its part. On the first node, all other nodes have then removed copies.
+            Whether the previous node has ended its part. For the first node, this means that all other nodes have
+            removed their copies.
         """
         if self._is_first:
             self._stop(is_over=True)
@@ -232,7 +233,7 @@ class Ring:
                 content = read_regular(record.path, limit=LARGEST_RECORD_BYTES)
                 paths = [record.path.parent / entry.path for entry in record.files]
                 files = [opened.enter_context(os.fdopen(open_regular(path), "rb", buffering=0)) for path in paths]
-            except OSError:  # a newer one has replaced it, and is offered next
+            except OSError:  # a newer checkpoint has replaced this one, and is offered next
                 return
             self._next.put(content)
             wanted = self._next.get(MOST_NAMES)

@@ -62,15 +62,19 @@ _ADAM_STATES = 2
 """Number of copies of the parameters in the state of Adam; used to estimate the size of a checkpoint."""
 
 _trained_here: set[Path] = set()
-"""Directories of checkpoints that this process has trained with."""
+"""Directories in which this process has already begun a training; a further fit may save there without a refusal."""
 
 
 @runtime_checkable
 class WritesTrainerFiles(Protocol):
-    """A LightningModule whose trainer adds its own files to a checkpoint; called on rank zero."""
+    """A LightningModule whose trainer class adds its own files to a checkpoint."""
 
     def save_trainer_files(self, *, output_dir: Path, step: int, final: bool) -> Mapping[str, Any] | None:
-        """Write into `output_dir`, later ``trainer/`` of the checkpoint; the result goes into the record."""
+        """Write into `output_dir`, which becomes ``trainer/`` of the checkpoint; the result goes into the record.
+
+        Called on rank zero. If parameters are sharded, all ranks call it, because gathering them needs every rank; the
+        files of the other ranks are discarded.
+        """
         ...
 
 
@@ -80,7 +84,7 @@ class MemoryTier:
 
     directory: Path
     groups: RankGroups | None
-    """Separate channels, because a save in memory and a save on disk may be in flight at the same time."""
+    """Not those of the saves on disk, because a save in memory and a save on disk may be in flight at the same time."""
     store: CheckpointStore = field(default_factory=CheckpointStore)
 
     def keep_newest(self) -> None:
@@ -125,13 +129,14 @@ class Checkpoint(Hook, LightningCheckpoint):
             room, or a strategy shards over several nodes, nothing is saved there, and a warning gives the reason. On
             several nodes, a resume first copies the checkpoint to `dirpath`.
         peer_copies: On several nodes, send each checkpoint in memory from node to node, in the background. A resume
-            takes the newest one that any node has, even if the others were replaced. It costs memory for three
-            checkpoints on each node, and their bytes, not encrypted, on the network of training.
+            takes the newest one that any node has, even if all other nodes were replaced. This takes memory for three
+            checkpoints on each node, and sends their bytes unencrypted over the network of training.
         lose_at_most: Instead of a cadence: how much training a crash may cost, such as ``60s`` or ``5min``. The time
             between saves follows from how long they stall training and how long they take until they are durable. It is
-            logged when it changes, with the costs of half and of twice that time. A resumed run continues with it.
+            logged when it changes, with the costs of half and of twice that time. A resumed run starts with the times
+            that saves took before.
         pay_at_most: With `lose_at_most` or instead of it: the largest share of the time in which saves stall training,
-            such as 0.02. If both cannot be kept, `lose_at_most` is, and a warning says so.
+            such as 0.02. If both limits cannot be kept, `lose_at_most` has priority, and a warning says so.
         keep_last: How many of the newest step checkpoints to keep; None keeps all. Only checkpoints that this callback
             wrote in the same run count, and none is removed while a link in `dirpath` points to it.
         keep_best: How many of the best checkpoints to keep, if `monitor` is set.
@@ -140,7 +145,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         mode: Whether a smaller (``min``) or a larger (``max``) value of `monitor` is better.
         save_final: Save ``final`` when training has ended as planned, and wait until it is durable.
         asynchronous: Copy the tensors, then write the checkpoint in the background while training continues. The next
-            save waits until it is written.
+            save waits until this one is written.
         copy_while_training: With `asynchronous`, also copy large tensors in host memory while training continues. The
             next update of an optimizer waits until they are copied. No code may then write to a tensor without torch,
             for example through its ``data_ptr()``.
@@ -148,8 +153,8 @@ class Checkpoint(Hook, LightningCheckpoint):
         replace_existing: Allow training to begin at step 0 when `dirpath` holds checkpoints of another run, and replace
             them. By default this is refused.
         weights: ``all`` stores every weight; those that are frozen from the start (they require no gradient and no
-            optimizer holds them) are written once and shared. ``trained`` omits those: a resume takes them from
-            the class and verifies their digests.
+            optimizer holds them) are written once and shared by all checkpoints. ``trained`` omits the frozen
+            weights: a resume takes them from the class and verifies their digests.
         on_difference: The reaction if a repeated step of a resumed run differs from the same step of the earlier
             attempt: ``warn`` logs the difference, ``stop`` also ends the run.
         overlap: Whether a run that resumes from an older checkpoint of `dirpath` compares its weights, optimizers,
@@ -169,7 +174,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     _memory: MemoryTier | None = None
     _ring: Ring | None = None
     _overlapped: CheckpointRecord | None = None
-    """The newer checkpoint, with which the run compares its state when it reaches that step; see `overlap`."""
+    """The newest checkpoint of a run that resumed from an older one; compared at its step; see `overlap`."""
 
     def __init__(
         self,
@@ -219,12 +224,12 @@ class Checkpoint(Hook, LightningCheckpoint):
         self.every_minutes, self.replace_existing, self.weights = every_minutes, replace_existing, weights
         self.on_difference, self.overlap, self.copy_while_training = on_difference, overlap, copy_while_training
         self.run = RecordMeta()
-        """Facts for every record of this run; the runtime sets run id, attempt, max_steps and spec digest."""
+        """Facts for every record of this run; `join_run` sets run id, attempt, max_steps and spec digest."""
         self._clock = SaveClock(every_minutes, 0)
         self._scores: dict[int, float] = {}
         """Monitored scores by step."""
         self._is_scored = False
-        """Whether the monitored value is a score of an evaluation; steps without an evaluation then have none."""
+        """Whether `monitor` names a score of an evaluation. If so, a step without an evaluation has no such value."""
         self._resume = ResumeState()
         self._store = CheckpointStore()
         self._boundaries = Boundaries(self)
@@ -235,7 +240,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._saves_after_module_hook = self._is_between_batches = self._only_in_memory = False
         self.peer_copies = peer_copies
         self.takes_newest = False
-        """Whether training continues from the newest checkpoint, and not from a chosen one; the runtime sets it."""
+        """Whether the run resumes from the newest checkpoint, not from one that the user named; the commands set it."""
         self._keeps_memory = False
         """Whether checkpoints in memory stay when training fails: a supervisor may start the run again from them."""
         self._last_saved_step: int | None = None
@@ -295,7 +300,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._scores = {step: score for step, score in self._scores.items() if step <= trainer.global_step}
-        if self._memory is not None:  # otherwise a save or a copy of an undone step could end later
+        if self._memory is not None:  # close it, or a save or a copy of a step that was undone could still complete
             self._end_memory(trainer, retires=False)
             self._open_memory(trainer, pl_module)
 
@@ -307,7 +312,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._clock = SaveClock(self.every_minutes, trainer.global_step, self._budget)
         self._is_between_batches = self._saves_after_module_hook = False
         self._last_saved_step = None
-        if trainer.ckpt_path is not None:  # the run state in a checkpoint names the previous checkpoint
+        if trainer.ckpt_path is not None:  # the loaded run state was saved earlier, and names an older checkpoint
             loaded = self._store.loaded
             self._run_state.latest_checkpoint_uri = os.fspath(trainer.ckpt_path if loaded is None else loaded.path)
             digests = self._channel.gather_everywhere("" if loaded is None else loaded.digest)
@@ -397,7 +402,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         store.begin(folder, Frozen(frozen, leaves_out=self.weights == "trained", loaded=self._store.loaded))
 
     def _newest_after(self, step: int, listed: list[Listed]) -> CheckpointRecord | None:
-        """Return the newest checkpoint of this run after `step`, but not its final one."""
+        """Return the newest checkpoint of this run, without the final one, if it is after `step`; otherwise None."""
         for record in (record for each in reversed(listed) for record in own_records([each])):
             if record.run_id == self._run_id and not record.final:
                 return record if record.step > step else None
@@ -432,7 +437,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             self._wake()
         self._is_between_batches = True
         if (run_state := self._run_state or run_state_of(trainer)).rolls_back:
-            return  # the rolled-back run reaches this step again, and saves it then
+            return  # the run is about to be rolled back; it reaches this step again, and saves it then
         if (witness := self._witness) is not None:
             if (proof := witness.observe(trainer, pl_module, outputs, batch, batch_idx)) is not None:
                 self._report(trainer, proof)
@@ -469,7 +474,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             raise ending_the_run(ResumeDifferenceError(proof.text))
 
     def _save_what_is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save this step on disk or in memory. Before a stop, save it on disk, unless that was already done."""
+        """Save this step on disk or in memory. Before a stop, save it on disk; if that was done, wait for that save."""
         # If all ranks have agreed to stop after this step, its state must be on disk before the run ends.
         is_ending = run_state_of(trainer).stop_reason is not None
         if self._only_in_memory and not is_ending:
@@ -506,7 +511,7 @@ class Checkpoint(Hook, LightningCheckpoint):
                     self._add_score(read_record(self.directory / f"{name}.json"))
 
     def _add_score(self, record: CheckpointRecord) -> None:
-        """Store the score for the step of `record`, if it came after the save."""
+        """Store the score of the step of `record` next to its files, if the score came after the record was written."""
         name, value = self.retention.monitor or "", self._scores.get(record.step)
         is_own = record.writer == WRITER and record.run_id == self._run_id
         if is_own and value is not None and record.metrics.get(name) != value:
@@ -539,11 +544,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._close_witness()
 
     def _end_memory(self, trainer: pl.Trainer, *, retires: bool = True) -> None:
-        """Save no more in memory. Copy the newest checkpoint there to the disk if it is newer; then remove all there.
+        """End the saves in memory. Copy the newest checkpoint in memory to the disk if the disk has only older ones.
+
+        Then remove all checkpoints in memory.
 
         Args:
             trainer: The trainer.
-            retires: Whether to copy and remove; False leaves the checkpoints of this node as they are.
+            retires: Whether to copy and remove them; False leaves the checkpoints in the memory of this node.
         """
         memory, self._memory = self._memory, None
         ring, self._ring = self._ring, None
@@ -552,7 +559,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         if retires and trainer.is_global_zero and self.dirpath is not None:  # an earlier attempt may have saved there
             retire_memory(self.directory, has_copies=ring is not None)
         if ring is not None and ring.close() and trainer.is_global_zero and memory_folder(self.directory) is None:
-            discard_memory(self.directory)  # removes the file with the name of the folder in memory
+            discard_memory(self.directory)  # no node has a copy now: also remove the file `POINTER` on disk
 
     def _close_witness(self) -> None:
         witness, self._witness = self._witness, None
@@ -586,7 +593,7 @@ class Checkpoint(Hook, LightningCheckpoint):
             reason = f"its random states or gradients cannot be restored: {error!r:.500}"
             raise BrokenCheckpointError(name, reason) from error
         if self._resume.is_within_epoch:
-            # Set on the instance, and only until the first batch: Lightning calls an existing hook in every step.
+            # Set on the instance, and only until the first batch: a method of the class would be called in every step.
             self.on_train_batch_start = self.restore_pending_rng  # type: ignore[method-assign, assignment]
 
     @override
@@ -669,13 +676,13 @@ class Checkpoint(Hook, LightningCheckpoint):
         with timed(trainer, "checkpoint"):
             path = self._save(trainer, pl_module, final=final, wait=wait)
         if self._durable:
-            self._wake()  # report it after the next step, because an evaluation of this one may follow
+            self._wake()  # report durable checkpoints only after the next step: an evaluation of this step may follow
         return path
 
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, final: bool, wait: bool) -> Path:
         """Save on disk, and measure how long that stalls training; see `save`."""
         began_s, step = time.monotonic(), trainer.global_step
-        waited_s = self._store.overlap.waited_s  # training waited so long for the copy of the last save
+        waited_s = self._store.overlap.waited_s  # the last save's copy stalled training after `note_stall`; add it now
         path = self.directory / f"{FINAL_NAME if final else step_name(step)}.json"
         if getattr(trainer, "fast_dev_run", False):
             return path
@@ -710,7 +717,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """Have `store` save this moment; return its result, or None on a rank that saves nothing. Collective."""
         self._end_copy_in_memory()
         step = trainer.global_step
-        with contextlib.ExitStack() as undo:  # removes the folder until the store is responsible for it
+        with contextlib.ExitStack() as undo:  # removes `staging` after a failure; later, `store.save` does that
             staging, trainer_checkpoint = _write_trainer_files(trainer, pl_module, path, step, final, undo)
             with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
                 state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
@@ -805,7 +812,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         """
         if (memory := self._memory) is not None:
             wait_after_failure(lambda: memory.store.wait())
-            memory.store.background.finish()  # older checkpoints are removed there
+            memory.store.background.finish()  # wait for `keep_newest`, which removes older checkpoints there
         self.wait_until_durable()
         self.report_durable(trainer)
 
@@ -867,7 +874,7 @@ class Checkpoint(Hook, LightningCheckpoint):
         self._resume.restore_rng(trainer)
 
     def _restore_rng_before_batch(self, trainer: pl.Trainer) -> None:
-        if "on_train_batch_start" in vars(self):  # fetching a batch may draw random numbers, before that hook
+        if "on_train_batch_start" in vars(self):  # fetching the first batch may draw numbers before that hook runs
             self.restore_pending_rng(trainer)
 
     def _wake(self) -> None:
@@ -935,9 +942,10 @@ def _handle_foreign_files(directory: Path, *, moves_aside: bool) -> str | None:
 def _write_trainer_files(
     trainer: pl.Trainer, pl_module: pl.LightningModule, path: Path, step: int, final: bool, undo: contextlib.ExitStack
 ) -> tuple[Staging | None, Mapping[str, Any] | None]:
-    """Have the trainer of `pl_module` write its own files for the checkpoint whose record will be `path`.
+    """Have the trainer class of `pl_module` write its own files for the checkpoint whose record will be `path`.
 
-    On ranks other than zero the files are discarded: a trainer may need all ranks to read its sharded modules.
+    If parameters are sharded, all ranks call the class, because gathering them needs every rank; the files of ranks
+    other than zero are discarded.
 
     Returns:
         The folder that holds them until the checkpoint is committed, and the result of the hook; None and None if

@@ -51,7 +51,7 @@ _ITERATION = ("__iter__", "_get_iterator", "_index_sampler")
 _ORDER = ("begun", "source", "progress")
 """Keys in the state for `WORKERS` that describe the order of rows."""
 _NEEDS_NO_PROOF = (SequentialSampler, DistributedSampler)
-"""Samplers whose order follows from the position that all ranks share."""
+"""Samplers that continue without a checksum of the rank: the position shared by all ranks determines their order."""
 
 
 def with_position(loader: Any) -> Any:
@@ -158,8 +158,9 @@ class PositionedLoader(DataLoader[Any]):
         self._begun, self._source, self._batches = self._random_states(), self._order.begin(), 0
         self._is_seeded = self._iterator is None
         if self._iterator is not None:
-            # If the last epoch ended early, the workers still have batches of it, for which they have drawn random
-            # numbers. torch would drop these batches. An error in one of them does not concern this epoch.
+            # If the last epoch ended early, the workers have prepared more batches of it, and drawn random numbers for
+            # them. torch would drop these batches with the workers' random states, so take the states here. An error
+            # in such a batch does not concern this epoch.
             self._iterator._sampler_iter = iter(())
             for _ in range(self.num_workers * (self.prefetch_factor or 0)):
                 with contextlib.suppress(Exception):
@@ -221,7 +222,9 @@ class PositionedLoader(DataLoader[Any]):
         if self._resumes and self._begun is not None:
             if self.persistent_workers:
                 restored, self._to_restore = self._to_restore or {}, None
-                self._rest(self._begun, restored)  # workers had already been asked for some of these batches
+                self._rest(
+                    self._begun, restored
+                )  # uninterrupted workers would have drawn numbers for prefetched batches
             else:
                 prefetched = self.num_workers * (self.prefetch_factor or 0)
                 deque(islice(self._repeated_order(self._begun) or (), prefetched), maxlen=0)
@@ -298,9 +301,9 @@ class PositionedLoader(DataLoader[Any]):
         self._load_state_of_workers(state.get(WORKERS))
 
     def _load_state_of_workers(self, saved: dict[str, Any] | None) -> None:
-        """Keep the state for `WORKERS` until the next pass, without the parts that do not fit."""
+        """Keep the state for `WORKERS` until the next pass, without the parts that do not fit this loader."""
         self._to_restore, self.lost_on_resume, self._source, self._progress = saved, None, None, None
-        if saved is None:  # saved on fewer ranks
+        if saved is None:  # the checkpoint was saved on fewer ranks, so it has no state for this one
             return
         self._source, self._progress = saved.get("source"), saved.get("progress")
         if self._begun is not None:
@@ -424,7 +427,7 @@ def extend_loader(loader: Any, mixin: type, **attributes: Any) -> Any:
 
 
 class _Delivery(NamedTuple):
-    """A batch on its way from a worker; torch pins the members of a named tuple one by one."""
+    """A batch on its way from a worker; a named tuple, because torch can then pin the members one by one."""
 
     batch: Any
     worker: int
@@ -483,7 +486,7 @@ class _Sender:
         self._generators: list[Any] = []
 
     def begin(self, state: Any) -> None:
-        """Continue from `state`; None leaves the random numbers as they are."""
+        """Continue from `state`; None leaves the random numbers as torch and `worker_init_fn` have seeded them."""
         self._find_generators()
         if state is not None:
             own = state["own"]

@@ -9,10 +9,10 @@
    within a file system is atomic.
 
 Deleting reverses the order: the record is renamed into the folder, under a temporary name, and then both are removed.
-A killed process leaves either temporary files, or a folder that no record names and that holds its own record. `sweep`
-removes both, and nothing more. What belongs to others (see `listing`) is never replaced, moved or removed. One
-exception: a run renames a file in its own folder if it has the name of a checkpoint that the run will save
-(`move_out_of_the_way`).
+A killed process leaves either temporary files, or a data folder that no record names and that holds its own record
+under a temporary name. `sweep` removes both, and nothing more. What belongs to others (see `listing`) is never
+replaced, moved or removed. One exception: a run renames a file in its own folder if it has the name of a checkpoint
+that the run will save (`move_out_of_the_way`).
 
 While a file is written, the disk already works on it: each chunk is passed to the disk at once, so that the sync at
 the end has little left to do. Chunks are large, because a thread that returns from a system call waits for the
@@ -66,7 +66,7 @@ _LEAST_READ, _MOST_READ = 1 << 20, 16 << 20
 
 
 def write_file(path: Path, buffers: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file, durable when this returns, and prove that the disk holds the same bytes as memory.
+    """Write a new file, durable when this returns, and prove that it reads back as the bytes in memory.
 
     Returns:
         Its size in bytes and the xxh3-128 of its content, taken from memory.
@@ -137,7 +137,7 @@ def _hash_descriptor(descriptor: int, most: int | None = None) -> tuple[int, str
 
 @contextlib.contextmanager
 def name_checkpoint_in_errors(record: Path, nbytes: int | None = None) -> Iterator[None]:
-    """Turn an `OSError` of the block into one that names the checkpoint of `record` and its size, about `nbytes`.
+    """Turn an `OSError` in the block into one that names the checkpoint of `record` and its approximate size `nbytes`.
 
     Raises:
         UnwrittenCheckpointError: In place of an `OSError` that is not a `CheckpointError` already.
@@ -331,7 +331,7 @@ def stage(path: str | os.PathLike[str]) -> Staging:
 
 
 def commit(staging: Staging, record: CheckpointRecord) -> None:
-    """Give the staged folder its name, the first free one, and write the record; durable when this returns.
+    """Rename the staged folder to ``NAME`` or, if taken, ``NAME~1``, and write the record; durable when this returns.
 
     If this replaces an earlier record, the data folder of that record is removed afterwards.
 
@@ -342,13 +342,14 @@ def commit(staging: Staging, record: CheckpointRecord) -> None:
     Raises:
         CheckpointError: Something that is not a checkpoint has the record's name.
         UnstorableStateError: The record is larger than the limit.
-        OSError: The commit failed. Before the record is renamed, only the staged folder of the new checkpoint remains.
-            If only the last sync failed, a power cut leaves either the new checkpoint or the old one.
+        OSError: The commit failed. If it failed before the record got its name, only the staged folder of the new
+            checkpoint remains. If only the last sync failed, a power cut leaves either the new checkpoint or the old.
     """
     require_replaceable(staging.record)
     directory = staging.record.parent
     first = Path(name_of(staging.record))
-    # Insert the number before a suffix: if the extension is ``.pth``, Lightning searches for ``last….pth``.
+    # Insert the number before a suffix: `ModelCheckpoint` with ``FILE_EXTENSION = ".pth"`` finds its last checkpoint
+    # by names that begin with ``last`` and end with that suffix.
     numbered = (f"{first.stem}~{number}{first.suffix}" for number in itertools.count(1))
     names = itertools.chain([first.name], numbered)
     folder = next(name for name in names if not os.path.lexists(directory / name))
@@ -467,14 +468,14 @@ def _remove_data(record: CheckpointRecord) -> None:
             is_own = file.relative_to(folder).as_posix() in listed or is_temporary(name)
             (own if is_own else foreign).append(file)
     if not foreign:
-        # Rename it to a temporary name first, so that a kill in between leaves nothing that looks complete.
+        # Rename the folder to a temporary name first, so that after a kill during the removal `sweep` removes the rest.
         aside = folder.with_name(temporary_name(folder.name))
         os.rename(folder, aside)
         _remove_tree(aside)
         return
     names = ", ".join(sorted(path.relative_to(folder).as_posix() for path in foreign))
     log.warning("%s stays, because it contains files that do not belong to the checkpoint: %s", folder, names)
-    for file in sorted(own, key=lambda path: is_temporary(path.name)):  # the record last: a sweep continues from it
+    for file in sorted(own, key=lambda path: is_temporary(path.name)):  # the record last: `sweep` needs it
         file.unlink()
     for path, _, _ in os.walk(folder, topdown=False):
         if not os.listdir(path):
@@ -482,7 +483,9 @@ def _remove_data(record: CheckpointRecord) -> None:
 
 
 def sweep(directory: str | os.PathLike[str], listed: Sequence[Listed] | None = None) -> list[str]:
-    """Remove what killed processes left in a checkpoint directory. Only the run that holds the directory may call it.
+    """Remove what killed processes left in a checkpoint directory.
+
+    Only the run that trains in the directory may call it: temporary files of another live process would be removed.
 
     Args:
         directory: The directory.
