@@ -1,5 +1,14 @@
 """Checkpoints that are complete or absent, and resume to the same bits.
 
+`policy` has the `Checkpoint` callback, which decides when to save; `budget` is its clock, and `plugins` its place in
+Lightning. `store` saves and loads: `capture`, `frozen` and `writing` take a state apart and write it; `contents` and
+`loading` read it. `storage` commits and removes the files, `listing` finds them, `selection` chooses which to keep and
+load, and `export` writes them for other tools. `memory_tier` and `peers` have the checkpoints in memory. `rank_state`
+has the state that differs between ranks; `loader_position`, `positioned_loader` and `sampler_order` continue within an
+epoch. `format` is the format on disk, `codec` encodes state as JSON and tensors, and `sharded` handles slices.
+
+May import `hook`, `witness`, the modules of `callbacks` itself, the reporters and everything that these may import.
+
 Names are resolved on first use (PEP 562): records, verification and listings need neither torch nor Lightning.
 """
 

@@ -47,7 +47,10 @@ from .storage import Staging
 log = logging.getLogger(__name__)
 
 CONTRACT_KEY = "genlight"
-"""Member of a Lightning checkpoint for the additions of the trainer contract; its ``state`` is the payload."""
+"""Key of genlight's additions in a Lightning checkpoint.
+
+Their ``state`` is the payload of the trainer class: the result of its ``state_dict``.
+"""
 
 _WEIGHTS = WEIGHTS[1]
 
@@ -58,7 +61,7 @@ class Captured:
 
     meta: RecordMeta
     state: bytes
-    """The trainer's payload, encoded as JSON; it goes into the record."""
+    """The payload of the trainer class, encoded as JSON; it goes into the record."""
     rest: bytes
     """Everything else that is not a tensor; the content of the state file."""
     entries: list[Entry]
@@ -78,7 +81,7 @@ class Captured:
     """The files of a snapshot of the tensors, complete once `overlap` has ended."""
     overlap: Overlap | None = None
     frozen: Frozen | None = None
-    """The training's frozen weights, if `entries` were divided by them; its `learn` gets the durable checkpoint."""
+    """The training's frozen weights, if its `divide` made `entries`; its `learn` gets the durable checkpoint."""
 
     def content(self) -> Sequence[TensorFile]:
         """Return the files of its tensors; if there is a snapshot, wait until it is complete and return its files."""
@@ -97,7 +100,7 @@ class Captured:
         return replace(self, entries=[entry for entry, _ in kept], sources=[source for _, source in kept])
 
     def snapshot(self, buffer: HostBuffer, overlap: Overlap) -> Captured:
-        """Return a copy with the current values, in `buffer`; frozen tensors go into a buffer of their own."""
+        """Return a copy with the current values, in `buffer`; frozen tensors, copied only once, get a new buffer."""
         parts = [(buffer, self)]
         if FROZEN_FILE in {entry.file for entry in self.entries}:
             once, again = self.select(lambda e: e.file == FROZEN_FILE), self.select(lambda e: e.file != FROZEN_FILE)
@@ -113,7 +116,7 @@ class Captured:
         Buffers may be infinite, for example a mask.
         """
         weights = [file for file in self.content() if file.name in (MODEL_FILE, FROZEN_FILE)]
-        # Linked and omitted weights were finite at the start.
+        # Linked and omitted weights need no check: `frozen_in` takes only finite ones.
         if are_finite([run for file in weights for run in file.runs()]):
             return True if weights or self.linked or self.left_out else None
         names = self.meta.parameters
@@ -181,7 +184,7 @@ def _encode(checkpoint: Mapping[str, Any], table: TensorTable) -> tuple[bytes, b
 
 
 def _storable_result(result: Mapping[str, Any] | None, staging: Staging) -> Mapping[str, Any] | None:
-    """Return the result of the hook as it goes into the record, for orchestrators to read.
+    """Return the result of the ``save_checkpoint`` hook as it goes into the record, for orchestrators to read.
 
     A ``primary_path`` in the trainer's folder becomes relative to it, so that the folder can be renamed and moved.
     """
@@ -222,7 +225,7 @@ class Overlap:
     def __init__(self, written: Collection[tuple[str, str]] = (), *, is_allowed: bool = True) -> None:
         self.written = set(written)
         self.takes = is_allowed and not _runs_other_threads()
-        """Whether it takes tensors at all."""
+        """Whether `take` takes any tensor."""
         self.waited_s = 0.0
         """Seconds for which training waited."""
         self._entries: list[Entry] = []
@@ -238,11 +241,11 @@ class Overlap:
         """Copy the current values of `source` to `target` later, if that is safe; return whether it is."""
         if not self.takes or (entry.file, entry.key) in self.written:
             return False
-        if not source.untyped_storage().resizable():  # NumPy has its address
+        if not source.untyped_storage().resizable():  # a NumPy array may share the memory, and write to it unnoticed
             return False
         try:
             clone = torch._lazy_clone(source)
-        except RuntimeError:  # torch did not allocate its memory
+        except RuntimeError:  # torch did not allocate this memory
             return False
         self._entries.append(entry)
         self._targets.append(target)
@@ -251,7 +254,7 @@ class Overlap:
         return True
 
     def start(self) -> None:
-        """Start the copy. If the system has no room for a thread, the caller makes it."""
+        """Start the copy. If the system has no room for a thread, copy in the calling thread."""
         if not self._clones:
             return
         self._copied = Future()
@@ -290,7 +293,7 @@ class Overlap:
             others.clear()
 
     def end(self) -> None:
-        """Return when the copy has ended, and let updates pass. Called in the training thread."""
+        """Return when the copy has ended; updates no longer wait for it. Called in the training thread."""
         if self._hook is not None:
             self._release()
             self._hook.remove()

@@ -256,7 +256,7 @@ def _merge_adapter(weights: dict[str, torch.Tensor], config: bytes, adapters: di
             is_tied = built.config.tie_word_embeddings
             model.load_state_dict(weights, assign=True)
             merged = model.merge_and_unload()
-        # A checkpoint holds tied weights twice, so peft takes the model for one without tied weights.
+        # A checkpoint holds tied weights twice, so peft takes them for untied ones. Tie them again.
         untied, merged.config.tie_word_embeddings = merged.state_dict(), is_tied
         merged.tie_weights()
     except Exception as error:
@@ -320,7 +320,7 @@ def keep_configurations(directory: Path, module: nn.Module) -> None:
         directory: The folder of the checkpoints.
         module: The trained module; it may host a trainer class.
     """
-    # A model with adapters that is not a PeftModel renames its weights; it could be exported only as a PeftModel.
+    # Skip a model with adapters that is no PeftModel: `_merge_adapter` could not load its weights by their names.
     models: dict[str, Any] = {
         path: each
         for path, each in _outermost_models(module)

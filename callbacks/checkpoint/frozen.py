@@ -36,7 +36,7 @@ class FrozenFile:
     xxh3_128: str
     path: Path
     identity: tuple[int, int, int]
-    """Inode, bytes and time of change, taken when it became durable."""
+    """The file's `_identity_of` when it became durable: inode, size and time of change."""
 
 
 _LEAST_BYTES = 4096

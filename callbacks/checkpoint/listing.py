@@ -61,7 +61,7 @@ class Listed:
 
     path: Path
     _seen: dict[Path, object] = field(default_factory=dict, compare=False, repr=False)
-    """Identity of each file that was read, taken just before the read."""
+    """The `_identity` of each file that was read, taken just before the read."""
 
     @functools.cached_property
     def _content(self) -> tuple[CheckpointRecord | None, str, OSError | None]:

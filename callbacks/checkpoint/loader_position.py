@@ -1,4 +1,4 @@
-"""The training loaders of Lightning's own loop, with positions, in a checkpoint and after a resume."""
+"""Give the training loaders of Lightning's own loop a position, save it in checkpoints, and restore it in a resume."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def keep_positions(
         trainer: Its loop must be Lightning's own; the loop of a trainer class does all of this itself.
         before_first_batch: Called when an epoch begins, before its first batch is fetched: this may draw random
             numbers.
-        before_iterators: Called once the loaders exist and have their positions.
+        before_iterators: Called once the loaders exist and have their positions, before Lightning makes iterators.
     """
     loop = trainer.fit_loop
     if type(loop) is not FitLoop:
@@ -138,7 +138,7 @@ def set_up_data(loop: FitLoop, set_up: Callable[[], None]) -> None:
     """
     is_restored = loop._loaded_from_state_dict
     if loop._combined_loader is None and loop.trainer.ckpt_path is not None and not is_restored:
-        with isolated_random_numbers():  # the iterators of a resumed epoch are made below
+        with isolated_random_numbers():  # these iterators are not used: the next call, after the restore, makes others
             set_up()
         loop.__dict__[_IS_EARLY] = True
         return
@@ -220,7 +220,8 @@ def _fetched_ahead(loop: FitLoop) -> list[Any] | None:
 def warn_of_lost_positions(trainer: pl.Trainer, *, is_within_epoch: bool) -> None:
     """Warn of what the training loaders cannot restore, and of loaders that have no state and so start again.
 
-    A loader whose ``begins_anew`` is true starts again on purpose. Its ``lost_on_resume``, if set, is the warning.
+    A loader may have ``lost_on_resume``, the text of a warning, and ``begins_anew``: if true, it starts again on
+    purpose.
     """
     for loader in CombinedLoader(trainer.train_dataloader).flattened:  # a list of batches is one loader
         lost, begins_anew = getattr(loader, "lost_on_resume", None), getattr(loader, "begins_anew", False)

@@ -187,7 +187,7 @@ def load_record(
             before all ranks have proven their shares. None proves and reads all files.
     """
     if record.is_old:
-        # Lightning requires these of any checkpoint; the trainer handles the weights, if there are any.
+        # Lightning requires these of any checkpoint. The trainer class restores its weights from ``state``.
         required = {"pytorch-lightning_version": version("lightning"), "optimizer_states": [], "lr_schedulers": []}
         return {**required, "epoch": 0, "global_step": record.step, CONTRACT_KEY: {"state": record.state}}
     source = _Source(record, base, share)
@@ -212,7 +212,7 @@ class _Source:
     """The tensors in the files of one checkpoint."""
 
     def __init__(self, record: CheckpointRecord, base: Base | None, share: tuple[int, int] | None) -> None:
-        """Read and prove all files, but of the files with slices only this rank's share."""
+        """Read and prove all files; of the files with slices, only this rank's `share`, if it is not None."""
         self._is_lazy = share is not None
         self._stored = {(MODEL_FILE, key): tensor for key, tensor in omitted_tensors(record, base).items()}
         self._made: dict[Any, torch.Tensor] = {}

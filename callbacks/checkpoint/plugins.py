@@ -176,7 +176,7 @@ def install_plugin(strategy: Strategy, *, for_others: bool = True) -> DurableChe
 
 
 def remove_plugin(trainer: pl.Trainer) -> None:
-    """Undo `install_plugin` in a process that returns its weights to its parent, because the parent may lack it."""
+    """Undo `install_plugin` in a process that returns its weights to its parent: the parent may lack the plugin."""
     if trains_in_copies(trainer):
         trainer.strategy.checkpoint_io = TorchCheckpointIO()
 

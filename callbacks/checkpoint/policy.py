@@ -174,7 +174,7 @@ class Checkpoint(Hook, LightningCheckpoint):
     _memory: MemoryTier | None = None
     _ring: Ring | None = None
     _overlapped: CheckpointRecord | None = None
-    """The newest checkpoint of a run that resumed from an older one; compared at its step; see `overlap`."""
+    """The newest checkpoint of a run that resumed from an older one. States are compared at its step; see `overlap`."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ _ITERATION = ("__iter__", "_get_iterator", "_index_sampler")
 _ORDER = ("begun", "source", "progress")
 """Keys in the state for `WORKERS` that describe the order of rows."""
 _NEEDS_NO_PROOF = (SequentialSampler, DistributedSampler)
-"""Samplers that continue without a checksum of the rank: the position shared by all ranks determines their order."""
+"""Samplers that continue even without this rank's `progress`: the position that all ranks share gives their order."""
 
 
 def with_position(loader: Any) -> Any:

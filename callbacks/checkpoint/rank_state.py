@@ -45,7 +45,7 @@ OPTIMIZER_DEVICES = "optimizer_devices"
 """Member that lists, for each optimizer, the tensors of its state that are on an unusual device."""
 
 WITNESS = "witness"
-"""Member of a checkpoint's genlight part that holds the identity of the training; its witness has the same."""
+"""Member of a checkpoint's genlight part with the identity of the training, which its witness file has as well."""
 
 
 def loader_generators(trainer: pl.Trainer) -> list[torch.Generator]:
@@ -121,7 +121,7 @@ def _warn_of_buckets(trainer: pl.Trainer) -> None:
 
 
 def _trained_tensors(module: pl.LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters, and trained tensors that are no parameters, from `named_bare_parameters` of submodules."""
+    """Yield the parameters, and the trained tensors that submodules yield in `named_bare_parameters`."""
     yield from module.named_parameters()
     for prefix, holder in module.named_modules():
         for name, tensor in getattr(holder, "named_bare_parameters", tuple)():
@@ -131,7 +131,7 @@ def _trained_tensors(module: pl.LightningModule) -> Iterator[tuple[str, torch.Te
 def _gather_gradients(
     gradients: dict[str, torch.Tensor | None], channel: Channel
 ) -> list[dict[str, torch.Tensor] | dict[str, torch.Tensor | None]]:
-    """Return the gradients of all ranks, on rank zero; for other ranks, only gradients that differ. Collective.
+    """Return, on rank zero, its own gradients, and those in which each other rank differs from it. Collective.
 
     After an update the gradients of replicas are equal, and bringing all of them to rank zero would multiply the memory
     by the number of ranks. None stands for a gradient that a rank does not have.
@@ -257,7 +257,7 @@ class ResumeState:
         self._optimizer_states: Sequence[Mapping[str, Any]] = ()
         self._optimizer_devices: Sequence[Any] = ()
         self._rng: list[Any] = []
-        """Random states of all ranks, until they are restored at such a point."""
+        """Random states of all ranks, until `restore_generators` or `restore_rng` has restored them."""
         self._is_between_batches = False
         self.is_within_epoch = False
         """Whether the run resumes between two batches of an epoch.

@@ -91,7 +91,7 @@ class SamplerOrder:
 
     def _generators(self) -> list[Any]:
         held = [value for sampler in _nested_samplers(self.sampler) for value in vars(sampler).values()]
-        # A dataset that a sampler holds draws numbers for rows, in another order.
+        # Exclude other objects, such as a dataset: its generators draw numbers for rows, in another order.
         return held_generators(*(value for value in held if isinstance(value, (*GENERATORS, list, tuple, dict))))
 
     def set_source_state(self, state: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class SamplerOrder:
             set_state(generator, saved)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return what was handed out in this pass; None if the indices have a type that no checkpoint stores."""
+        """Return facts about the indices handed out in this pass; None if no checkpoint can store their type."""
         waiting = list(self._waiting)
         order = {"begins": self._begins, "checksum": self._checksum, "waiting": waiting}
         return order if is_storable(waiting) else None

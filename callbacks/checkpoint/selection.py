@@ -129,7 +129,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
 
 
 def folder_of_checkpoints(path: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of checkpoints for `path`, a folder or a run's artifacts; None if `path` is a checkpoint."""
+    """Return the folder of checkpoints at or in the folder `path`; None if `path` is a checkpoint or no folder."""
     if record_path(path).is_file() or not os.path.isdir(path):
         return None
     inside = Path(path) / "checkpoints"
@@ -162,7 +162,7 @@ def add_score(record: CheckpointRecord, name: str, value: float) -> None:
 
 
 WRITER = "Checkpoint"
-"""Writer in a record that lets the `Checkpoint` callback remove the checkpoint."""
+"""The `writer` in records of the `Checkpoint` callback; it removes only checkpoints with this writer."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ A save takes the state apart and copies its tensors in the training thread (`cap
 completely or not at all (`writing`). One save is in flight at a time; the next one waits for it.
 
 With sharded tensors all ranks save together; otherwise only one rank saves. In the training threads the ranks agree on
-a temporary folder, on whether there is something to write, and that there is room for it. Then each rank writes its
-part, in a separate thread if the save is asynchronous.
+a temporary folder, on whether ranks other than zero have something to write, and that the disk has room for all. Then
+each rank writes its part, in a separate thread if the save is asynchronous.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class CheckpointStore:
         self.loaded: CheckpointRecord | None = None
         """The checkpoint that was loaded most recently."""
         self.before_background_save: list[Callable[[], None]] = []
-        """Called in the training thread."""
+        """Called in the training thread, just before a save begins to write in the background."""
         self._layout: Layout | None = None
         """The layout of the last save; the next save probably has the same."""
         self._frozen: dict[Path, Frozen] = {}
@@ -183,8 +183,8 @@ class CheckpointStore:
         training, writing = (ALONE, ALONE) if groups is None else (groups.training, groups.writing)
         is_first, name = training.rank == 0, name_of(record)
 
-        # Not in the background, because this makes the directory: after the call, `ModelCheckpoint` may put a link
-        # there (``save_last="link"``).
+        # `stage` makes the directory. Not in the background: right after this method, `ModelCheckpoint` may put a link
+        # into the directory (``save_last="link"``).
         made = training.first(lambda: staging or stage(record), f"start {name}")
         try:
             captured = training.agreed(lambda: self._capture(state, meta, made, groups), f"prepare {name}")
@@ -215,7 +215,7 @@ class CheckpointStore:
     def _capture(
         self, state: Mapping[str, Any], meta: RecordMeta, staging: Staging, groups: RankGroups | None
     ) -> Captured:
-        """Return the share of this rank in a checkpoint of `state`, after the previous save has ended."""
+        """Return the tensors and JSON that this rank writes for `state`, after the previous save has ended."""
         meta = meta if groups is None else replace(meta, world_size=groups.training.size)
         captured = capture(state, meta, staging, self._layout)
         self._layout = captured.layout

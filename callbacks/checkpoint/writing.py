@@ -46,7 +46,7 @@ from .storage import commit, hash_file, name_checkpoint_in_errors, stage, write_
 log = logging.getLogger(__name__)
 
 VISIBLE_WITHIN_S = 10.0
-"""Longest time until one rank sees a file of another, over a network file system that caches."""
+"""Longest wait of one rank until it sees a file of another: a network file system may cache the folder."""
 _POLL_S = 0.02
 
 

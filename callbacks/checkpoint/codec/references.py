@@ -36,7 +36,7 @@ class TensorReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_tensor(reference: Any, stored: Stored) -> TypedShape:
-    """Compare a reference to a tensor with the stored tensor; return its description, with the type of the reference.
+    """Compare a reference with the stored tensor; return the tensor's description, as the reference interprets it.
 
     Args:
         reference: The reference in the state tree.

@@ -50,6 +50,7 @@ _DEEPEST_TREE = 2 * MAX_DEPTH + 10
 """Limit on stored values within stored values: a container may be stored as an object with a list in it."""
 
 _INLINE_INT_BITS = 63
+"""Integers of more bits are stored as hexadecimal text."""
 
 Path = tuple[Any, ...]
 """A root name, followed by keys, indices and names of fields: texts and integers."""
@@ -67,7 +68,7 @@ class TensorSink(Protocol):
         ...
 
     def repeat(self, items: dict[Any, Any], path: Path) -> Any:
-        """Return the JSON of a dictionary that has only tensors, and add these; None if its JSON is not known yet."""
+        """Return the JSON of a dictionary of tensors, known from an earlier tree, and add these; None if unknown."""
         ...
 
 
@@ -90,7 +91,10 @@ def decode(tree: Any, tensor_of: TensorSource) -> Any:
 
 
 def check(tree: Any, tensor_of: TensorSource, *, knows_types: bool) -> Any:
-    """Walk through a stored tree like `decode`, without building values of the user's types; return the plain result.
+    """Walk through a stored tree like `decode`, without building values of the user's types or of tensors.
+
+    Returns:
+        The decoded tree, with a plain ``object()`` in place of each value that was not built.
 
     Args:
         tree: The result of `encode`.
@@ -119,9 +123,9 @@ class Kind:
     """Returns a list, dict or scalar of encodable values; a ValueError explains why a value cannot be stored."""
     put_together: Callable[[Any], Any]
     check: Callable[[Any], object] | None = None
-    """Checks children whose tensors are only described; None means that `put_together` is safe to call for that."""
+    """Checks children in which descriptions replace tensors; None if `put_together` itself can do that safely."""
     has: Callable[[Any], bool] | None = None
-    """Recognizes the values of a kind that stores the name of the type in front of the parts."""
+    """Whether a value is of this kind, for a kind that stores the name of the type with the parts; None for others."""
 
 
 _FACTORIES: dict[str, Any] = {
@@ -267,7 +271,7 @@ def _name(kind: type) -> str:
 
 
 class UnknownTypeError(CheckpointError):
-    """This process lacks a type that a state tree names, or the type is of another kind."""
+    """This process lacks a type that a state tree names, or defines it differently."""
 
     def __init__(self, problem: str, *, may_be_imported: bool = False) -> None:
         super().__init__(f"the checkpoint cannot be loaded here: {problem}")
@@ -458,7 +462,7 @@ class _Encoder:
             return self._inside(value, path, functools.partial(self._by_kind, stored_as))
         if (omegaconf := sys.modules.get("omegaconf")) is not None:
             kinds = omegaconf.DictConfig, omegaconf.ListConfig
-            if kind in kinds:  # unresolved: values of environment variables must not get into a checkpoint
+            if kind in kinds:  # not resolved, so that no value of an environment variable gets into a checkpoint
                 return self.encode(omegaconf.OmegaConf.to_container(value, resolve=False), path)
             if isinstance(value, type) and value in kinds:  # Lightning stores the type of the hyperparameters
                 return value.__name__

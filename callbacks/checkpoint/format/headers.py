@@ -38,7 +38,7 @@ _KNOWN_TYPES = {
 }
 """Torch's element types that the format knows: their names in the format, and their bytes."""
 TORCH_TYPES = {name: stored for name, (stored, _) in _KNOWN_TYPES.items()}
-"""Names in the format of torch's element types."""
+"""Names of element types in the format, by torch's names."""
 _RAW_TYPES = {"float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "complex32": 4, "complex128": 16}
 ELEMENT_BYTES = dict(_KNOWN_TYPES.values()) | _RAW_TYPES
 """Size of an element, for each type of the format and for torch's types that are stored raw."""
@@ -58,7 +58,7 @@ class TypedShape(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self.data_offsets[1] - self.data_offsets[0]
 
 

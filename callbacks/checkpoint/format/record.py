@@ -14,8 +14,8 @@ same frozen weights.
 
 A checkpoint exists if its record does. The record is one line of JSON whose last member is a digest of all bytes before
 it, so that any change shows. It names every file of the checkpoint by its path relative to the record's own folder,
-with size and digest: a folder that was moved still loads. Records of an older runtime of the contract have no
-digest and no files.
+with size and digest: a folder that was moved still loads. Records of the older runtime (`gen_worker`) have no
+digest and name no files.
 
 The module imports neither torch nor Lightning.
 """
@@ -205,7 +205,7 @@ class CheckpointRecord(RecordMeta):
     step: _Count
     run_id: str
     state: Any
-    """The trainer's payload, as `encode` stores it; an old record has plain values."""
+    """The payload of the trainer class, as `encode` stores it; in a record with `is_old`, plain values."""
     created_at_ms: Annotated[int, msgspec.Meta(ge=-62_000_000_000_000, le=253_000_000_000_000)] = 0
     """Milliseconds since 1970, of the commit; limited to years 5 to 9987, to fit a date in any time zone."""
     folder: str | None
@@ -318,7 +318,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """xxh3-128 in hexadecimal."""
+    """Return the xxh3-128 of `data`, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -442,14 +442,14 @@ def _new_record(path: Path, content: dict[str, Any]) -> CheckpointRecord:
             f"it has format version {format_version!r}, and this genlight reads versions up to {FORMAT_VERSION}; "
             "upgrade genlight"
         )
-    if missing := {"step", "run_id"} - content.keys():  # `RecordMeta` has defaults for these
+    if missing := {"step", "run_id"} - content.keys():  # msgspec would use the defaults of `RecordMeta`
         raise ValueError(f"its record {path.name} lacks {', '.join(sorted(missing))}")
     if _has_too_many_names(content):
         raise ValueError(f"its record {path.name} names more than {MOST_NAMES:,} files or tensors")
     try:
         record = msgspec.convert({**content, "path": path, "is_old": False, "parameters": ()}, CheckpointRecord)
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
-        raise ValueError(f"its record {path.name} misspells a member: {error}") from None
+        raise ValueError(f"its record {path.name} has a malformed member: {error}") from None
     # A foreign record must not make this process read, or delete, files outside its folder.
     # Compare strings: paths take ten times as long, and a record may name very many files.
     names = [entry.path for entry in record.files]

@@ -81,7 +81,7 @@ class SlicedTensor(msgspec.Struct, frozen=True):
     """Name of its file in the folder of each rank; a reference to the tensor has the same name."""
     key: str
     dtype: str
-    """Torch's name for it."""
+    """Torch's name for the element type, such as ``float32``."""
     shape: tuple[Offset, ...]
     slices: tuple[StoredSlice, ...]
 

@@ -1,8 +1,8 @@
 """Placements of sharded optimizer state, stored in addition to the state in an optimizer's state dict.
 
 State with the shape of its parameter, such as a moment, is sharded like the parameter. For other sharded state, its
-placements are stored: one number for each row (row-wise Adagrad, Adam-mini), factors (Adafactor), projected gradients
-(GaLore), and state that belongs to no parameter.
+placements are stored. Examples: one number for each row (row-wise Adagrad, Adam-mini), factors (Adafactor), projected
+gradients (GaLore), and state that belongs to no parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from ...optimizer_state import parameters_of
 from .slices import shard_over, sharded_like
 
 KEY = "placements"
-"""Member of a state dict: by place in ``state``, the dimension of the tensor that each dimension of the mesh shards."""
+"""Key in an optimizer's state dict, for the placements of each tensor, by its place in ``state``.
+
+A list has, for each dimension of the mesh, the dimension of the tensor that is sharded over it; None if replicated.
+"""
 
 
 def with_placements(parameters: Sequence[torch.Tensor], state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def _leaves(state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, int, Any]]:
 
 
 def _parameter(parameters: Sequence[torch.Tensor], key: Any) -> torch.Tensor | None:
-    """Return the parameter with the number `key`; for state of no parameter, any sharded one."""
+    """Return the parameter with the number `key`; for state of no parameter, any sharded one, which has the mesh."""
     if type(key) is int and key < len(parameters):
         return parameters[key]
     return next((each for each in parameters if isinstance(each, DTensor)), None)
@@ -115,7 +118,7 @@ def _place(value: Any, parameter: torch.Tensor | None, dimensions: Sequence[int 
     if dimensions is None:
         return sharded_like(value, parameter) if value.shape == parameter.shape else value
     mesh = parameter.device_mesh
-    if len(dimensions) != mesh.ndim:  # only one of the two meshes has a dimension for replicas
+    if len(dimensions) != mesh.ndim:  # only the mesh of the save or the mesh of the load has a dimension for replicas
         sharded = next((each for each in dimensions if each is not None), None)
         dimensions = [sharded if isinstance(place, Shard) else None for place in parameter.placements]
     placements = [Replicate() if each is None else Shard(each) for each in dimensions]

@@ -25,7 +25,7 @@ from ..format.slice_index import Box, SlicedTensor
 
 
 def view_of_part(part: Box, tensor: torch.Tensor, of: Box) -> torch.Tensor:
-    """Return the view of `part` in `tensor`; `part` and `of`, the position of `tensor`, are parts of one tensor."""
+    """Return the view of `part` in `tensor`, which fills the box `of`; both boxes are within the complete tensor."""
     for dimension, (begin, size) in enumerate(zip(part.offset, part.shape, strict=True)):
         tensor = tensor.narrow(dimension, begin - of.offset[dimension], size)
     return tensor
