@@ -71,7 +71,7 @@ class Captured:
     sharded_tensors: dict[tuple[str, str], SlicedTensor]
     """All sharded tensors, by file and key, without their slices."""
     staging: Staging
-    """The folder in which it is made; holds the files of the trainer's own hook, and the link to `linked`."""
+    """The folder in which it is made; has the files of the hook ``save_checkpoint``, and the link to `linked`."""
     layout: Layout | None = None
     """The layout of its tensors, if a later checkpoint can have the same."""
     linked: FrozenFile | None = None
@@ -100,7 +100,7 @@ class Captured:
         return replace(self, entries=[entry for entry, _ in kept], sources=[source for _, source in kept])
 
     def snapshot(self, buffer: HostBuffer, overlap: Overlap) -> Captured:
-        """Return a copy with the current values, in `buffer`; frozen tensors, copied only once, get a new buffer."""
+        """Return a copy with the current values, in `buffer`; frozen tensors, usually copied once, get a new one."""
         parts = [(buffer, self)]
         if FROZEN_FILE in {entry.file for entry in self.entries}:
             once, again = self.select(lambda e: e.file == FROZEN_FILE), self.select(lambda e: e.file != FROZEN_FILE)

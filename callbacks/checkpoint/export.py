@@ -276,7 +276,7 @@ def _without_kernels(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_configurations(root: Path) -> dict[str, dict[str, str]]:
-    """Return the files of each model below `root`, by the model's name: paths below its folder, and below `root`.
+    """Return the files of each model below `root`, by its name: for each path in the model's folder, that in `root`.
 
     A run may come from elsewhere, so no link on the way is followed.
     """

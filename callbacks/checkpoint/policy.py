@@ -84,7 +84,10 @@ class MemoryTier:
 
     directory: Path
     groups: RankGroups | None
-    """Not those of the saves on disk, because a save in memory and a save on disk may be in flight at the same time."""
+    """Channels for the saves in memory that all ranks write; None if only rank zero writes.
+
+    Saves on disk have other channels, because a save in memory and a save on disk may be in flight at the same time.
+    """
     store: CheckpointStore = field(default_factory=CheckpointStore)
 
     def keep_newest(self) -> None:

@@ -222,9 +222,8 @@ class PositionedLoader(DataLoader[Any]):
         if self._resumes and self._begun is not None:
             if self.persistent_workers:
                 restored, self._to_restore = self._to_restore or {}, None
-                self._rest(
-                    self._begun, restored
-                )  # uninterrupted workers would have drawn numbers for prefetched batches
+                # Workers that were not interrupted would have drawn numbers for the batches that they had prefetched.
+                self._rest(self._begun, restored)
             else:
                 prefetched = self.num_workers * (self.prefetch_factor or 0)
                 deque(islice(self._repeated_order(self._begun) or (), prefetched), maxlen=0)

@@ -296,7 +296,7 @@ class Staging:
     path: Path
 
     def folder(self, name: str = TRAINER_FOLDER) -> Path:
-        """Return a folder within, made on first use."""
+        """Return the folder `name` within the temporary folder, made on first use."""
         folder = self.path / name
         make_directory(folder, shared=None)
         return folder

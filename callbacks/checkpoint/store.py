@@ -164,7 +164,8 @@ class CheckpointStore:
             path: The path of the record.
             state: ``state["genlight"]["state"]`` goes into the record.
             meta: Further facts for the record.
-            staging: The folder that holds the files of the trainer's own hook; it is removed if the save fails.
+            staging: The folder with the files that the trainer class's ``save_checkpoint`` wrote; removed if the save
+                fails.
             asynchronous: Write in the background. The next call or `poll` raises the error of a failed save; if all
                 ranks write together, only the next call does.
             groups: All ranks call this, and each writes the slices of sharded tensors that it holds; rank zero's

@@ -1,4 +1,4 @@
-"""The format on disk: names, the commit record, headers, indices and references.
+"""The format on disk: names and the commit record (`record`), headers of safetensors (`headers`), and `slice_index`.
 
 May import the plumbing and the contract.
 """

@@ -180,7 +180,7 @@ class RecordMeta:
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The fields that `spec_digest` covers, so that a mismatch can name those that differ."""
     trainer_checkpoint: Mapping[str, Any] | None = None
-    """The result of the trainer's ``save_checkpoint`` hook; a relative ``primary_path`` is relative to its folder."""
+    """The result of the hook ``save_checkpoint``; a relative ``primary_path`` in it is within `trainer_folder`."""
     elapsed_s: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 0.0
     """Training time so far, over all attempts."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1

@@ -1,4 +1,4 @@
-"""Tensors that ranks hold parts of.
+"""Tensors that ranks hold parts of: `slices` for any tensor, `optimizer_placements` for the state of optimizers.
 
 May import the format, the plumbing and the contract.
 """
