@@ -38,8 +38,9 @@ T = TypeVar("T")
 class ArrowFeed(FeedOptions):
     """An iterable of `pyarrow.RecordBatch`, this rank's share of each step.
 
-    ``for batch in feed`` yields one epoch, as loops expect of a loader: the first one, or the rest of the epoch whose
-    position was loaded, and the next epoch each time. ``feed.iter_batches()`` yields all epochs.
+    ``for batch in feed`` yields one epoch, as loops expect of a loader. The first loop yields the first epoch or, after
+    `load_state_dict`, the rest of the loaded epoch; each further loop yields the next epoch. ``feed.iter_batches()``
+    yields all epochs.
 
     The position (`state_dict`) is the place after the last batch handed out, no matter what was decoded ahead. It is
     the same on all ranks and can be loaded on another number of ranks or with another batch size.
@@ -74,7 +75,10 @@ class ArrowFeed(FeedOptions):
         self.columns = None if self.columns is None else tuple(self.columns)
         self._collate = _collate_function(self.collate)
         self._position: Position | None = None
-        """Start of the running pass, or of the next one between passes; None before the first."""
+        """Start of the running pass or, between passes, of the latest one; it may also be loaded or set for the next.
+
+        None before the first pass.
+        """
         self._step = 0
         """Steps of the pass, up to the last batch handed out."""
         self._loaded = False
@@ -211,7 +215,7 @@ class ArrowFeed(FeedOptions):
                 yield batch
                 if self._opened is not opened:
                     raise RuntimeError("The feed was closed or iterated again while one of its iterators was in use.")
-            if self._is_fresh:  # a pass without steps is over as well
+            if self._is_fresh:  # a pass without steps: the next iteration must not begin the same pass again
                 self._position, self._step = position.normalized(self._layout), 0
         finally:
             if self._opened is opened:
@@ -253,7 +257,10 @@ class ArrowFeed(FeedOptions):
             yield item
 
     def _pin(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return batches in pinned memory for an accelerator; record batches, and batches for the CPU, unchanged."""
+        """Return `batches` in pinned memory if `pin_memory` is set or, by default, if there is an accelerator.
+
+        Record batches are never pinned.
+        """
         if self._collate is None or self.pin_memory is False:
             return batches
         from ..plumbing.devices import accelerator, pinned

@@ -82,7 +82,7 @@ def _number(batches: Iterable[pa.RecordBatch], at: int) -> Iterator[Rows]:
 
 
 def rebatch(chunks: Iterator[Rows], intervals: Iterable[tuple[int, int]]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of each interval, in order; rows of one chunk are not copied."""
+    """Yield the rows of each interval, in order; an interval within one chunk is not copied."""
     at = end = 0
     slice_chunk: Any = None
     for start, stop in intervals:

@@ -49,7 +49,7 @@ class _FeedDataModule(LightningDataModule, ABC):
         """Return the position of the training feed, if it is an `ArrowFeed`.
 
         Lightning also saves the position with the loader, but restores it only within an epoch, and only after it has
-        read the number of steps.
+        read ``len(feed)``, the number of steps.
         """
         return {"train": self._train.state_dict()} if isinstance(self._train, ArrowFeed) else {}
 
@@ -146,7 +146,7 @@ class FunctionDataModule(_FeedDataModule):
         self._context: StepContext | None = None
 
     def use_context(self, ctx: StepContext) -> None:
-        """Pass `ctx`, the context of this rank, to the function; without this call it gets one without a job."""
+        """Pass `ctx`, the context of this rank, to the function; without this call, it gets a context without a job."""
         self._context = ctx
 
     def _make_feed(self) -> Any:

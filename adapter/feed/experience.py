@@ -72,19 +72,19 @@ class ReplayBuffer:
         return self._written
 
     def close(self) -> None:
-        """Close the folder of the last save; the next save writes all rows."""
+        """Close the folder of the last save or load; the next save writes all rows."""
         self._saved.forget()
 
     # writing
 
     def extend(self, rows: Mapping[str, Any]) -> None:
-        """Write rows: each column has one more dimension, in front.
+        """Write rows: the first dimension of each column counts the rows.
 
         Nothing is changed if an error is raised.
 
         Raises:
             ReplayWriterError: Another thread or process is the writer.
-            ValueError: Columns, dtypes or shapes differ from the buffer's, or there are more rows than it holds.
+            ValueError: Columns, dtypes or shapes differ from the buffer's, or there are no or more than `capacity` rows.
         """
         self._claim()
         given = _tensors(rows)
@@ -166,7 +166,7 @@ class ReplayBuffer:
         """Write the rows and the generator into `folder`, such as the ``output_dir`` of ``save_checkpoint``.
 
         Rows that were saved or loaded before are linked if their folder is on the same file system; only new rows are
-        written. The writer waits meanwhile.
+        written. Threads that write or sample wait meanwhile.
 
         Raises:
             OSError: A file could not be written.
@@ -296,7 +296,7 @@ class _SavedRows:
         self._folder, self._files = opened, files
 
     def forget(self) -> None:
-        """Close the folder of the last save."""
+        """Close the folder of the last save or load, and forget its files."""
         folder, self._folder, self._files = self._folder, -1, []
         if folder >= 0:
             os.close(folder)
@@ -304,7 +304,7 @@ class _SavedRows:
     def link_into(self, folder: Path, oldest: int, written: int) -> list[_RowFile]:
         """Link the files with rows from `oldest` to below `written` into `folder`, and return these files.
 
-        If one cannot be linked, return none.
+        If one of them cannot be linked, return an empty list; the caller then writes all rows.
         """
         needed = [file for file in self._files if oldest < file.last <= written]
         try:
@@ -356,7 +356,9 @@ class ReplayFeed:
         ValueError: Arguments are out of range.
     """
 
-    begins_anew = True  # a pass has no position besides the state of the generator
+    # So that `callbacks/checkpoint/loader_position.py` does not warn of a lost position at a resume: a pass has none
+    # besides the state of the buffer's generator, which the class saves with the buffer.
+    begins_anew = True
 
     def __init__(
         self, buffer: ReplayBuffer, batch_size: int, *, start_after: int | None = None, wait_s: float = 60.0

@@ -74,7 +74,7 @@ class Order:
         return {"seed": self.seed, "shuffle": int(self.shuffle), "window": self.window if self.shuffle else 0}
 
     def window_permutation(self, epoch: int, group: int, window: int, rows: int) -> npt.NDArray[np.intp]:
-        """Return the row, within its window, that comes at each place of a shuffled window."""
+        """Return, for each place of a shuffled window, the row that comes there, counted from the window's start."""
         return permutation(rows, (self.seed, 1, epoch, group, window))
 
 

@@ -23,7 +23,8 @@ from .files import DataFile, expand
 
 _MOST_ERRORS = 40
 _JOINED_BITS = 32
-"""Minimum width of dictionary indices; narrower ones may be too small for the values of several row groups together."""
+"""Minimum bits of dictionary indices; with fewer, they may be too small for the values of several row groups together.
+"""
 
 
 class Source(Protocol):
@@ -234,7 +235,7 @@ class _Footer:
 
 
 class ParquetSource:
-    """One or many Parquet files. Making one reads all footers.
+    """One or many Parquet files. The constructor reads the footers of all of them.
 
     Args:
         files: The files, in order.
@@ -313,7 +314,8 @@ class ParquetSource:
         """Yield the rows of row groups, the `skipped` first ones included, in batches of about `max_bytes`."""
         size = sum(footer.group_bytes[index] for index in indices) * footer.selected
         total = sum(footer.group_rows[index] for index in indices)
-        # Repeated values are stored once, so they decode to much more than the metadata states.
+        # Repeated values are stored once, so they decode to much more than the metadata states. Therefore the size of
+        # rows that were already decoded counts, too.
         rows_per_byte = 1 / max(size / max(total, 1), self._row_bytes, 1.0)
         # Decode skipped rows in one go: in small batches, a wide table would take several times as long.
         rows = max(1, int(rows_per_byte * max_bytes), min(skipped, int(rows_per_byte * _SKIPPED_BYTES)))

@@ -76,7 +76,8 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
     - a map-style dataset: batches of rows in genlight's order, which depends only on seed and epoch; ranks share each
       step, and another number of ranks can continue from the position;
     - a plain ``DataLoader`` over a map-style dataset: the loader itself on one process, in the order of a plain loop;
-      on several ranks its dataset as above, with its batch size, workers and collate function;
+      on several ranks its dataset as above, with its batch size, workers and collate function. A loader with a
+      `DistributedSampler`, or with a sampler that is not torch's, must share its rows itself, and is returned as it is;
     - a table or a data frame: an `ArrowFeed`;
     - an object with ``state_dict`` and ``load_state_dict``: the object itself; see `_BeginsAtFirstBatch`;
     - another iterable, or a callable that returns the next batch: `RepeatedRead`.
@@ -105,7 +106,7 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
         return data if ctx.world_size == 1 else _shared_loader(data, name, {"seed": options.get("seed", 0), **ranks})
     if type(data) is DataLoader and data.persistent_workers:
-        # A resume could not draw the numbers again that persistent workers drew in earlier epochs.
+        # Persistent workers keep their random generators from epoch to epoch, and a resume could not restore these.
         log.info(
             "`persistent_workers` of the DataLoader of `%s` has no effect, because a resume reads its epoch again", name
         )
@@ -129,9 +130,10 @@ def feed_of(function: Callable[..., Any], ctx: StepContext, options: Mapping[str
 class _BeginsAtFirstBatch:
     """A loader whose pass begins when its first batch is requested, not when ``__iter__`` is called.
 
-    Lightning makes one more iterator than it uses. A loader that shuffles, or counts its passes, in ``__iter__`` would
-    begin with its second pass. The state of this loader also has the random states from the start of the pass, because
-    most loaders draw the order of a resumed pass again.
+    `extend_loader` makes a subclass of this and of the class of a user's loader. Lightning makes one more iterator than
+    it uses, so a loader that shuffles, or counts its passes, in ``__iter__`` would begin with its second pass. This
+    loader's state also has the random states from the start of the pass, because most loaders draw the order of a
+    resumed pass again.
     """
 
     _states_at_start: dict[str, Any] | None = None
@@ -200,7 +202,7 @@ class RepeatedRead:
 
     A resume reads the batches of the pass again, with the random states from the start of the pass, and logs that. If a
     callable draws random numbers, its batches are not read again, because the random states of the checkpoint determine
-    the next one. On several ranks, random numbers come from the seed, the rank and the number of the batch.
+    its next batch. On several ranks, random numbers come from the seed, the rank and the number of the batch.
 
     Args:
         source: The iterable or the callable.

@@ -123,7 +123,7 @@ def _block(spec: Spec, position: Position, steps: range) -> tuple[Any, str | Non
 
 
 def seed_of_step(spec: Spec, position: Position, step: int) -> tuple[int, ...]:
-    """Return the seed of a step's random numbers. It depends only on the rows, not on the workers or a resume."""
+    """Return the seed of a step's random numbers. Neither the number of workers nor a resume changes it."""
     rows_left = position.rows - spec.layout.share(position.rows).consumed(step)
     return (spec.layout.order.seed, 2, position.epoch, rows_left, spec.rank)
 

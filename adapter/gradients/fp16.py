@@ -39,7 +39,7 @@ class Fp16(StepPart):
     the trainer can clip them.
 
     FSDP accumulates gradients of sharded parameters outside of autograd, so no hook can unscale them. Therefore the
-    existing gradients are set aside during the call, and added to the new ones after these were unscaled.
+    existing gradients are set aside during the backward call; then the new ones are unscaled and added to them.
 
     Args:
         scaler: Scales the loss, and adapts the scale.
@@ -174,7 +174,7 @@ class TrueUnitScaler(GradScaler):
             self._overflows[id(optimizer)] = found
 
     def _find_overflow(self, optimizer: Optimizer) -> Tensor | None:
-        """Return the `_overflow_flag` of `optimizer`; it is also 1 if a tensor that no optimizer updates overflowed."""
+        """Return the `_overflow_flag` of `optimizer`'s gradients; also 1 if `check_by_hand` has found an overflow."""
         found = _overflow_flag([p.grad for p in parameters_of(optimizer) if p.grad is not None])
         by_hand = self._overflow_by_hand
         return found if found is None or by_hand is None else torch.maximum(found, by_hand.to(found.device))

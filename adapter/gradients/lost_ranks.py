@@ -1,6 +1,6 @@
 """Finds ranks that were lost, through the store of the process group.
 
-The store works even after a rank is gone, unless this rank hosts it, and before the other ranks notice the loss.
+The store works even after a rank is gone, unless the lost rank hosts it, and before the other ranks notice the loss.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def find_lost(step: int, group: dist.ProcessGroup | None) -> str:
 
 
 def describe_lost(lost: Sequence[int], seconds: float) -> str:
-    """Return a description of `lost`, the ranks that did not answer within `seconds`; it may be empty."""
+    """Return a description of `lost`, the ranks that did not answer within `seconds`; `lost` may be empty."""
     if not lost:
         return "all ranks still run, so the connection between them broke"
     names = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"

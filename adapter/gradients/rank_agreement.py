@@ -15,7 +15,7 @@ from .rank_check import FIRST_STEPS, find_user_line
 from .refused import SKIP_HINT, refusal
 
 END_OF_STEP, BACKWARD, UPDATE, USED = "end the step", "call backward", "update by", "leave gradients of"
-"""First words of the operations that every step has."""
+"""First words of operations for which `RankAgreement` has separate messages."""
 
 PENDING_DIGESTS = 8
 """Digests that may be in flight. With more, a step waits for the oldest one; usually that has arrived by then."""

@@ -35,7 +35,10 @@ NUMBERS = 6
 LATE_EXCHANGES = 8
 """Exchanges that a device may be behind the host before the host waits for it."""
 FIRST_STEPS = 3
-"""Number of first steps in which ranks on a device wait for the other ranks' answers."""
+"""Number of first steps in which a rank on a device waits for the flags or messages of the other ranks.
+
+The first steps find most faults; in later ones, such a wait would cost time in each step.
+"""
 _NAMED_AT_MOST = 4
 _NOT_THE_USERS = ("genlight.", "torch.", "contextlib", "functools", "lightning.")
 _MODULUS = 128
@@ -116,7 +119,7 @@ class _Header(NamedTuple):
 
 
 _runs = itertools.count()
-"""Counts the `RankCheck` objects of this process. All ranks create them in the same order, so that keys agree."""
+"""Counts the `RankCheck` objects of this process, for their keys in the store; all ranks create them in one order."""
 
 
 class RankCheck:
@@ -206,7 +209,7 @@ class RankCheck:
             return
         began = time.monotonic()
         key = f"{self._key}/waits in step {at.step}"
-        # After the timeout the library of the device aborts the process without naming the rank.
+        # Give up before the timeout: then the device's library (NCCL) aborts the process without naming the lost rank.
         most = 0.8 * group_timeout(self._group).total_seconds()
         is_announced = False
         while not copy.is_there():
@@ -267,7 +270,8 @@ def _are_together(rows: Sequence[Sequence[float]]) -> bool:
     triggers = {int(row[0]) for row in rows}
     if len(triggers) == 1:
         return True
-    # One rank may read a gradient before its update while another updates without a read.
+    # One rank may read a gradient before its update while another updates without a read. But if one updates and
+    # another has ended its step, they have diverged.
     is_updated_by_some = {Trigger.UPDATE, Trigger.END_OF_STEP} <= triggers
     return triggers.isdisjoint(_ALL_OR_NONE) and not is_updated_by_some
 

@@ -66,7 +66,8 @@ def step_router(
     """Return the router that this run needs, or None if plain torch does the same.
 
     Call this once, when the modules are on their device and before a checkpoint is restored. On several ranks it also
-    gives every rank the weights of rank 0. `before` is the router of an earlier training of the same module, if any.
+    gives every rank the weights of rank 0. `before` is the router of an earlier training of the same module, if any;
+    the new router takes over its counts of backward calls.
 
     Raises:
         ContractError: The ranks built different things, a tensor is not on this rank's device, or the precision cannot
@@ -250,7 +251,7 @@ class StepRouter:
             context.__exit__(exc_type, exc, traceback)
         refusal, self._refusal = self._refusal, None
         if refusal is exc:
-            refusal = None  # it is being raised already; a refusal in another thread has not reached the loop yet
+            refusal = None  # `train_step` has raised it; a refusal that was raised in another thread is raised below
         if exc is None and refusal is None and replaced is None:
             try:
                 for part in self.parts:
@@ -324,8 +325,8 @@ class StepRouter:
     def check_managed(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that did not exist after ``configure``, unless it lives for a single step.
 
-        The `step` of a managed optimizer may have been kept or compiled in ``configure``, before it was routed. Such an
-        update gets averaged gradients, but it cannot be skipped.
+        It also handles managed optimizers whose `step` method ``configure`` kept or compiled before `StepRouter`
+        replaced it. Such an update gets averaged gradients, but it cannot be skipped.
 
         Raises:
             ContractError: The optimizer is refused.
@@ -367,10 +368,14 @@ class StepRouter:
             return inner(*args, **kw)
 
     def _step(self, optimizer: Optimizer, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Replace ``optimizer.step``: make the update with the same arguments, except that a closure is wrapped."""
+        """Replace ``optimizer.step``: make the update with the same arguments, except for a closure.
+
+        If a part may skip the update, the closure is evaluated before it and replaced by None; otherwise it is wrapped.
+        """
         if self._in_update or self._is_closed:
             return inner(*args, **kwargs)
-        # The hook of a tensor may make this call. On a device, such a hook runs in a thread of torch's engine.
+        # This comes before `is_active`, because a tensor's hook may call `step`: on a device, such a hook runs in a
+        # thread of torch's engine, for which `is_active` is False.
         self._refuse_in_backward(optimizer)
         if not torch_hooks.is_active(self):
             if self.averaging is not None:  # the other ranks would not take part in this update
@@ -446,7 +451,7 @@ class StepRouter:
         return self._precision.context() if self._precision.context is not None else nullcontext()
 
     def _may_update(self, optimizer: Optimizer) -> bool:
-        """Whether all parts let `optimizer` update; calls all of them."""
+        """Whether all parts let `optimizer` update; calls every part, even after one has refused."""
         answers = [part.before_update(optimizer) for part in self.parts]
         return all(answers)
 
@@ -514,7 +519,7 @@ def step_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> StepHooks:
 
 
 def _is_closure(step: Callable[..., Any], name: str, argument: object) -> bool:
-    """Whether an argument of `step` is its closure: the first one, if it is callable and not a module.
+    """Whether an argument of `step` is its closure: its first parameter or ``closure``, if callable and not a module.
 
     Args:
         step: The method of the optimizer.

@@ -28,7 +28,7 @@ class StepPart:
     The router calls each method of all parts, in the order of its list. After ``begin`` it calls ``end``, or
     ``abandon`` if the step failed. After ``before_backward`` it calls ``leave_backward``, and then
     ``after_backward`` if the backward call succeeded. After ``before_update`` it calls ``after_update``, also if the
-    update failed or was skipped.
+    update failed or was skipped, except for a `step` that bypasses the router (see `StepRouter.check_managed`).
     """
 
     may_skip: str = ""
@@ -56,7 +56,7 @@ class StepPart:
         """Called when a backward call has succeeded."""
 
     def grad(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call of ``torch.autograd.grad``. `run` calls torch's engine with the other arguments."""
+        """Make a call of ``torch.autograd.grad``: `run` passes it to the next part, or after the last to the engine."""
         return run(outputs, grads, *args, **kwargs)
 
     def within_backward(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class StepPart:
         """Called when the step has succeeded."""
 
     def before_save(self) -> None:
-        """Called on all ranks before a checkpoint is saved; the part raises if a fault is still undetected."""
+        """Called on all ranks before a checkpoint is saved; finish pending checks, and raise if one finds a fault."""
 
     def abandon(self) -> None:
         """Called when the step failed. Send nothing: the other ranks may not reach this point."""

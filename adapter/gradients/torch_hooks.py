@@ -14,10 +14,10 @@ the class of each averaged parameter, during    only a class can have a property
 a step, except in updates                       average gradients before they are read
 ==============================================  ================================================  =====================
 
-A hook of torch, ``register_optimizer_step_pre_hook``, reports optimizers that are not managed. FSDP 2 needs further
-replacements: see ``fsdp``. The entry of the engine stays replaced during a complete training; calls between steps and
-in other threads pass through unchanged. Both of its names are set, because ``torch.compiler._patch_engine_backward``
-restores both to the value of the second.
+A hook of torch, ``register_optimizer_step_pre_hook``, reports optimizers that are not managed, and steps that
+``configure`` kept before they were replaced. FSDP 2 needs further replacements: see ``fsdp``. The entry of the engine
+stays replaced during a complete training; calls between steps and in other threads pass through unchanged. Both of its
+names are set, because ``torch.compiler._patch_engine_backward`` restores both to the value of the second.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def release(interceptor: Interceptor) -> None:
 
 
 def _replace_or_restore() -> None:
-    """Replace torch's entry if somebody holds it; otherwise restore it."""
+    """Replace torch's entry if an interceptor holds it; otherwise restore it."""
     global _step_hook
     if _holders:
         set_engine_run_backward(_intercept)

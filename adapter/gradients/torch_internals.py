@@ -1,10 +1,11 @@
 """All protected names of torch that this package reads, overrides or assigns.
 
-Each name is looked up when this module is imported. So a release of torch without it causes one clear `ImportError`,
-instead of a run that fails or trains wrongly later. A name that is only assigned would fail silently, so
+Most names are looked up when this module is imported. So a release of torch without one of them causes one clear
+`ImportError`, instead of a run that fails or trains wrongly later. A name that is only assigned would fail silently, so
 `torch_hooks.hold` checks once per process that a backward call goes through the function that it assigns.
 
-Names of FSDP 2 differ between releases; `require_fsdp` checks them before the first module is sharded.
+Names of FSDP 2 differ between releases; `require_fsdp` checks them before the first module is sharded. The name of
+torch.compile is looked up in `keep_out_of_graphs`, because importing the compiler takes long.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def engine_entry() -> Callable[..., Any]:
 
 
 def set_engine_run_backward(entry: Callable[..., Any]) -> None:
-    """Send every backward call of the process through `entry`; `engine_run_backward` restores torch's."""
+    """Send every backward call of the process through `entry`; pass `engine_run_backward` to restore torch's entry."""
     for owner in (torch.autograd, torch.autograd.graph):
         setattr(owner, _ENGINE, entry)
 
@@ -157,7 +158,7 @@ def require_fsdp(*, unused_parameters: bool = False) -> None:
     """Check that this torch has all names of FSDP 2 that genlight uses.
 
     Args:
-        unused_parameters: Whether ranks may use different parameters; this needs a later torch.
+        unused_parameters: Whether ranks may use different parameters; this needs torch 2.13 or later.
 
     Raises:
         ImportError: A name is missing; names the installed release and the supported ones.

@@ -129,7 +129,7 @@ class UpdateGuard(StepPart):
         self._rates = []
 
     def _accepts(self, optimizer: Optimizer) -> bool:
-        """Whether `Recover` accepts the update of `optimizer`; the same on all ranks."""
+        """Whether `Recover` accepts the update of `optimizer`; the same on all ranks unless it is rank-local."""
         parameters = list(parameters_of(optimizer))
         gradients = [
             p.grad if p.grad.layout == torch.strided else p.grad.coalesce().values()

@@ -7,14 +7,15 @@ unused on one rank, be used twice by a checkpointed segment, or get gradients fr
 An exchange sends all gradients, packed into the same buckets in the same order. So the messages of two ranks have the
 same size whatever the ranks do, and the header in the first bucket shows whether they are at the same point. During a
 backward call, each bucket is sent as soon as its gradients are complete and the previous bucket was sent; the averages
-are written when the call ends. So code after the call may run on one rank only (a norm that rank 0 logs, a barrier).
+are written when the call ends. So after that call one rank may read gradients alone (rank 0 logs a norm) while the
+other ranks continue, even if they wait in a barrier.
 
 If `train_step` calls backward several times before an update, only the last call exchanges gradients; the calls before
 it accumulate. The first updates show how many calls there are; until then, gradients are averaged after each call. If a
-gradient is read or an update is made earlier than expected, gradients are averaged at that point. If another call
-follows, they are averaged again. The result is exact: the complete ``.grad`` is averaged, and the part that was
-averaged before is equal on all ranks. A checkpoint contains the numbers of calls, because a resumed run has to make the
-same exchanges: rounding depends on them.
+gradient is read or an update is made earlier than expected, gradients are averaged at that point. If another backward
+call follows, they are averaged again. The result is exact: the complete ``.grad`` is averaged, and the part of it that
+was averaged before is equal on all ranks, so averaging does not change that part. A checkpoint contains the numbers of
+calls, because a resumed run has to make the same exchanges: rounding depends on them.
 
 The gradients of a step are in one of four stages (`_Stage`)::
 
@@ -38,8 +39,9 @@ Three designs were compared:
 - The present design. It refuses updates during backward, and different numbers of backward calls on the ranks (the
   error names the rank). Before the first update, each of several backward calls costs an exchange.
 
-All three have to replace the class of a parameter (`GradientGuard`), for gradients that a trainer writes and then clips
-(evolution strategies, Reptile, ``torch.func``). The present design also needs this for reads between backward calls.
+All three have to replace the class of a parameter (`GradientGuard`), to notice that a trainer writes gradients itself
+and reads them to clip them (evolution strategies, Reptile, ``torch.func``). The present design also needs this to
+notice reads between backward calls.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Averaging(StepPart):
         rank_local: Objects that differ by rank on purpose.
         bucket_bytes: Size at which a bucket is complete.
         wire: Type in which gradients are sent; None keeps their type.
-        is_last_step: Returns whether the running step is the last one, on all ranks.
+        is_last_step: Returns whether the running step is the last one of the run; equal on all ranks.
 
     Attributes:
         group: The argument.
@@ -143,7 +145,7 @@ class Averaging(StepPart):
         self._last_plan = self._parameters.make_plan(most_buckets=1)
         """The plan of the previous exchange; at first a plan with a single bucket, only for its header."""
         self._agreed = {self._last_plan.checksum}
-        """Checksums of the plans that all ranks have; the first one is equal because the ranks were built alike."""
+        """Checksums of the plans that all ranks have; the first is equal, since `start_equal` compared the ranks."""
 
         self._step = 1
         self._steps_here = 0
@@ -163,7 +165,7 @@ class Averaging(StepPart):
         self._written: set[int] = set()
         """Ids of the parameters whose gradient the trainer has written since the last exchange."""
         self._updated = set(self.shared)
-        """Ids of the optimizers that have updated since the last exchange; at first all of them."""
+        """Ids of the optimizers that have updated since the last exchange; before any exchange, all shared ones."""
         self._was_averaged = False
         """Whether this step has exchanged gradients."""
         self._is_closed = False
@@ -212,7 +214,7 @@ class Averaging(StepPart):
         self._update_line = find_user_line()
         first = next(parameters_of(optimizer), "nothing")
         self._require_averaged(Trigger.UPDATE, first)
-        if id(optimizer) in self._updated:  # it updates again: the trainer may have written its gradients in place
+        if id(optimizer) in self._updated:  # no exchange since its last update, but gradients may be written in place
             self._average(Trigger.UPDATE, first)
         self._guard.unguard()  # so that the optimizer reads gradients directly
         self._updated.add(id(optimizer))
@@ -233,7 +235,7 @@ class Averaging(StepPart):
 
     @contextlib.contextmanager
     def zeroing(self) -> Iterator[None]:
-        """Within this block, write gradients without calling the guard for each parameter, if all of them were used."""
+        """Within this block, write gradients past the guard, which is faster, if no gradient waits to be averaged."""
         is_used = self._stage is _Stage.USED and not self._written
         if is_used:
             self._guard.unguard()
@@ -254,7 +256,11 @@ class Averaging(StepPart):
 
     @override
     def grad(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse gradients of parameters that no optimizer holds, because genlight cannot know when they are used."""
+        """Refuse gradients of parameters during an update, and of parameters that no optimizer holds.
+
+        The call returns this rank's gradients, and genlight cannot know when the trainer uses them. With
+        ``create_graph``, gradients of parameters that no optimizer holds are allowed, as a penalty needs them.
+        """
         _, create_graph, inputs = (*args, False, False, ())[:3]
         requested = {id(p) for p in inputs}
         if self._in_update is not None and any(id(p) in requested for p in self._parameters.all):
@@ -514,7 +520,7 @@ def _refuse_sparse(discovered: Discovered) -> None:
 
 
 class _EarlyExchange:
-    """An exchange whose buckets are sent while backward runs; backward may have one thread per device.
+    """An exchange whose buckets are sent while backward runs, by its threads: there may be one per device.
 
     Args:
         plan: The buckets.
@@ -529,7 +535,7 @@ class _EarlyExchange:
         self.sent: list[list[tuple[Tensor | None, int]]] = []
         self._missing = [{id(p) for p in bucket.parameters} for bucket in plan.buckets]
         self._missing_with = {key: missing for missing in self._missing for key in missing}
-        """For each parameter, by its id, the set of `_missing` that had it at first."""
+        """By each parameter's id, the set in `_missing` for its bucket: parameters whose gradients are incomplete."""
         self._lock = threading.Lock()
 
     def on_accumulated(self, key: int) -> None:
@@ -543,7 +549,7 @@ class _EarlyExchange:
                 self._send_complete()  # a separate method, because the tests allow no loop under a lock
 
     def _send_complete(self) -> None:
-        # The last bucket is sent after the backward call; it tells whether gradients in the others have changed.
+        # The last bucket is sent after the backward call, with a flag: whether gradients in earlier buckets changed.
         while len(self.sent) < len(self.plan.buckets) - 1 and not self._missing[len(self.sent)]:
             bucket = self.plan.buckets[len(self.sent)]
             gradients = [read_gradient(p) for p in bucket.parameters]

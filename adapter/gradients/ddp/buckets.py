@@ -37,7 +37,7 @@ results.
 """
 
 SMALL_NUMBERS = 8192
-"""Average number of elements below which a call per gradient costs more than a second pass over the memory."""
+"""Average elements per gradient below which a call for each gradient costs more than a second pass over the memory."""
 
 WIRE_TYPES = {"allreduce_hook": None, "fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 """Torch's communication hooks that only send gradients in another type, and that type."""
@@ -49,8 +49,8 @@ class Bucket:
     """Parameters whose gradients are averaged together, and the flat tensor in which they are sent.
 
     The flat tensor is kept between exchanges, as in DDP, since writing to new memory is several times slower. After the
-    gradients, it has a flag per parameter: whether this rank has a gradient. A parameter that no rank used gets none,
-    as with one process. Extra numbers of the caller follow; they are summed, not averaged.
+    gradients, it has a flag per parameter: whether this rank has a gradient. A parameter that no rank used gets no
+    gradient, as with one process. Extra numbers of the caller follow; they are summed, not averaged.
 
     Args:
         parameters: Parameters of one dtype, on one device.
@@ -172,9 +172,9 @@ class Plan:
 class AveragedParameters:
     """The tensors whose gradients are averaged, as they were at the last `refresh`, and their buckets.
 
-    Parameters of an optimizer are always averaged; without any optimizer, all parameters are. Other parameters of
-    modules and bare tensors may be updated by hand, be part of a norm, or be copied to others: they are averaged from
-    their first gradient on.
+    Parameters of an optimizer are always averaged; without any optimizer, all parameters are. Others are candidates:
+    parameters of modules and bare tensors that the trainer may update by hand, include in a norm or copy. They are
+    averaged from their first gradient on.
 
     Args:
         discovered: The trainer's objects. Sharded parameters, and the parameters of ``DistributedDataParallel``
@@ -287,8 +287,8 @@ class AveragedParameters:
     def _new_group(self) -> dist.ProcessGroup | None:
         """Return a separate process group of the same ranks for the buckets, if there are several buckets.
 
-        They are sent during backward, before or after collectives of the trainer (a synchronized BatchNorm, for
-        example). In a separate group this order does not matter.
+        Buckets are sent during backward, and on each rank before or after other collectives of the trainer (of a
+        synchronized BatchNorm, for example). In a separate group this order does not matter.
         """
         if len(list(group_tensors(self.all, self._bucket_bytes))) < 2:
             return None
@@ -321,7 +321,7 @@ def wire_type(strategy: Any) -> torch.dtype | None:
     """Return the type in which `strategy` sends gradients; None if it keeps their type.
 
     Raises:
-        ValueError: Its communication hook does more than that; the message has the way out.
+        ValueError: Its communication hook does more than change the type; the message has the way out.
     """
     if not isinstance(strategy, DDPStrategy):
         return None

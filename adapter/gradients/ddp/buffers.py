@@ -2,7 +2,7 @@
 
 As with DDP, each rank's forward updates the buffers on that rank, and the buffers of rank 0 win. They are sent when a
 step ends, so that code outside of a step finds them equal on all ranks. This includes modules without trained weights
-(the centre of DINO's loss, the running statistics of observations, copies with moving averages), since the comparison
+(the center of DINO's loss, the running statistics of observations, copies with moving averages), since the comparison
 of replicas includes them.
 
 They are not sent earlier, with the last bucket of gradients, because some ranks may call a module after that exchange

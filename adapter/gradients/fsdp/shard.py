@@ -3,7 +3,8 @@
 The trainer needs no change: its modules stay the same objects, and its optimizers and lists hold the sharded
 parameters. Each module with a ``forward`` becomes a unit, also inside a container without a ``forward``; so do parts
 whose class `units` lists. Parameters that no call of a unit gathers stay unsharded, and their gradients are averaged as
-under DDP: scalars, parameters of the container itself, modules that share parameters, and names in `Sharding.ignored`.
+under DDP: scalars, parameters of the container itself, all parameters of modules that share some, and those that
+`Sharding.ignored` names.
 
 A state dict of a sharded module or optimizer has shards within a training step, as in torch: a write to them changes
 the weights, and another sharded module can load them. Outside of a step it has full tensors, for files and for code
@@ -229,7 +230,10 @@ def _is_tied_outside(part: nn.Module, module: nn.Module) -> bool:
 
 
 def _ema_copies(discovered: Discovered) -> list[Found[nn.Module]]:
-    """Return the untrained modules that are EMA copies: each called part has the shapes of a trained part."""
+    """Return the untrained modules that are EMA copies: each callable part has the shapes of a trained module or part.
+
+    It is enough if the complete module has these shapes.
+    """
     trained = {_shapes(part) for found in discovered.trained for part in found.value.modules()}
 
     def is_copy(module: nn.Module) -> bool:
@@ -332,7 +336,8 @@ def _is_uneven(tensor: DTensor) -> bool:
 def whole_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `metrics` with full tensors in place of sharded ones, such as a norm from clipping. Collective.
 
-    If only rank 0 reads a sharded value, for a log, it waits forever.
+    This is called on all ranks, since reading a sharded value needs all of them: if only rank 0 read one for a log, it
+    would wait forever.
     """
     if not any(isinstance(value, DTensor) for value in metrics.values()):
         return metrics

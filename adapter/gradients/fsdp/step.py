@@ -1,6 +1,7 @@
 """The part of a training step that handles sharded modules.
 
-The hooks of FSDP 2 gather weights in the call of a unit and reduce gradients in backward. `ShardedStep` adds::
+The hooks of FSDP 2 gather weights in the call of a unit (a module that ``fully_shard`` was called with) and reduce
+gradients in backward. `ShardedStep` adds::
 
     a call of a unit         refuses foreign parameters, and ranks that call different units
     autograd.grad with       from then on, gathers weights before each backward call of the step and reduces gradients
@@ -48,7 +49,10 @@ from . import tensors
 from .shard import sharding_of
 
 WATCHED_CALLS = 3
-"""After each of its first so many calls, a unit's gathered weights are compared with its shards to find lost writes."""
+"""Number of first calls of a unit after which its gathered weights are compared with its shards, to find lost writes.
+
+Later calls compare them only if torch counted a write.
+"""
 
 
 def fsdp_modules(discovered: Discovered) -> list[FSDPModule]:
@@ -116,10 +120,10 @@ class _Unit:
                 self._undo.append(functools.partial(setattr, self.module, name, method))
 
     def note_gradients(self) -> None:
-        """Begin to note the parameters that a backward call gives gradients."""
+        """Begin to note in `used` the parameters that get gradients from a backward call."""
         self.used.clear()
         for index, gathered in enumerate(self.gathered):
-            if index not in self._noted and gathered.requires_grad:  # a trainer may freeze it between steps
+            if index not in self._noted and gathered.requires_grad:  # a trainer may unfreeze it between steps
                 self._noted.add(index)
                 note = gathered.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda _, index=index: self.used.add(index)
@@ -127,7 +131,7 @@ class _Unit:
                 self._undo.append(note.remove)
 
     def _take_direct(self, index: int, gradient: DTensor | None) -> DTensor | None:
-        """Return the gradient of a shard that no call of its unit used (in a penalty), placed like the shard."""
+        """Return a gradient that reached a shard directly (from a penalty on weights), with the shard's placement."""
         if gradient is None:  # an autograd function of the trainer may return None
             return None
         self.used.add(index)
@@ -142,7 +146,7 @@ class _Unit:
             self._undo.pop()()
 
     def _as_call(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return one of `forward_methods` such that it counts as a call of the unit."""
+        """Wrap `method`, one of `forward_methods`, so that it counts as a call of the unit."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +159,7 @@ class _Unit:
 
     def _begin(self, *_: Any) -> None:
         """Begin a call of the unit: refuse foreign parameters, and ranks that call another unit."""
-        if current_graph_task_id() != -1:  # a call within backward, as of a checkpointed segment or an adjoint
+        if current_graph_task_id() != -1:  # within backward, where checkpointed segments and adjoints call modules
             return
         self.depth += 1
         if self.depth > 1:
@@ -248,7 +252,7 @@ class ShardedStep(StepPart):
         optimizers: All optimizers, including the ones that others wrap.
         several_ranks: Whether there are other ranks.
         group: The ranks; None means all.
-        device: Device of the messages between them.
+        device: Device of the messages between ranks.
     """
 
     def __init__(
@@ -264,7 +268,10 @@ class ShardedStep(StepPart):
         self._by_shard: dict[int, tuple[DTensor, Tensor]] = {}
         """Each shard and the tensor that replaces it during calls, by the shard's id."""
         self._keeps_graph = False
-        """Whether this step has a graph of gradients, through which each call of torch's engine may read weights."""
+        """Whether this step has called ``torch.autograd.grad(create_graph=True)``.
+
+        Each later call of torch's engine may read weights through that graph of gradients.
+        """
         self._backward = contextlib.ExitStack()
         """Contexts that end with the running backward call."""
         self._had_gradients: list[bool] = []
@@ -387,8 +394,8 @@ class ShardedStep(StepPart):
     def within_backward(self, run: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a call of torch's engine within a backward call, with gathered parameters in place of shards.
 
-        An adjoint calls a module within its backward and computes gradients of the parameters of that module. It
-        returns them to autograd, and autograd adds them to the shards.
+        An adjoint method (of an ODE solver, for example) is an autograd function whose backward calls a module and
+        computes gradients of that module's parameters. It returns them to autograd, which adds them to the shards.
 
         Raises:
             ContractError: The call adds to the gradients of shards itself, or keeps a graph of them.
@@ -399,7 +406,8 @@ class ShardedStep(StepPart):
             return run(outputs, grads, *args, **kwargs)
         if create_graph or kwargs.get("accumulate_grad"):
             raise refusal("gradients by parameters", "an autograd function of the class, in backward")
-        # Calls of modules use the gathered tensors; functions such as ``F.linear`` use the shards.
+        # A call of the module uses the gathered tensor, a function such as ``F.linear`` uses the shard: the gradients
+        # of both are requested, and added below.
         sources = [places[index][1] if index in places else each for index, each in enumerate(inputs)]
         sources += [inputs[index] for index in places]
         gradients = list(run(outputs, grads, retain_graph, create_graph, tuple(sources), True, **kwargs))
@@ -435,7 +443,7 @@ class ShardedStep(StepPart):
             raise refusal("gradients by parameters", "`train_step`")
 
     def _shard_behind(self, tensor: Tensor) -> tuple[DTensor, Tensor] | None:
-        """Return the shard that `tensor` is for autograd, with its gathered tensor; None if it is not a shard."""
+        """Return the shard that `tensor` stands for in autograd, and its gathered tensor; None if it is no shard."""
         if id(tensor) not in self._by_shard and tensor.is_leaf and tensor.requires_grad:
             # Within a checkpoint, autograd returns saved tensors as new objects with the same node.
             tensor = getattr(get_gradient_edge(tensor).node, "variable", tensor)

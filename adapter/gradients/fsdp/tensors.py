@@ -17,8 +17,8 @@ rank's share, a maximum fails on a rank with an empty shard, noise is equal in e
     p.register_hook(...)                        refused
 
 The gradient of a gathered tensor is the mean of the ranks' gradients, as for the parameters of a module in FSDP 2. All
-ranks must read or gather a value together. Outside of a step they may not act together, so only the rules for ``add_``,
-``copy_``, ``p.data`` and ``p.grad`` hold.
+ranks must read or gather a value together. Outside of a step, one rank may act without the others, so only the rules
+for ``add_``, ``copy_``, ``p.data`` and ``p.grad`` hold there; ``p.grad = full`` needs all ranks there, too.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def whole_numbers() -> Iterator[None]:
 
 
 def gathers_behind(outputs: Iterable[Tensor]) -> list[str]:
-    """Return the names of the operations on gathered shards in the graph of `outputs`, for which gradients are sent."""
+    """Return the names of the operations that gathered shards in the graph of `outputs`; backward sends gradients."""
     if not _Gather.count:
         return []
     names: list[str] = []
@@ -181,12 +181,13 @@ def _dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
             name == "__setitem__" or _is_in_place_write(name) or kwargs.get("out") is not None or kwargs.get("inplace")
         )
         if (_agree is None and not _is_saving) or name in _ENGINE or (is_write and isinstance(first, DTensor)):
-            return func(*args, **kwargs)  # a write to a gathered tensor would be lost
+            return func(*args, **kwargs)  # a write must reach the shard itself: a gathered copy would be dropped
         tensors = list(_leaves((*args, *kwargs.values())))
         if not _mixes(tensors):
             if is_write or not _has_gradient(tensors) or name in _NATIVE:
                 return func(*args, **kwargs)
-            # For many other operations on shards torch computes no gradients, or wrong ones (``mse_loss``).
+            # For many other operations on shards torch computes no gradients, or wrong ones (``mse_loss``). So its
+            # result is used only if no gradient depends on it.
             with contextlib.suppress(Exception):
                 result = func(*args, **kwargs)
                 if not any(tensor.grad_fn is not None for tensor in _leaves((result,))):
@@ -370,7 +371,8 @@ def _assign_data(target: DTensor, value: Tensor) -> None:
 def _place_like(value: Any, target: DTensor, *, takes_whole: bool = True) -> Any:
     """Return the operand `value` of a write to `target` with the placement of `target`.
 
-    Otherwise torch would change the placement of `target`.
+    Otherwise torch would change the placement of `target`. A full tensor is sliced only if `takes_whole`, which means
+    that the operation works element by element.
 
     Raises:
         ContractError: `value` is a full tensor that differs between ranks.
