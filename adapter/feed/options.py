@@ -26,7 +26,8 @@ class FeedOptions:
     batch_size: Positive = 32
     """Rows per batch, on each rank."""
     readahead: Count = 2
-    """Decoded chunks of up to 32 MiB kept ready by a thread; 0 decodes in the training thread."""
+    """Decoded chunks of up to 32 MiB kept ready by a thread; 0 decodes in the training thread. With `workers`, each
+    process keeps this many blocks of steps ready, and at least one."""
     columns: (
         Annotated[
             Sequence[NonBlank],

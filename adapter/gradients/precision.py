@@ -26,7 +26,7 @@ _DTYPES = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-tr
 
 @dataclass(frozen=True)
 class StepPrecision:
-    """Actions of a precision around and inside a ``train_step``; all None or empty in fp32."""
+    """Actions of a precision around and inside a ``train_step``; in fp32, all fields but `dtype` are None."""
 
     dtype: str
     """The value of ``ctx.dtype``: ``fp32``, ``bf16`` or ``fp16``."""

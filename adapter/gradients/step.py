@@ -130,7 +130,8 @@ class StepRouter:
         averaging: Averages gradients over the ranks; None on a single rank.
         buffers: Sends all ranks the buffers of rank 0; None on a single rank.
         guard: Skips updates; None makes all of them.
-        completed_steps: Returns the run's completed steps, for messages; None counts the steps of this object.
+        completed_steps: Returns the number of completed steps of the run; it numbers the steps that ranks compare and
+            messages name. None counts the steps of this object.
 
     Attributes:
         parts: The parts that each call of the trainer goes through, in order.
@@ -196,7 +197,7 @@ class StepRouter:
         return None if self._precision.scaler is None else self._precision.scaler.overflow_steps
 
     def open(self) -> None:
-        """Replace torch's entries until `close`, rather than in each step."""
+        """Open the parts, and replace torch's entries until `close`, since doing so in each step would cost time."""
         torch_hooks.hold(self)
         self._is_open = True
         for part in self.parts:
@@ -392,7 +393,7 @@ class StepRouter:
                 loss = self._loss_before_update(optimizer, closure)
                 if not self._may_update(optimizer):
                     return loss
-            else:  # each evaluation checks whether the update may be made
+            else:  # no part skips; after each evaluation, `before_update` of the parts averages its gradients
                 evaluate = functools.partial(self._evaluate, optimizer, closure)
             args, kwargs = ((evaluate, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: evaluate})
             result = self._update(optimizer, inner, *args, **kwargs)

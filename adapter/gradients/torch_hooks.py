@@ -289,6 +289,7 @@ class GradientGuard:
 
         members = {
             "grad": property(read, write),
+            # So that copies and pickles of guarded tensors have the original class.
             "__deepcopy__": as_plain(copy.deepcopy),
             "__reduce_ex__": as_plain(lambda tensor, protocol: tensor.__reduce_ex__(protocol)),
             # So that results of operations on guarded tensors have the class that torch gives them.

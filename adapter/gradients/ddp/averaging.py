@@ -155,7 +155,7 @@ class Averaging(StepPart):
         self._use: _Use = (0, 0)
         """The use of gradients that comes next."""
         self._updates = self._ordinal = 0
-        """Updates of this run, and exchanges since the last update."""
+        """Updates by shared optimizers since this object was created, and exchanges since the last update."""
         self._calls = 0
         """Backward calls since the last use of gradients."""
         self._expected: dict[_Use, int] = {}

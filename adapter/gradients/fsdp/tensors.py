@@ -51,7 +51,7 @@ _RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauch
 _RANDOM |= {"random_", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal"}
 _RANDOM |= {"dropout", "feature_dropout", "alpha_dropout", "native_dropout"}
 _CONSTANTS = frozenset({"ones_", "zeros_", "constant_"})
-"""Functions of torch.nn.init that draw no numbers and treat all rows alike."""
+"""Functions of torch.nn.init that draw no random numbers and treat all rows alike."""
 _ELEMENTWISE = frozenset({"copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_"})
 _ELEMENTWISE |= {"clamp_", "clamp_min_", "clamp_max_", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 """Writes to a shard that need only a slice of each operand."""
