@@ -75,7 +75,7 @@ class ArrowFeed(FeedOptions):
         self.columns = None if self.columns is None else tuple(self.columns)
         self._collate = _collate_function(self.collate)
         self._position: Position | None = None
-        """Start of the running pass or, between passes, of the latest one; it may also be loaded or set for the next.
+        """Start of the running pass; between passes, of the latest one, or of the next one if that was loaded or set.
 
         None before the first pass.
         """

@@ -84,7 +84,8 @@ class ReplayBuffer:
 
         Raises:
             ReplayWriterError: Another thread or process is the writer.
-            ValueError: Columns, dtypes or shapes differ from the buffer's, or the rows are none or above `capacity`.
+            ValueError: Columns, dtypes or shapes differ from the buffer's, or there are no rows, or more than
+                `capacity`.
         """
         self._claim()
         given = _tensors(rows)

@@ -132,7 +132,7 @@ def whole_numbers() -> Iterator[None]:
 
 
 def gathers_behind(outputs: Iterable[Tensor]) -> list[str]:
-    """Return the names of the operations that gathered shards in the graph of `outputs`; backward sends gradients."""
+    """Return the operations in the graph of `outputs` that gathered shards; backward sends gradients for each."""
     if not _Gather.count:
         return []
     names: list[str] = []
@@ -186,8 +186,8 @@ def _dispatch(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
         if not _mixes(tensors):
             if is_write or not _has_gradient(tensors) or name in _NATIVE:
                 return func(*args, **kwargs)
-            # For many other operations on shards torch computes no gradients, or wrong ones (``mse_loss``). So its
-            # result is used only if no gradient depends on it.
+            # For many other operations on shards torch computes no gradients, or wrong ones (``mse_loss``). So torch's
+            # result is used only if it is not part of autograd's graph; otherwise the shards are gathered first.
             with contextlib.suppress(Exception):
                 result = func(*args, **kwargs)
                 if not any(tensor.grad_fn is not None for tensor in _leaves((result,))):
