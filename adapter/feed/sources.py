@@ -23,7 +23,7 @@ from .files import DataFile, expand
 
 _MOST_ERRORS = 40
 _JOINED_BITS = 32
-"""Minimum bits of dictionary indices, so that they can count the values of several row groups together."""
+"""Minimum bits of dictionary indices, so that they can number the values of several row groups together."""
 
 
 class Source(Protocol):
