@@ -242,7 +242,7 @@ def note_deaths(folder: Path, deaths: Sequence[Death]) -> None:
 
 
 def forget_deaths(folder: Path) -> None:
-    """Remove all notes, after a run has completed or starts over."""
+    """Remove all notes: after a completed run, a fresh start, or a failure without a lost rank no death counts."""
     for path in (folder / FOLDER).glob("*"):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):

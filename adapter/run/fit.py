@@ -158,7 +158,8 @@ def _store_on_loopback(trainer: pl.Trainer) -> Iterator[None]:
     """Let the ranks that Lightning starts on one machine meet in a store that no other machine can reach.
 
     The store that torch opens listens at every address, and anybody may read and write it. A torchrun agent announces
-    its own store by two variables. Rank zero sets the same variables here, and the other ranks inherit them.
+    its own store by two variables. Rank zero sets the same variables here, and the other ranks inherit them. Under a
+    supervisor (`restarts.py`), rank zero opens the store at the port that the supervisor hands over in `STORE`.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     is_elsewhere = trainer.num_nodes > 1 or dist.is_initialized()

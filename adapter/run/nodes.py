@@ -1,12 +1,15 @@
 """The supervisors of a run on several nodes: where each one is, how they find each other, and their messages.
 
-Each node has one supervisor (`restarts`). The first one decides: it tells the others when an attempt begins and when
-the run ends, and they report each rank that has ended.
+Each node has one supervisor (`restarts`). The supervisor of node 0, called the first one, decides: it tells the others
+when an attempt begins, when rank zero has ended and when the run ends. The others report to it each of their ranks that
+has ended.
 
-It leaves its port and a new token in a file of the run's folder, which all nodes share and only this user may read.
-Both ends of a connection prove that they know the token, so nobody else can begin or end an attempt. Messages are JSON
-of fixed types. A supervisor that dies closes its connections, and a node that vanishes no longer answers the kernel's
-probes of them, so supervisors need no thread: they fork.
+The first supervisor leaves its port and a new token in `FILE` in the run's folder. All nodes share the folder, and only
+this user may read the file. Both ends of a connection prove that they know the token, so nobody else can begin or end
+an attempt. Messages are JSON of fixed types.
+
+Supervisors need no thread that sends heartbeats, which would not survive a fork: the kernel closes the connections of a
+supervisor that dies, and its keepalive probes (`_OPTIONS`) end the connections to a node that vanishes.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ from .ranks import end_of_rank
 log = logging.getLogger(__name__)
 
 FILE = ".supervisor"
-"""File of the run's folder in which the first supervisor leaves how to reach it."""
+"""File in the run's folder with the port and the token of the first supervisor (`_Address`)."""
 ARRIVES_WITHIN_S = 600.0
 """How long the supervisors wait for each other at the start."""
 LOST_AFTER_S = 30
-"""How long a node may not answer before the others take it for lost."""
+"""Seconds without an answer after which a node counts as lost."""
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables that a launcher sets for each process that it starts."""
+"""Variables that a launcher such as torchrun sets for each process that it starts."""
 _WAITS_SILENTLY_S = 10.0
 _POLL_S = 0.2
 _LARGEST = 1 << 16
@@ -65,11 +68,11 @@ WAY_OUT = (
 
 
 class LostNodeError(Exception):
-    """A supervisor has ended, does not answer, or has not arrived; the message names its node."""
+    """Another supervisor has ended, does not answer, or did not arrive in time; the message names its node."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A supervisor arrives."""
+    """The first message of every supervisor but the first one: it has arrived."""
 
     node: int
     ranks: int
@@ -95,17 +98,17 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """An attempt begins on all nodes."""
 
     restart: int
-    """Number of attempts before this one."""
+    """Number of attempts that these supervisors have made before this one."""
     launch: str
     """Identifies this attempt."""
     port: int
     """Port of the first node at which the ranks meet; 0 for a single rank."""
     died: Exit | None
-    """The rank whose death ended the attempt before."""
+    """The rank whose death ended the attempt before; None for the first attempt and after a preemption."""
     died_s: float
-    """When it died, in seconds since 1970."""
+    """When that rank died, in seconds since 1970; 0 without one."""
     ended_s: float
-    """When all ranks of the attempt before had ended, in seconds since 1970."""
+    """When this attempt was ordered, in seconds since 1970: once all ranks of the attempt before had ended."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
@@ -113,9 +116,10 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
     code: int
     text: str = ""
-    """The error for which it ends; empty after a last attempt, which leaves nothing in memory."""
+    """The error that ends it: checkpoints in memory then stay for the next start. Empty after a last attempt, when each
+    node removes them."""
     memory: str = ""
-    """`memory_id` of the first node, after a last attempt."""
+    """`memory_id` of the first node after a last attempt: a node with the same memory removes nothing itself."""
 
 
 Message = Hello | Exit | Begin | End
@@ -137,7 +141,7 @@ class Place:
         return self.node == 0
 
     def listen(self) -> socket.socket:
-        """Open a free port that all nodes can reach; on one machine, that only this machine can reach."""
+        """Listen at a free port. Only this machine can reach it if `address` is the loopback, otherwise all nodes."""
         if self.address in ("127.0.0.1", "localhost"):
             return socket.create_server(("127.0.0.1", 0))
         if socket.has_dualstack_ipv6():
@@ -146,10 +150,11 @@ class Place:
 
 
 def launched_place() -> Place:
-    """Return the place of this supervisor from the variables of its launcher; the only node without a launcher.
+    """Return the place of this supervisor, from the variables of its launcher. Without a launcher there is one node.
 
     Raises:
-        UsageError: The launcher has started several processes on a node, or does not say how many nodes there are.
+        UsageError: The launcher has started several processes on a node, or its variables lack the number of this node,
+            the number of nodes or the first node's address.
     """
     variables = [name for name in LAUNCHERS if name in os.environ]
     if variables:
@@ -229,7 +234,7 @@ class Link:
 
 
 def await_ends(links: Iterable[Link], within_s: float) -> None:
-    """Wait until the other supervisors have ended."""
+    """Wait until the supervisors behind `links` have ended, at most `within_s` seconds."""
     end, left = time.monotonic() + within_s, [*links]
     while left and (ready := select.select(left, [], [], max(0.0, end - time.monotonic()))[0]):
         for link in ready:
@@ -261,7 +266,7 @@ def meet(
 
     Raises:
         LostNodeError: A node has not arrived in time, or the wait was stopped.
-        UsageError: The nodes have different numbers of ranks.
+        UsageError: The nodes have different numbers of ranks. Raised on the first node; the others receive an `End`.
     """
     if place.nodes == 1:
         return {}
@@ -270,7 +275,7 @@ def meet(
     warn_at = began + _WAITS_SILENTLY_S
 
     def wait(nodes: str, port: Link | socket.socket | None) -> bool:
-        """Wait for a moment; return whether something has arrived at `port`."""
+        """Wait at most `_POLL_S`; return whether something has arrived at `port`. Raises `LostNodeError`."""
         nonlocal warn_at
         now = time.monotonic()
         if is_stopping() or now >= began + within_s:
@@ -290,7 +295,7 @@ def meet(
                     connection = socket.create_connection((place.address, address.port), _ANSWERS_WITHIN_S)
                     links[0] = Link(connection, address.token, is_first=False)
                     links[0].put(Hello(place.node, ranks))
-        while not wait("other nodes", links[0]):
+        while not wait("other nodes", links[0]):  # once all have arrived, the first one sends its order
             pass
         return links
     token = secrets.token_hex(32)
@@ -300,7 +305,7 @@ def meet(
         write_bytes_durably(folder / FILE, msgspec.json.encode(address), mode=PRIVATE_FILE)
         while missing := [str(node) for node in range(1, place.nodes) if node not in links]:
             if wait(f"node {', '.join(missing)}", listener):
-                with contextlib.suppress(OSError, LostNodeError):  # anybody may connect
+                with contextlib.suppress(OSError, LostNodeError):  # a stranger may connect, but does not know the token
                     link = Link(listener.accept()[0], token, is_first=True)
                     hello = link.get()
                     if isinstance(hello, Hello) and str(hello.node) in missing:

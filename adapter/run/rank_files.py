@@ -1,8 +1,9 @@
 """The files by which the ranks of a run inform each other.
 
 If something breaks on one rank, the others see a closed connection or a collective that never ends. A failing rank
-therefore leaves a record, and rank zero reports the oldest one. A rank holds a lock while it lives. Rank zero leaves
-its exit code, and the others exit with the same code, because launchers check the code of every process.
+therefore leaves a record, and rank zero reports the oldest one. Every other rank holds a lock while it lives, so that
+rank zero sees the death of a killed one, which leaves no record. Rank zero leaves its exit code, and the others exit
+with the same code, because launchers check the code of every process.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ log = logging.getLogger(__name__)
 
 FOLDER = ".ranks"
 EXIT_FILE = ".rank-zero-exit"
-"""File with the exit code of rank zero. Not ``.json``, because a fit puts it among the records of its checkpoints."""
+"""File with the exit code of rank zero. Not ``.json``: in a fit it lies in the folder of the checkpoint records."""
 LAUNCH_ID = "GENLIGHT_LAUNCH_ID"
-"""Launchers that set no other identifier give all ranks of one launch the same value of this variable."""
+"""Variable with the same value in all ranks of one launch, set by launchers that have no other identifier (`ray.py`,
+`restarts.py`)."""
 LAUNCH = (LAUNCH_ID, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 """Variables that distinguish one launch from the next; none is set if rank zero starts the others."""
 RESTART = "TORCHELASTIC_RESTART_COUNT"
@@ -131,7 +133,7 @@ class RankFiles:
             lock.release()
 
     def scan_locks(self) -> None:
-        """Note which locks are held. Only these can show a death later, because some file systems show no locks."""
+        """Note which locks are held. Some file systems show none, so only a lock seen here can show a death later."""
         for path in set(self.folder.glob("rank-*.lock")) - self._present:
             if is_held(path):
                 self._present.add(path)

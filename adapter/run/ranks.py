@@ -67,11 +67,12 @@ RANK_ZERO_PATIENCE_S = 5.0
 """How long another rank may take to end by itself after rank zero has ended."""
 _RANK_ZERO_PROCESS = "GENLIGHT_RANK_ZERO_PID"
 DEATHS = "GENLIGHT_DEATHS"
-"""Variable of a supervisor: the descriptor from which rank zero reads lines with a rank that ended, and how."""
+"""Variable that a supervisor sets for rank zero: the descriptor of a pipe with one line for each rank that failed."""
 STORE = "GENLIGHT_STORE"
-"""Variable of a supervisor: the descriptor of the port at which rank zero opens the store."""
+"""Variable that a supervisor sets for rank zero: the descriptor of the port at which rank zero opens the store."""
 TIMES = "GENLIGHT_RESTART"
-"""Variable of a supervisor: when a rank died, all had ended, and this one was forked, in seconds since 1970."""
+"""Variable that a supervisor sets after a restart: when a rank died, when all had ended, and when this rank was forked,
+in seconds since 1970."""
 
 
 class FailedElsewhere(RankFailedError):
@@ -175,7 +176,7 @@ class RankZero:
     def __init__(self, artifacts_dir: Path, files: RankFiles) -> None:
         self.files = files
         self.check = after_patience(RANK_ZERO_PATIENCE_S, self._end)
-        """Returns an error once it has ended in any way."""
+        """Returns an error `RANK_ZERO_PATIENCE_S` after rank zero has ended in any way."""
         self._lock = artifacts_dir / LOCK_NAME
         starter = os.environ.get(_RANK_ZERO_PROCESS)
         self._parent = None if starter is None else int(starter)
@@ -219,7 +220,7 @@ class RankZero:
 
         Args:
             within_s: How long to wait for its exit code if this rank cannot see whether rank zero has ended.
-            is_bounded: Whether to stop waiting after `within_s`, or once there is an exit code, in any case.
+            is_bounded: Whether `within_s` or an exit code also ends the wait if this rank sees that rank zero runs.
 
         Returns:
             Its exit code; None if it left none.
@@ -272,7 +273,7 @@ def failed_ranks(files: RankFiles | None, processes: RankProcesses) -> Check:
     """Return a check for the oldest recorded failure, and for ranks that were killed or whose node was lost.
 
     Args:
-        files: The files of all ranks on rank zero; None on other ranks.
+        files: On rank zero, the files of all ranks; None on other ranks.
         processes: The processes that this rank started.
     """
     scan_at, lost = 0.0, None

@@ -1,14 +1,15 @@
 """Start a job, and start it again after one of its ranks was killed: ``genlight run --restarts N``.
 
 The supervisor imports torch, Lightning and genlight once and forks every rank of every attempt, so a restart pays for
-no import but the user's. To be a good origin of copies it has no thread of its own, no CUDA context and no code of the
-user: it reads the job, and a short-lived copy counts the ranks.
+no import but the user's. Threads and CUDA contexts do not survive a fork, and the user's modules would keep their state
+from one attempt to the next. So the supervisor has none of these: it only reads the job, and a short-lived fork builds
+the Lightning trainer to count the ranks.
 
-Rank zero still reports each attempt. The supervisor tells it through a pipe which rank has died, and kills the other
-ranks once rank zero has ended: they may wait forever in a collective.
+Rank zero still reports each attempt. The supervisor tells it through a pipe which rank has died. Once rank zero has
+ended, the supervisor kills the other ranks, because they may wait forever in a collective.
 
-On several nodes each has a supervisor, and they go from attempt to attempt together; see `nodes`. The first one
-decides. If a node is lost, all supervisors end, and whatever has started them starts them again.
+On several nodes each has a supervisor, and they begin and end every attempt together; see `nodes`. The first one
+decides. If a node is lost, all supervisors end, and their launcher has to start them again.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from .run import RunOptions, run_job
 log = logging.getLogger(__name__)
 
 FOLLOWS_WITHIN_S = 30.0
-"""How long the other ranks may take to end after rank zero has completed or stopped."""
+"""Seconds after which remaining ranks are killed once rank zero has completed or stopped, or the first node is lost."""
 _CLOSES_WITHIN_S = 10.0
 """How long the other supervisors may take to end after the first one has told them."""
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
@@ -82,15 +83,16 @@ _PRELOADED = (
 def run_with_restarts(options: RunOptions, most: int) -> int:
     """Run a job, and start it again after a rank was killed or preempted. Return the exit code of the last attempt.
 
-    In each copy of the process that is a rank, it returns the exit code of that rank.
+    The call also returns in each forked rank, with the exit code of that rank.
 
     Args:
         options: The options of the first attempt; later ones continue from its newest checkpoint.
         most: Maximum number of restarts.
 
     Raises:
-        UsageError: A launcher has started several processes on a node, nodes differ, or later attempts could not begin
-            like the first.
+        UsageError: A launcher has started several processes on a node, the nodes or the job's trainer do not fit
+            together, or a later attempt could not start: the job comes from standard input, or names a checkpoint to
+            resume from.
     """
     place = launched_place()
     if options.spec_path is not None and os.fspath(options.spec_path) == "-":
@@ -108,7 +110,7 @@ def run_with_restarts(options: RunOptions, most: int) -> int:
         faulthandler.cancel_dump_traceback_later()  # its thread exists only here; a copy would wait for it at exit
         gc.freeze()
         supervisor = _Supervisor(options, config, place)
-        supervisor.forward_signals()  # from here on, a signal is forwarded, or has been noted
+        supervisor.forward_signals()  # a signal before this is in `signals.reason`
         if signals is not None:
             signals.end_watch()
         if signals is None or signals.reason is None:
@@ -158,7 +160,7 @@ class _Supervisor:
                         return run_job(dataclasses.replace(options, age_s=time.monotonic() - began))
                     self._ranks[process] = self._place.node * size + local
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, REASON_OF_SIGNAL)
-                if self._stop_signal:  # it came while there were no ranks
+                if self._stop_signal:  # a signal that came while there were no ranks
                     self._forward(self._stop_signal, None)
                 attempt.watch(self._ranks, lambda: self._stop_signal != 0)
                 resumed = (*self._options.overrides, "resume_from_latest=true")
@@ -171,7 +173,7 @@ class _Supervisor:
 
     def _begin(self, size: int, restart: int = 0, died: Exit | None = None, died_s: float = 0.0) -> Begin:
         """Begin an attempt on all nodes."""
-        # Every attempt meets at a new port, which no other process can take.
+        # The ranks of every attempt meet at a new port. It is open from here on, so no other process can take it.
         self._listener = self._place.listen() if size * self._place.nodes > 1 else None
         port = 0 if self._listener is None else self._listener.getsockname()[1]
         begin = Begin(restart, secrets.token_hex(8), port, died, died_s, time.time())
@@ -217,7 +219,11 @@ class _Supervisor:
         return end.code
 
     def _fork(self) -> int:
-        """Fork a process that ends with this one. Signals stay blocked in both until they can be handled."""
+        """Fork a process that ends with this one, and return its id; 0 in the child.
+
+        Stop signals are blocked during the fork. The child unblocks them after it has installed its handlers. The
+        caller unblocks them in this process after it has noted the child in `_ranks`, so that none is missed.
+        """
         parent = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
         process = os.fork()
@@ -233,11 +239,12 @@ class _Supervisor:
     def _count_ranks(self) -> int:
         """Return the number of processes that the trainer of the job wants on this node.
 
-        A copy of this process makes the trainer: that may look for devices, and import classes of the user. If it
-        cannot be made, the first attempt says why.
+        A fork of this process builds the Lightning trainer, because that may look for devices and import the user's
+        classes. If it cannot be built, one rank is started, and its attempt reports why.
 
         Raises:
-            UsageError: The trainer does not fit the nodes.
+            UsageError: `lightning.num_nodes` is not the number of nodes, or there are several nodes and a strategy such
+                as ``ddp_spawn``.
         """
         readable, writable = os.pipe()
         if (process := self._fork()) == 0:
@@ -270,18 +277,18 @@ class _Supervisor:
 
 
 def _end_with(parent: int) -> None:
-    """Stop this process when its parent process ends."""
+    """Let the kernel send SIGTERM to this process when `parent`, its parent process, ends."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wanted_ranks(config: RunConfig) -> tuple[int, int, bool]:
-    """Return the trainer's ranks on a node, its nodes, and whether it trains in copies of one process."""
+    """Return the trainer's ranks on each node, its nodes, and whether its strategy trains in copies of one process."""
     from ...callbacks.lightning_internals import trains_in_copies
     from ..job.lightning_objects import instantiate_alone
 
-    for name in (*LAUNCHERS, "SLURM_STEP_NUM_TASKS"):  # a launcher has started this process, not a rank
+    for name in (*LAUNCHERS, "SLURM_STEP_NUM_TASKS"):  # Lightning would take the supervisor for a launched rank
         os.environ.pop(name, None)
     folders = [path for path in (config.spec_dir, working_directory()) if path is not None]
     with on_sys_path(folders):
@@ -307,9 +314,9 @@ class _Attempt:
         self.codes: dict[int, int] = {}
         """Exit codes by rank; negative for a signal."""
         self.died: Exit | None = None
-        """The first rank that a signal ended, if rank zero had not ended; None if all ended by themselves."""
+        """The first rank that a signal killed, or that was lost with its node, if rank zero had not ended before."""
         self.died_s = 0.0
-        """When it died, in seconds since 1970."""
+        """When `died` ended, in seconds since 1970."""
         self.is_stopping = False
         """Whether a supervisor of another node has received a stop signal."""
         self.lost: LostNodeError | None = None
@@ -346,7 +353,9 @@ class _Attempt:
         os.environ.update({name: str(value) for name, value in variables.items()})
 
     def watch(self, ranks: dict[int, int], is_stopping: Callable[[], bool]) -> None:
-        """Wait until all ranks have ended, on the first node those of all nodes; on another, also for the next order.
+        """Wait until all ranks of this node have ended; on the first node, those of all nodes.
+
+        On another node, wait also for the next order of the first supervisor.
 
         Args:
             ranks: The ranks of this node by process id; those that have ended are removed.
@@ -372,7 +381,7 @@ class _Attempt:
                     continue
                 process = handles.pop(each)
                 os.close(each)
-                rank = ranks.pop(process)  # first, since afterwards the number may be another process's
+                rank = ranks.pop(process)  # before the wait: after it, the id may belong to another process
                 code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
                 ended = Exit(rank, code, is_stopping())
                 self._note(ended)
@@ -389,7 +398,7 @@ class _Attempt:
         return self.order is None and self.lost is None
 
     def _receive(self, link: Link, ranks: Iterable[int]) -> None:
-        """Take a message of another supervisor, or notice that it is lost."""
+        """Take a message of another supervisor, or note that the supervisor is lost."""
         try:
             message = link.get()
         except LostNodeError as error:
@@ -400,7 +409,7 @@ class _Attempt:
                 for rank in range(link.node * self.size, (link.node + 1) * self.size):
                     if rank not in self.codes:
                         self._note(Exit(rank, -signal.SIGKILL, is_lost=True))
-            else:  # if only its supervisor is lost, the ranks of all nodes save and stop together
+            else:  # if the first node lives without its supervisor, its ranks get SIGTERM as well, and all can save
                 for process in ranks:
                     os.kill(process, signal.SIGTERM)
                 self._kill_at = time.monotonic() + FOLLOWS_WITHIN_S

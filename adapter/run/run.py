@@ -86,7 +86,10 @@ def run_training_runtime_from_env() -> int:
 
 
 def run_job(options: RunOptions) -> int:
-    """Run a job and return the exit code: 0 completed, 1 failed, 2 startup, 75 stopped but resumable."""
+    """Run a job and return the exit code.
+
+    0 completed, 1 failed, 2 startup, 3 ended by `on_nonfinite`, 75 stopped but resumable.
+    """
     return attempt_job(options)[0]
 
 

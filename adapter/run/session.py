@@ -90,9 +90,9 @@ class Completion:
 
     @classmethod
     def of_record(cls, record: CheckpointRecord | None, step: int, stopped: str | None = None) -> Self:
-        """Return the outcome of a run whose final checkpoint is `record`; None if it saved none.
+        """Return the outcome of a run with the final checkpoint `record`, which is None if the run saved none.
 
-        The path is the one that the trainer's hook reported, otherwise the path of the record.
+        `final_checkpoint` is the path that the trainer's hook reported, otherwise the path of the record.
         """
         if record is None:
             return cls(step, None, stopped)
@@ -165,7 +165,8 @@ class Session:
     refuse: Callable[[Exception], GenlightError | None] | None = None
     """See `error_to_report`; used only until the first step has begun."""
     processes: RankProcesses | None = None
-    """Processes of other ranks that this rank started and that end with it; None without other ranks."""
+    """Processes of other ranks that this rank started or whose deaths a supervisor reports to it; None before the fit,
+    and without other ranks."""
     before_report: list[Callable[[], None]] = field(default_factory=list)
     """Called before `end_now` reports: the reports that the training thread would have made first."""
     before_exit: list[Callable[[], None]] = field(default_factory=list)
@@ -213,7 +214,7 @@ class Session:
             return
         self.rank_files = RankFiles(folder)
         if self.is_rank_zero:
-            withdraw_stop(folder)  # A request in it was meant for an earlier attempt.
+            withdraw_stop(folder)  # a stop request that is already in the folder was meant for an earlier attempt
             self.stop.cancel_files.append(folder / STOP_NAME)
             self.stop.add_check(self.rank_files.stop_reason)
 
@@ -226,7 +227,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Step at which a failure happened; 0 before the first."""
+        """The step in progress, or else the last completed one; 0 before the first."""
         return self.count_steps()
 
     @property
@@ -422,7 +423,7 @@ class Session:
         return "" if newest is None else f" The next start continues from {shown_path(newest.path)}."
 
     def _inform_ranks(self, exit_code: int) -> None:
-        """Let the other ranks end with this exit code, and remove all rank files, even from killed attempts."""
+        """Let the other ranks end with this exit code, and remove all rank files, even those of killed attempts."""
         files = self.rank_files
         if files is not None:
             if self.processes is not None or files.folder.exists():
@@ -500,7 +501,8 @@ class FollowerSession(Session):
         elif self.stop.is_agreed:
             code = self._exit_code_of_rank_zero()
             return self._fix_exit_code(EXIT_STOPPED if code is None else code)
-        return self._fix_exit_code(self._report(error, self._describe(error)))  # rank zero may not exist at all
+        # A stop on which the ranks did not agree came early: rank zero may not exist, so this rank reports it itself.
+        return self._fix_exit_code(self._report(error, self._describe(error)))
 
     @override
     def _report(self, error: BaseException, failure: Failure) -> int:
@@ -520,7 +522,7 @@ class FollowerSession(Session):
 
     def _exit_code_of_rank_zero(self) -> int | None:
         """Return the exit code of rank zero, after it has settled and reported; None if it left none."""
-        exit_on_signal(EXIT_STOPPED)  # this rank is done, and the next start continues from rank zero's files
+        exit_on_signal(EXIT_STOPPED)  # nothing is lost: this rank is done, and the next start reads rank zero's files
         within_s = self.deadline_s + REPORTED_WITHIN_S
         code = None if self._rank_zero is None else self._rank_zero.wait_for_end(within_s=within_s)
         exit_on_signal(EXIT_STOPPED if code is None else code)

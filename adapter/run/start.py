@@ -66,7 +66,8 @@ class Start:
     went_back: bool = False
     """Whether `record` is not the newest one, because of these deaths."""
     is_newest: bool = False
-    """Whether the run starts from the newest checkpoint of all nodes; `record` is the newest that this node has."""
+    """Whether a newer checkpoint in the memory of any node replaces `record`, once the ranks have met
+    (`Checkpoint.takes_newest`)."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _go_back_from_deaths(start: Start, config: RunConfig, *, knows_types: bool) 
 def before_deaths(
     start: Start, folder: Path, directory: Path, ways: ExitHints, *, job: str, knows_types: bool
 ) -> Start:
-    """Return `start`; if attempts from its checkpoint were killed in the same step, a start from the one before.
+    """Return `start`, or, if attempts from its checkpoint were killed in one step, a start from the checkpoint before.
 
     Args:
         start: A start from the newest checkpoint of `directory`, or at step 0.
@@ -317,7 +318,7 @@ def _changes(config: RunConfig, record: CheckpointRecord) -> str:
         before, _ = read_run_config(spec_path=folder / JOB_NAME, environ={})
         differing = differing_fields(config.spec_fields, before.spec_fields)
         names = [name for name in differing if HIDDEN not in str(before.spec_fields.get(name))]
-    # The file has the job of the newest start, even if that start saved no checkpoint.
+    # The file has the job of the newest start. If that is not the start that wrote `record`, all names may be missing.
     return f"{', '.join(names)} ({folder / JOB_NAME} has the earlier job)" if names else "unknown fields"
 
 

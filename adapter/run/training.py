@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 def train(
     config: RunConfig, session: Session, *, allow_changed: bool = False, may_have_completed: bool = False
 ) -> Completion:
-    """Train until the end of the job, from the checkpoint in the run's folder if there is one.
+    """Train until the end of the job, from the start that `decide_start` chooses.
 
     Args:
         config: The run.
@@ -97,9 +97,12 @@ def _read_ahead(record: CheckpointRecord) -> None:
 
 
 def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
-    """Set the seed and import the job's trainer. Set the seed again before constructing the trainer."""
+    """Set the seed and import the job's trainer.
+
+    Imports may draw random numbers, so the caller has to set the seed again before it constructs the trainer.
+    """
     if config.seed is not None:
-        importlib.import_module("lightning.pytorch")  # it imports rich, which draws a random number
+        importlib.import_module("lightning.pytorch")  # before the seed: it imports rich, which draws a random number
         seed_everything(config.seed)
     with on_sys_path(here):
         return import_trainer(config)
@@ -108,7 +111,7 @@ def import_seeded(config: RunConfig, here: Sequence[Path]) -> Any:
 def _report_finished(config: RunConfig, session: Session, record: CheckpointRecord, step: int) -> Completion:
     """Report a run that had completed before, and queue the uploads that a kill may have prevented."""
     if session.event_log is not None:
-        sweep(config.checkpoints_dir)  # A kill may have come after the last commit.
+        sweep(config.checkpoints_dir)  # remove what is left over if a kill came after the last commit
         discard_memory(config.checkpoints_dir)
         forget_deaths(config.artifacts_dir)
         session.event_log.started(metadata=_metadata(config))
@@ -155,7 +158,7 @@ def _fit(config: RunConfig, session: Session, target: Any, inputs: MaterializedI
         if not write_job(config, session.environ):
             own = config.artifacts_dir / JOB_NAME
             log.warning("%s is your own file, so the job of this run is not written there", own)
-        # MLflow cannot change hyperparameters, so a changed job begins a new run.
+        # MLflow cannot change the hyperparameters of its runs, so after a change of the job, loggers begin new ones.
         is_same = record is not None and record.spec_digest in (None, config.spec_digest)
         resumes = config.resume_from_latest if record is None else is_same
         continue_runs(trainer, config.events_path.parent, resumes=resumes, versions=True)
