@@ -1,12 +1,12 @@
 """Read one frozen `RunConfig` from the command line, the environment and the job file.
 
-All errors of all settings are raised as one `StartupContractError`. This module creates nothing and does not use the
-network.
+All errors of all settings are raised as one `StartupContractError`. Only `write_job` writes a file, and nothing here
+uses the network.
 
 A run's folder keeps its job: every setting from the file, the environment and ``--set``, in one file without secrets
 (`job_file`). This file starts the same job again from any folder: its paths are absolute, and `base_dir` names the
 folder of the original job file. Settings that a job file cannot have, such as the folders of artifacts, are not in it.
-A secret appears as ``<hidden>``; a start from this file refuses it by name.
+A secret appears as ``<hidden>``; a start from this file fails, and names each setting whose secret must be given again.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _check_lightning_arguments(arguments: Mapping[str, Any], errors: ConfigError
 
 
 def _warn_of_settings_without_effect(settings: Settings, sources: Sources, errors: ConfigErrors) -> None:
-    """Note settings that have no effect because of another one, and numbers that were written as texts."""
+    """Warn of a canceled run, of settings without effect, of a missing login, and of numbers written as texts."""
     if settings.canceled:
         errors.warn(f"The run stops before its first step, since it is canceled by `{sources.source_of('canceled')}`.")
     if settings.sample_prompts and not settings.sample_every:
@@ -321,7 +321,7 @@ def read_job(folder: Path) -> dict[str, Any] | None:
 
 
 def _nonempty(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `values` that are not empty, as JSON; arguments of classes keep their empty entries."""
+    """Return the `values` that are not empty, as JSON, also within blocks; `hyperparams` and the like stay complete."""
     plain: dict[str, Any] = msgspec.to_builtins(values, enc_hook=os.fspath)
     given = {name: value for name, value in plain.items() if value is not None and value not in ("", [], ())}
     blocks = {name for name, value in values.items() if dataclasses.is_dataclass(value) or isinstance(value, Block)}

@@ -1,7 +1,7 @@
 """The identity of a job, which shows whether a checkpoint belongs to the job.
 
-Trainer, hyperparameters, data and inputs are its parts; the duration, the machine and the cadences are not, and neither
-are values under secret names. A checkpoint's record keeps one digest of the identity.
+Trainer, hyperparameters, seed, data and inputs are its parts; the duration, the machine and the cadences are not, and
+neither are values under secret names. A checkpoint's record keeps one digest of the identity.
 """
 
 from __future__ import annotations

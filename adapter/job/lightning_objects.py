@@ -92,7 +92,7 @@ def make_data(config: RunConfig, parquet_paths: Sequence[str] = ()) -> pl.Lightn
 def instantiate(
     config: RunConfig, *, parquet_paths: Sequence[str] = ()
 ) -> tuple[pl.Trainer, pl.LightningDataModule | None]:
-    """Make the Lightning trainer and the data module of a job. The caller makes the module from the trainer class.
+    """Make the Lightning trainer and the data module of a job. The caller makes the LightningModule (`ContractModule`).
 
     Returns:
         The trainer and the data module; the latter is None if the job names no data.

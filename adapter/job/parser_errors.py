@@ -24,10 +24,10 @@ class UnusableValueError(ValueError):
 
 
 def root_cause(error: Exception) -> Exception:
-    """Return the exception of a constructor that jsonargparse wrapped in its list of possible types.
+    """Return the exception, usually of a constructor, that jsonargparse wrapped in a list of all types that it tried.
 
-    jsonargparse chains only the error of the first possible type. If that is one of its own errors, return an
-    `UnusableValueError` with the text about the intended class.
+    jsonargparse chains only the error of the first type that it tried. If that is an error of jsonargparse itself,
+    return an `UnusableValueError` with the part of its message about the class that the user named.
     """
     chain = [error]
     while isinstance(chain[-1].__cause__, Exception):

@@ -28,12 +28,12 @@ from .identity import leaves
 from .spec import JobSpec, SampleRequest, Settings, all_keys, key_at, keys_at
 
 JOB_FILE, COMMAND_LINE, DEFAULT = "job spec", "--set", "default"
-"""Names of the sources of a setting; the source of a variable is the variable's name."""
+"""Names of the sources of a setting; if it comes from the environment, its source is the variable's name."""
 
 JOB_VARIABLE = "TRAINER_JOB_SPEC_PATH"
 """The variable that names the job file; it is not a setting of a job."""
 VARIABLES = {key.variable: name for name, key in all_keys() if key.variable}
-"""Settings by their environment variables. ``HF_TOKEN`` and ``HF_HOME`` belong to huggingface_hub."""
+"""Settings by their environment variables; huggingface_hub itself reads its ``HF_TOKEN`` and ``HF_HOME``."""
 
 LARGEST_FILE_BYTES = 128 << 20
 """Maximum size of a job file, so that a device or a data file passed by mistake does not fill memory."""
@@ -154,7 +154,9 @@ class Sources:
         return True
 
     def block(self, struct: Any, raw: Mapping[str, Any], prefix: str = "", *, complete: bool = True) -> dict[str, Any]:
-        """Return the valid values of an object, as keywords of `struct`; an empty value for a required key without one.
+        """Return the valid values of an object, as keywords of `struct`.
+
+        A required key without a valid value gets an empty text or 0.
 
         Args:
             struct: The block.
@@ -318,7 +320,7 @@ def _read_environment(sources: Sources, environ: Mapping[str, str], errors: Conf
         if key.type_is(bool) and not isinstance(value, bool):
             errors.warn(f"`{key.variable}` is none of the true words 1 true t yes y, so it counts as false.")
             value = False
-        # This does nothing if the block of the setting is not an object, which is noted as an error elsewhere.
+        # This does nothing if the block of the setting is not an object: `_convert` notes that error.
         sources.put(tuple(name.split(".")), value, key.variable)
     for error in rank_errors(environ):
         errors.add(error)

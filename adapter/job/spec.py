@@ -128,7 +128,7 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     there. They outlive a killed process, but not the node, and are not uploaded."""
     peer_copies: bool = False
     """Whether, on several nodes, each checkpoint in memory is also sent from node to node, so that it outlives the loss
-    of all but one."""
+    of all nodes but one."""
     lose_at_most: Annotated[Duration, example("60s")] | None = None
     """Instead of a cadence: how much training a crash may cost. The time between checkpoints follows from how long they
     stall training and how long they take until they are durable."""
@@ -143,9 +143,9 @@ class CheckpointsSpec(Block, frozen=True, kw_only=True):
     mode: Literal["min", "max"] = "min"
     """Whether a low (`min`) or a high (`max`) value of `monitor` is better."""
     copy_while_training: bool = False
-    """Whether a save copies large tensors in host memory while the next forward and backward pass run; the next update
-    of an optimizer waits for the copy. Code must then not write to a tensor by other means than torch, for example at
-    an address that it took earlier."""
+    """Whether a save copies large tensors that lie in host memory while the next forward and backward pass run; the
+    next update of an optimizer waits for the copy. Code must then not write to a tensor by other means than torch, for
+    example through its `data_ptr()`."""
     weights: Literal["all", "trained"] = "all"
     """The weights that a checkpoint holds. `all`: every weight; weights that training does not change are written once
     and shared. `trained`: only weights that training changes; a resume takes the others from the class and verifies
@@ -158,7 +158,7 @@ class ResumeSpec(Block, frozen=True, kw_only=True):
     keep: Annotated[tuple[NonBlank, ...], example(["lr"])] = ()
     """Settings that a resume takes from `configure` instead of the checkpoint: those of optimizers (`lr`,
     `weight_decay`, …), `schedule` or `scaler`. A new rate also scales a schedule that has begun. `genlight run --reset`
-    names one."""
+    replaces this list."""
     on_difference: Literal["warn", "stop"] = "warn"
     """The action when a step that was repeated after a restart differs from its first time: `warn` logs what differs;
     `stop` also ends the run, with exit code 1."""

@@ -23,7 +23,7 @@ class StandardCallback(NamedTuple):
     """Returns its arguments in `genlight run`, or None if the job does not need it. Without this, `genlight run` adds
     the callback only if the job names it."""
     in_fit: bool = False
-    """Whether it runs in `genlight fit` by default: the module of a trainer class adds it."""
+    """Whether it runs in `genlight fit` by default, because `ContractModule` adds it."""
     required: bool = False
     """Whether a job cannot remove it."""
 

@@ -121,7 +121,7 @@ def write_proven(target: Path, write: Callable[[Path], object], prove: Callable[
     Args:
         target: The file; its folder is made if it does not exist.
         write: Writes to a path with a temporary name in the same folder.
-        prove: Raises if others cannot read the written file.
+        prove: Reads the written file, for example as its later readers will, and raises if that fails.
     """
     target = target.absolute()
     make_directory(target.parent, shared=None)

@@ -227,7 +227,10 @@ def modules_of(error: BaseException) -> list[str]:
 
 
 def is_input_error(error: Exception) -> bool:
-    """Return whether genlight or Lightning refused an input and no other code ran; its message is enough then."""
+    """Return whether genlight or Lightning refused an input and the traceback has no code of the user.
+
+    The message is enough then, and a traceback would not help.
+    """
     modules = [name for name in modules_of(error) if name != "__main__"]
     return (
         bool(modules)
