@@ -70,7 +70,7 @@ def logged_settings(job: JobSpec) -> dict[str, str | int | float]:
 
 
 def _public(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `hyperparams` without entries whose name is secret or a URL: a new credential does not change the job."""
+    """Return `hyperparams` without entries whose name is secret or has a URL: new credentials do not change the job."""
     return {
         name: _public(value) if isinstance(value, Mapping) else value
         for name, value in hyperparams.items()

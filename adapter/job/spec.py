@@ -272,7 +272,8 @@ class JobSpec(Block, frozen=True, kw_only=True):
     capability_token: CapabilityToken | None = None
     """Bearer token; prefer `TRAINER_CAPABILITY_TOKEN` to a file."""
     orchestrated: Annotated[bool, variable("TRAINER_ORCHESTRATED")] = False
-    """Strict startup: a token is required."""
+    """Whether an orchestrator starts the run: then a token is required, `private_hosts` allows none by default, and a
+    completed run that is started again succeeds."""
 
 
 class Settings(JobSpec, frozen=True, kw_only=True):

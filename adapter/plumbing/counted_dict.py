@@ -23,7 +23,7 @@ class CountedDict(dict[str, Any]):
         return [name for name in dict.keys(self) if name not in self.read]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # For `pickle` and `copy`. `torch.load` with `weights_only` accepts `OrderedDict`, but not the name `dict`.
+        # `pickle` and `copy` make an `OrderedDict`: `torch.load` with `weights_only` refuses the name `dict`.
         return OrderedDict, (), None, None, iter(self.items())
 
 

@@ -1,7 +1,7 @@
 """Access to accelerators under torch's generic names, so that the same code runs on every kind of device.
 
-``torch.accelerator``, ``torch.Event`` and ``torch.get_device_module`` exist since torch 2.6; functions that only a
-device's own module has are looked up there.
+``torch.accelerator``, ``torch.Event`` and ``torch.get_device_module`` exist since torch 2.6. A function that only some
+kinds of devices have is looked up in the module of the kind, such as ``torch.cuda``.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _bits(generator: np.random.Generator) -> Any:
 
 
 def state_as_arrays(generator: Any) -> Any:
-    """Return the state of a generator with arrays instead of tensors: a data worker would send each tensor in a file."""
+    """Return the state of a generator with arrays instead of tensors: a data worker sends each tensor in a file."""
     state = state_of(generator)
     if isinstance(state, torch.Tensor):
         return state.numpy()

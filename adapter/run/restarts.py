@@ -144,7 +144,7 @@ class _Supervisor:
             os.kill(process, number)  # nobody has waited for it, so no other process can have its number
 
     def run(self, most: int) -> int:
-        """Run attempts until one needs no further one, and return its exit code; in a rank, the code of that rank."""
+        """Run attempts until no restart follows, and return the last exit code; in a rank, the code of that rank."""
         began = time.monotonic() - process_age_s()
         size, options = self._count_ranks(), self._options
         order: Message
@@ -261,9 +261,7 @@ class _Supervisor:
         ranks, nodes, trains_in_copies = json.loads(counted) if counted else (1, 1, False)
         here = self._place.nodes
         if nodes not in (1, here):
-            text = (
-                f"`lightning.num_nodes` is {nodes}, but --restarts was started on {here} nodes: omit `num_nodes`, and "
-            )
+            text = f"`lightning.num_nodes` is {nodes}, but --restarts was started on {here} nodes: omit `num_nodes`. "
             raise UsageError(f"{text}{WAY_OUT}")
         if trains_in_copies and here > 1:
             raise UsageError(

@@ -151,7 +151,7 @@ class Session:
     is_supervised: bool = False
     """Whether a supervisor on this machine starts the run again after a rank was killed."""
     start: Start | None = None
-    """How the attempt starts; None until `begin` is called. From then on the attempt counts if it is killed."""
+    """How the attempt starts; None until `begin` is called. From then on, `deaths.py` counts it if it is killed."""
     job: str = ""
     """Digest of the job."""
     record: RecordMeta | None = None
@@ -219,7 +219,7 @@ class Session:
             self.stop.add_check(self.rank_files.stop_reason)
 
     def begin(self, start: Start, job: str) -> None:
-        """Note that the attempt begins from `start`: from now on it counts if it is killed."""
+        """Note that the attempt begins from `start`. From now on, `deaths.py` counts it if it is killed."""
         self.start, self.job = start, job
         if self.is_rank_zero and self.folder is not None:
             record = 0 if start.record is None else start.record.step

@@ -207,7 +207,7 @@ def _find_end(config: RunConfig, allow_changed: bool) -> Start | None:
     if final is None:
         return None
     _check_is_ours(final, config, allow_changed)
-    if final.is_old:  # It may lack the step and the target, but it is a final checkpoint.
+    if final.is_old:  # a final record of an older runtime may lack `step` and `max_steps`
         return Start(final, finished_step=final.step or config.max_steps)
     target = final.max_steps if final.max_steps is not None else final.step
     return Start(final, finished_step=final.step) if config.max_steps <= max(target, final.step) else None

@@ -150,7 +150,7 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def _namespace(innermost: Any) -> dict[str, Any]:
-    """Return the names for evaluating annotations: the function's module, and three names as a fallback."""
+    """Return the names for evaluating annotations: the module's, and three often imported for type checkers only."""
     if not hasattr(innermost, "__globals__"):  # a class, or an object that can be called
         kind: Any = innermost if isinstance(innermost, type) else type(innermost)
         innermost = inspect.unwrap(kind.__init__ if kind is innermost else kind.__call__)

@@ -87,11 +87,12 @@ def _read_unchanged_by_others(path: str | os.PathLike[str]) -> bytes:
 
 
 def prepare_output(path: Path, rank: int = 0, world_size: int = 1) -> None:
-    """Remove the files of an attempt that was requeued and, on rank 0, prove that a result can be written to `path`.
+    """Remove the files that an earlier attempt of a requeued job left; on rank 0, prove that `path` can be written.
+
+    It is called before the function, so that no result is lost after hours of work.
 
     Raises:
-        OSError: The folder cannot be made or written, or `path` is a folder. This way it is known before the function
-            runs.
+        OSError: The folder cannot be made or written, or `path` is a folder.
     """
     make_directory(path.parent)
     failure_file(path, rank).unlink(missing_ok=True)
