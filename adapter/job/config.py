@@ -270,7 +270,7 @@ def _warn_of_settings_without_effect(settings: Settings, sources: Sources, error
 
 
 def job_file(config: RunConfig, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the job of `config` as a file that starts it again.
+    """Return the content of a job file that starts the job of `config` again.
 
     Args:
         config: The run.

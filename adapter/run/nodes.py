@@ -8,8 +8,8 @@ The first supervisor leaves its port and a new token in `FILE` in the run's fold
 this user may read the file. Both ends of a connection prove that they know the token, so nobody else can begin or end
 an attempt. Messages are JSON of fixed types.
 
-Supervisors need no thread that sends heartbeats, which would not survive a fork: the kernel closes the connections of a
-supervisor that dies, and its keepalive probes (`_OPTIONS`) end the connections to a node that vanishes.
+No thread sends heartbeats, because a process with threads cannot be forked safely. Instead, the kernel closes the
+connections of a supervisor that dies, and its keepalive probes (`_OPTIONS`) end those to a node that vanishes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Start a job, and start it again after one of its ranks was killed: ``genlight run --restarts N``.
 
 The supervisor imports torch, Lightning and genlight once and forks every rank of every attempt, so a restart pays for
-no import but the user's. Threads and CUDA contexts do not survive a fork, and the user's modules would keep their state
-from one attempt to the next. So the supervisor has none of these: it only reads the job, and a short-lived fork builds
-the Lightning trainer to count the ranks.
+no import but the user's. A process with threads or a CUDA context cannot be forked safely, and the user's modules would
+keep their state from one attempt to the next. So the supervisor has none of these: it only reads the job, and a
+short-lived fork builds the Lightning trainer to count the ranks.
 
 Rank zero still reports each attempt. The supervisor tells it through a pipe which rank has died. Once rank zero has
 ended, the supervisor kills the other ranks, because they may wait forever in a collective.
@@ -141,7 +141,7 @@ class _Supervisor:
     def _forward(self, number: int, _: object) -> None:
         self._stop_signal = number
         for process in tuple(self._ranks):
-            os.kill(process, number)  # nobody has waited for it, so no other process can have its number
+            os.kill(process, number)  # not waited for yet, so even if it has ended, no other process can have its id
 
     def run(self, most: int) -> int:
         """Run attempts until no restart follows, and return the last exit code; in a rank, the code of that rank."""

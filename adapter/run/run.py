@@ -66,7 +66,8 @@ class RunOptions:
     allow_changed: bool = False
     """Resume although the job differs from the checkpoint's."""
     began_with_process: bool = False
-    """Whether a time limit counts from the start of the process (as for the command line) or from the call."""
+    """Whether the process exists only for this run, as on the command line: a time limit counts from its start, and its
+    handler of stop signals stays in use. Otherwise the time counts from the call."""
     age_s: float | None = None
     """Seconds since the run began, if it began before this process and before the call."""
     stop_check: Callable[[], StopReason | None] | None = None
