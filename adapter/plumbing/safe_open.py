@@ -73,11 +73,11 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 def open_below(folder: str | os.PathLike[str], path: str) -> int:
     """Open the regular file at `path` below `folder` for reading; follow no link below `folder`.
 
-    For a `path` from an untrusted source: the kernel reports which file was opened, so that nobody can replace a folder
-    of the path in the meantime.
+    For a relative `path` from an untrusted source: the kernel reports which file was opened, so that nobody can replace
+    a folder of the path in the meantime. The caller has to refuse an absolute path, which would replace `folder`.
 
     Raises:
-        UnsafeFileError: It is not a regular file, `path` is not a path of names, or a part of it is a link.
+        UnsafeFileError: It is not a regular file, a part of `path` is a link, or `path` has parts such as ``..``.
         OSError: It cannot be opened.
     """
     below = os.path.join(os.path.realpath(folder), path)

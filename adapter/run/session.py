@@ -174,7 +174,7 @@ class Session:
     cause: BaseException | None = None
     """The reported error that ended the attempt; None if it completed."""
     holds: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Contexts that are left when the session is left."""
+    """Contexts that `__exit__` leaves, after it has closed uploads and log."""
 
     only_prints: bool = False
     """Whether the end is reported only on standard error: not in the log and not to an orchestrator."""
