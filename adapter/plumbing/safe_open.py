@@ -73,11 +73,12 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 def open_below(folder: str | os.PathLike[str], path: str) -> int:
     """Open the regular file at `path` below `folder` for reading; follow no link below `folder`.
 
-    For a relative `path` from an untrusted source: the kernel reports which file was opened, so that nobody can replace
-    a folder of the path in the meantime. The caller has to refuse an absolute path, which would replace `folder`.
+    For a `path` from an untrusted source: the kernel reports which file was opened, so that nobody can replace a folder
+    of the path in the meantime.
 
     Raises:
-        UnsafeFileError: It is not a regular file, a part of `path` is a link, or `path` has parts such as ``..``.
+        UnsafeFileError: It is not a regular file, a part of `path` is a link, or `path` is absolute or has parts such
+            as ``..``.
         OSError: It cannot be opened.
     """
     below = os.path.join(os.path.realpath(folder), path)
@@ -86,7 +87,7 @@ def open_below(folder: str | os.PathLike[str], path: str) -> int:
         if os.readlink(f"/proc/self/fd/{descriptor}") != below:
             raise UnsafeFileError(errno.EINVAL, "it is not a path of names below a folder", path)
 
-    if "\0" in path:
+    if "\0" in path or os.path.isabs(path):
         raise UnsafeFileError(errno.EINVAL, "it is not a path of names below a folder", path)
     return open_checked(below, os.O_RDONLY | os.O_NOFOLLOW, check=check)
 
