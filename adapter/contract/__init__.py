@@ -1,4 +1,5 @@
-"""The vocabulary of trainer classes, jobs and the runtime: types, exceptions, run state, failures.
+"""The vocabulary of trainer classes, jobs and the runtime.
 
-Imports nothing of genlight; every package may import it.
+`types.py` has the types, the protocols and the run state; `exceptions.py` has the exceptions and the categories of
+failures. Imports nothing of genlight; every package may import it.
 """

@@ -9,10 +9,10 @@
     │   └── AuthError             a server refused our credentials (401, 403)
     ├── CheckpointError           a checkpoint could not be written or used
     │   ├── BrokenCheckpointError     its content contradicts its record
-    │   │   └── UnloadableCheckpointError  it is intact, but names a type that is not imported
+    │   │   └── UnloadableCheckpointError  its files are intact, but this process lacks a type
     │   ├── UnstorableStateError (TypeError)  a value that the format cannot hold
     │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
-    ├── HookOrderError (ValueError)  no order of the hooks writes each field before it is read
+    ├── HookOrderError (ValueError)  a field is read that no hook writes, or hooks wait for each other
     ├── MonitorError (ValueError)  a monitored metric is missing, or not finite
     ├── EvaluationError           an evaluation gave no scores
     ├── EventLogError             the event log is locked, or breaks its own rules
@@ -27,8 +27,8 @@
     ├── TrainingHungError         no step was finished for far longer than steps take
     └── TrainingCanceled          the run stopped on request; exit code 75
 
-Each has its facts as attributes, so that a caller never parses a message. The module imports nothing of genlight;
-every package may import it.
+Where a caller needs facts beyond the type, they are attributes, so that it need not parse the message. This module
+imports nothing of genlight; every package may import it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class NonfiniteError(GenlightError):
 
 
 class RecoveryError(GenlightError):
-    """A training could not recover from its faults; the message lists the attempts, if there were any."""
+    """A training could not recover from its faults, or `Recover` does not fit the job and ends the run at its start.
+
+    The message lists the measures tried (skip, lower the rate, roll back), if there were any.
+    """
 
 
 class CheckpointError(GenlightError):
@@ -117,7 +120,10 @@ class BrokenCheckpointError(CheckpointError):
 
 
 class UnloadableCheckpointError(BrokenCheckpointError):
-    """The files of a checkpoint are intact, but it names a type that this process does not know."""
+    """The files of a checkpoint are intact, but it needs a type that this process lacks or defines differently.
+
+    A subclass of `BrokenCheckpointError`, because a resume skips such a checkpoint like a broken one.
+    """
 
     @override
     def __str__(self) -> str:
@@ -181,7 +187,7 @@ class UnwrittenCheckpointError(CheckpointError, OSError):
 
 
 class HookOrderError(GenlightError, ValueError):
-    """There is no order of the hooks in which each field is written before it is read."""
+    """A hook reads a field of the run state that no hook writes, or hooks wait for each other in a circle."""
 
 
 class MonitorError(GenlightError, ValueError):
@@ -252,14 +258,15 @@ class TrainingHungError(GenlightError):
         if not self.silent:
             return text
         names = f"rank {self.silent[0]}" if len(self.silent) == 1 else f"ranks {', '.join(map(str, self.silent))}"
-        return f"{text}; {names} wrote none: lost, paused, or not hanging"
+        return f"{text}; no stacks from {names}, which may be lost, paused, or not hanging"
 
 
 class TrainingCanceled(GenlightError):
     """The run stopped on request.
 
     Args:
-        reason: ``canceled``, ``timeout`` or ``preempted``; or the reason that a caller's own reporter gave.
+        reason: ``canceled``, ``timeout`` or ``preempted``; or, in the loop of `adapter/training_loop.py`, the
+            `cancel_reason` of the reporter that was passed to it.
     """
 
     def __init__(self, reason: str = "canceled") -> None:

@@ -33,7 +33,7 @@ _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
 _TORCH_WITHOUT_USER_OBJECTS = ("torch._", "torch.utils.data")
 _HOSTS = ("lightning.pytorch.", "pytorch_lightning.", "genlight.adapter.module.")
-"""Packages whose objects (including users' callbacks and data modules) hold references back to the run."""
+"""Packages whose objects refer back to the run, so `is_opaque` skips these and users' subclasses (callbacks, say)."""
 _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, dict, list)
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _HASHES_OF_ADDRESSES: tuple[Any, ...] = (object.__hash__, Tensor.__hash__)
@@ -118,11 +118,15 @@ def _rekey(mapping: MutableMapping[Any, Any], old: Any, new: Any) -> None:
 
 
 def keeps_state(value: Any) -> bool:
-    """Whether `value` has its own ``state_dict()`` and ``load_state_dict(state)``, and is not a loader."""
+    """Whether `value` has ``state_dict()`` and ``load_state_dict(state)``, and a checkpoint does not hold it otherwise.
+
+    Modules, optimizers, schedulers and scalers do not count, because other parts of a checkpoint hold them. Neither do
+    iterables, because a loader's position is saved separately.
+    """
     kind = type(value)
     if not hasattr(kind, "state_dict") or isinstance(value, _KEPT_ON_CLASSES) or hasattr(kind, "__iter__"):
         return False
-    try:  # a trainer class has methods with more arguments
+    try:  # the methods of a trainer class with these names take more arguments
         inspect.signature(value.state_dict).bind()
         inspect.signature(value.load_state_dict).bind({})
     except (AttributeError, TypeError, ValueError):
@@ -131,7 +135,11 @@ def keeps_state(value: Any) -> bool:
 
 
 def is_opaque(cls: type) -> bool:
-    """Whether to skip objects of `cls`: a class of the standard library, numpy, torch's data loading, or the host."""
+    """Whether to skip objects of `cls`, because they hold nothing of the trainer's or refer back to the run.
+
+    Such classes are defined in the standard library, in `_DATA_LIBRARIES` or in `_TORCH_WITHOUT_USER_OBJECTS`, or have
+    a base in `_HOSTS`.
+    """
     if any(base.__module__.startswith(_HOSTS) for base in cls.__mro__):
         return True
     if cls is types.SimpleNamespace or dataclasses.is_dataclass(cls):

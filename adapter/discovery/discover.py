@@ -59,13 +59,15 @@ class Discovered:
     tensors: tuple[Found[Tensor], ...] = ()
     """Other tensors, in `state` or on the trainer, outside of modules."""
     aliases: tuple[Reference, ...] = ()
-    """References to tensors outside of modules, for example in a list, including parameters of found modules."""
+    """Every reference to a tensor that is held outside of a module, such as an item of a list. The tensor itself may be
+    a parameter of a found module."""
     generators: tuple[Found[Any], ...] = ()
-    """Random number generators of torch, NumPy and Python, also global ones of the module with the trainer class."""
+    """Random number generators of torch, NumPy and Python, also global variables of the Python modules that define the
+    trainer class and its bases."""
     stateful: tuple[Found[Any], ...] = ()
     """Other objects with a ``state_dict``."""
     roots: tuple[tuple[str, Any], ...] = ()
-    """The roots of the search, the state and the trainer, by the names that paths begin with."""
+    """The state and the trainer, at which the search began; each after the name with which its paths begin."""
     layout: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     """Shapes of the modules' parameters at discovery, by path (None for a lazy parameter, which gets its shape later);
     and for each optimizer, the number of parameters in each of its groups."""
@@ -83,7 +85,10 @@ class Discovered:
         return tuple(m for m in self.modules if m.name not in trained)
 
     def updated(self) -> Iterator[Tensor]:
-        """Return the tensors that training changes: those in optimizers, or without any, all that require gradients."""
+        """Return the tensors that training changes.
+
+        These are the tensors in optimizers, or, if no optimizer was found, all that require gradients.
+        """
         if self.optimizers:
             return self.optimized()
         parameters = (p for found in self.modules for p in found.value.parameters())
@@ -103,7 +108,7 @@ class Discovered:
         return list({id(t): t for t in (*parameters, *tensors) if id(t) not in optimized}.values())
 
     def current(self, found: Iterable[Found[Tensor]]) -> list[Found[Tensor]]:
-        """Return each of `found` with the tensor that is at its path now; without one there, the entry is unchanged.
+        """Return each of `found` with the tensor that is at its path now, or unchanged if no tensor is there.
 
         A trainer may replace a tensor in a manual update, ``state["w"] = (state["w"] - rate *
         gradient).detach().requires_grad_()``, or in a ``load_state_dict`` that uses the tensors of its payload.
@@ -114,7 +119,7 @@ class Discovered:
         return [Found(each.path, each.name, tensors.get(each.path, each.value)) for each in found]
 
     def look_up(self, paths: Iterable[str]) -> dict[str, Any]:
-        """Return the objects that are now at `paths`, without paths that lead nowhere."""
+        """Return the objects that are now at `paths`, by path; paths that lead nowhere are omitted."""
         children: dict[str, dict[str, Any]] = {}
         found = {path: _look_up(path, dict(self.roots), children) for path in paths}
         return {path: value for path, value in found.items() if value is not None}
@@ -144,8 +149,9 @@ def discover(
     The search covers dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that
     functions close over, also in cycles. It skips classes of the standard library, Lightning's trainers and callbacks,
     and containers of more than `SEARCHED_ITEMS` items. It also skips a module that is completely on the meta device,
-    which is a skeleton for ``torch.func.functional_call``: if Lightning found one, it would give new weights to all
-    modules.
+    which is a skeleton for ``torch.func.functional_call``: if the hosted module contained one meta tensor, Lightning's
+    `ModelParallelStrategy` would call `to_empty` and `reset_parameters` on all submodules. A module with a parameter in
+    an optimizer is not skipped.
 
     Args:
         state: The result of ``configure``.
@@ -206,7 +212,8 @@ def _layout(
     shapes = {
         f"{path}.{name}": None if isinstance(parameter, UninitializedParameter) else tuple(parameter.shape)
         for path, module in modules
-        for name, parameter in module.named_parameters(remove_duplicate=False)  # a step may tie parameters
+        # Keep every name of a shared parameter: if a step ties two, neither name may vanish from the layout.
+        for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     sizes = {path: tuple(len(group["params"]) for group in each.param_groups) for path, each in optimizers}
     return {**shapes, **{f"{path}.param_groups": size for path, size in sizes.items()}}
@@ -238,7 +245,9 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
 def check_unchanged(
     before: Discovered, state: Any, trainer: object = None, *, host: nn.Module | None = None
 ) -> Discovered:
-    """Refuse objects that a step built, added, removed or resized, because a resume builds those of `configure` again.
+    """Refuse modules and optimizers that a step built, and layers and groups that it added, removed or resized.
+
+    A resume calls `configure` again, which builds only the original objects, so a later checkpoint would not fit them.
 
     Returns:
         The trainer's objects now.
@@ -278,7 +287,9 @@ def check_unchanged(
 def walk_both(
     state: Any, trainer: object, *, host: nn.Module | None = None, tensors: list[Reference] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield everything that can be reached from a trainer's state and from the trainer; arguments as in `discover`.
+    """Yield everything that can be reached from a trainer's state and from the trainer.
+
+    `host` is as in `discover`, `tensors` as in `walk`.
 
     The state may refer to the trainer, for example by a bound method. Such references are not followed, so that paths
     of the trainer's objects begin with ``trainer``.
@@ -296,13 +307,15 @@ def walk(
     without: object = None,
     tensors: list[Reference] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield everything that can be reached from `root`, including plain values, with paths, in the order of building.
+    """Yield everything that can be reached from `root`, including plain values, with paths, depth first.
+
+    Children come in the order of their container or attributes, and items of a set in a fixed order.
 
     Args:
         root: The object at which the walk begins.
-        path: Its name.
-        seen: Objects that are not visited again; pass one dict to several walks.
-        without: An object that the walk skips.
+        path: The name of `root`, with which all paths begin.
+        seen: Objects to skip, by id. The walk adds each object that it visits, so that several walks can share a dict.
+        without: One more object to skip; unlike those in `seen`, a later walk may visit it.
         tensors: A list to which every reference to a tensor is added, also to tensors that were visited before.
     """
     seen = {} if seen is None else seen  # has the objects as values, because the id of a freed one could be used again
@@ -397,7 +410,7 @@ def _check_no_view_is_left_behind(discovered: Discovered, device: torch.device) 
 def _on_host(path: str, tensor: Tensor) -> Iterator[tuple[int, str, Tensor]]:
     """Yield the host memory addresses of a tensor and of its gradient, with their paths.
 
-    Shards, quantized tensors and other special kinds have none.
+    Tensors on other devices, sparse tensors and subclasses of `Tensor`, such as shards, are skipped.
     """
     gradient = tensor.grad if tensor.is_leaf else None
     for where, each in ((path, tensor), (f"{path}.grad", gradient)):
@@ -421,5 +434,5 @@ def _usable(tensor: Tensor, device: torch.device, *, moved: bool) -> bool:
         return True
     if tensor.device.type != device.type:
         return False
-    # genlight does not move this tensor, so it must be on this rank's own device already.
+    # If genlight moves the tensor, any device of this kind will do. If not, it must already be on this rank's device.
     return moved or str(device) in (device.type, str(tensor.device))

@@ -36,18 +36,21 @@ class RankLocal:
         return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
 
     def covers_state_of(self, found: Found[Optimizer]) -> bool:
-        """Whether the state of an optimizer may differ by rank: a name covers it, or the optimizer shards its state."""
+        """Whether the state of an optimizer may differ by rank.
+
+        It may if a name covers it, if the optimizer shards its state, or if its own attribute ``rank_local`` is true.
+        """
         shards = any(cls.__name__ == _SHARDS_ITS_STATE for cls in type(found.value).__mro__)
         return shards or bool(getattr(found.value, "rank_local", False)) or found.path in self
 
     def parameters(self, found: Found[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the present parameters of a module that are equal on all ranks, with their paths."""
+        """Yield the parameters of a module, except those that may differ by rank, with their paths."""
         for name, parameter in found.value.named_parameters():
             if (path := f"{found.path}.{name}") not in self:
                 yield path, parameter
 
     def bare(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trained tensors outside of modules that are equal on all ranks, with their paths."""
+        """Yield the trained tensors outside of modules, except those that may differ by rank, with their paths."""
         found = (*discovered.parameters, *discovered.currently_trained())
         yield from ((f.path, f.value) for f in found if f.path not in self)
 
@@ -65,7 +68,7 @@ class RankLocal:
         yield from self.optimizer_states(discovered)
 
     def replicated_values(self, discovered: Discovered) -> list[Tensor]:
-        """Return the tensors of `replicated`, each once and without paths; takes a quarter of the time."""
+        """Return the tensors of `replicated`, each once and without paths, in a quarter of the time."""
         if self.names or any(map(self.covers_state_of, discovered.optimizers)):
             return [tensor for _, tensor in self.replicated(discovered)]
         modules = [module for found in discovered.modules for module in found.value.modules()]
@@ -96,7 +99,10 @@ class RankLocal:
                         yield f"{key} of {paths[id(parameter)]} in {found.path}", value
 
     def settings(self, discovered: Discovered) -> Iterator[tuple[str, Any]]:
-        """Yield other values that must be equal on all ranks: settings and counters of optimizers, scheduler states."""
+        """Yield values other than tensors that must be equal on all ranks, with their paths.
+
+        These are the settings and counters of optimizers, and the states of schedulers.
+        """
         shared = [found for found in self.shared(discovered) if not self.covers_state_of(found)]
         for found in shared:
             yield from settings_and_counters(found.path, found.value)

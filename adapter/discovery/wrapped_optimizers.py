@@ -41,14 +41,17 @@ class KeptByWrapper:
     wrapper: Optimizer
     """The optimizer that wraps `optimizer`; `optimizer` itself if none does."""
     shares_list: bool = False
-    """Whether both were built with the same list of groups; a schedule of the wrapper relies on that."""
+    """Whether both had one list of groups after ``configure``: a schedule of `wrapper` then also drives `optimizer`."""
     shared_groups: tuple[int, ...] = ()
-    """Indices of the groups that both shared after ``configure``."""
+    """Indices of the groups that `optimizer` and `wrapper` shared after ``configure``."""
     shares_state: bool = False
     """Whether both shared one state after ``configure``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries by the indices of their parameters; values are not copied, but `whole` gathers shards."""
+        """Return the state by parameter index, and the settings of the groups.
+
+        Values are not copied; only `whole` makes a full tensor from shards.
+        """
         state = self.optimizer.state
         entries = {place: state[p] for place, p in enumerate(parameters_of(self.optimizer)) if p in state}
         groups = [
@@ -62,7 +65,7 @@ class KeptByWrapper:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the entries onto the devices that they had, sharded like their parameters."""
         state: dict[Any, Any] = self.optimizer.state
-        named = {key: value for key, value in state.items() if isinstance(key, str)}  # these belong to no parameter
+        named = {key: value for key, value in state.items() if isinstance(key, str)}  # entries of no parameter stay
         state.clear()
         state.update(named)
         for place, parameter in enumerate(parameters_of(self.optimizer)):

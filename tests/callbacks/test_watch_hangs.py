@@ -195,7 +195,7 @@ def test_no_thread_remains_after_training(fit, counting_trainer, tmp_path):
 @pytest.mark.parametrize(("silent", "names"), [((1,), "rank 1"), ((0, 2), "ranks 0, 2")])
 def test_the_message_names_ranks_that_left_no_stacks(tmp_path, silent, names):
     text = str(TrainingHungError(3, 61.5, tmp_path / "x", silent=silent))
-    assert text.endswith(f"{tmp_path / 'x'}; {names} wrote none: lost, paused, or not hanging")
+    assert text.endswith(f"{tmp_path / 'x'}; no stacks from {names}, which may be lost, paused, or not hanging")
 
 
 def test_the_newest_stacks_of_each_other_rank_are_named(tmp_path):
