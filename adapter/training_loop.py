@@ -54,7 +54,7 @@ def run_training_loop(
         ctx: Context for the trainer. Its ``device``, ``rank``, ``world_size`` and ``run_state`` are filled in. If its
             ``dataset`` is None, it becomes `batches`.
         trainer: The trainer.
-        batches: One pass of raw batches, from an iterable or its ``iter_batches()``.
+        batches: One pass of raw batches: an iterable, or an object whose ``iter_batches()`` returns one.
         reporter: Receives events; its ``is_canceled()`` is called before the first step and after every step.
         artifact_writer: Writes checkpoints, samples and the final artifact.
         uploader: Sends metrics, and each checkpoint and sample after it was written. The caller uploads the final
@@ -64,7 +64,7 @@ def run_training_loop(
         resume_checkpoint_path: Checkpoint for the trainer's ``load_checkpoint``: its directory, or its record.
 
     Returns:
-        The number of completed steps, including those before `start_step`.
+        The number of completed steps, including the `start_step` steps before this call.
 
     Raises:
         TrainingCanceled: The reporter requested a stop.

@@ -5,8 +5,8 @@ other parts of genlight only when one of their names is used.
 
 `install` adds a finder to the end of ``sys.meta_path``. Python asks this finder only for modules that it finds nowhere
 else, so a real package always wins. Every name of ``gen_worker.trainer`` comes from `genlight.adapter`, or from
-`old_names` if only the old package had it. Releases of the old package had the names in different modules, so each
-module here has all names.
+`old_names` if only the old package had it. Releases of the old package had the names in different modules, so every
+stand-in module has all names.
 
 ``gen_worker/trainer.py`` (`gen_worker_trainer.py` here) does the same in a process that has not imported genlight.
 """

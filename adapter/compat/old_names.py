@@ -46,7 +46,7 @@ class ModelRefDownloader(Protocol):
     """Fetches a model by its reference. A type for existing code: genlight fetches inputs itself."""
 
     def download(self, model_ref: str, dest_dir: str) -> str:
-        """Bring the model to a folder below `dest_dir`, and return it."""
+        """Bring the model to a folder below `dest_dir`, and return that folder."""
         ...
 
 

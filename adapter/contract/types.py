@@ -83,7 +83,7 @@ class RunState:
     """Environment steps of all ranks: the sum of ``agent_steps`` in the statistics of rollouts, or of the steps that
     the ``rollout`` of each rank adds here."""
     epoch: int = 0
-    """Completed passes over the data, or rollout and training phases; counted after ``on_train_phase_end``."""
+    """Completed epochs: passes over the data, or rollouts with their phases. Set after ``on_train_phase_end``."""
     update_epoch: int = 0
     """Pass over the current rollout, from 0."""
     minibatch_index: int = 0
@@ -98,13 +98,12 @@ class RunState:
     eval_scores: Any = None
     """The latest scores: a mapping of names to numbers, or any object; checkpoints store its numbers only."""
     latest_checkpoint_uri: str | None = None
-    """The newest durable checkpoint, or the one that the run resumed from: the path of its record, and its address
-    after an upload has arrived."""
+    """The path of the record of the newest durable checkpoint, or of the checkpoint that the run resumed from."""
     latest_wandb_uri: str | None = None
     """The newest checkpoint that is an artifact of Weights & Biases."""
     latest_sample_uris: list[str] | None = None
     stop_reason: str | None = None
-    """Why the run ends early, after that is decided."""
+    """Why the run ends early; None until that is decided."""
     rolls_back: bool = False
     """Whether the run returns to an earlier checkpoint after all callbacks have seen this step."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -338,7 +337,7 @@ class InputDownloader(Protocol):
     """Brings the inputs of a job to this node. A type for existing code: genlight fetches inputs itself."""
 
     def download(self, *, inputs: Mapping[str, Any], directory: Path) -> DownloadedInputs:
-        """Materialise `inputs` (the block of the job spec) under `directory`."""
+        """Bring `inputs`, the block of that name in the job spec, into `directory`."""
         ...
 
 
@@ -369,7 +368,7 @@ class ArrowFeedConfig:
     batch_size: int = 32
     """Rows per batch and rank."""
     readahead: int = 2
-    """Large decoded batches kept ready; 0 reads in the training thread."""
+    """Decoded chunks of up to 32 MiB kept ready by a thread; 0 decodes in the training thread."""
     columns: Sequence[str] | None = None
     """Columns to read; None means all."""
 

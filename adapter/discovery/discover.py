@@ -223,9 +223,10 @@ def check_devices(discovered: Discovered, device: torch.device | str, *, world_s
     """Refuse objects that this rank cannot train.
 
     Raises:
-        ContractError: A module or tensor is on another kind of device than the run, on the device of another rank, on
-            the meta device (without values), or in memory that is shared with another process. Or a tensor outside of
-            modules is a view of a module's parameter, and genlight is going to move that module. Names each path.
+        ContractError: A module or tensor is on a kind of device that is neither the run's nor the CPU, on the device of
+            another rank, on the meta device (without values), or in memory that is shared with another process. Or a
+            tensor outside of modules is a view of a module's parameter, and genlight is going to move that module.
+            Names each path.
     """
     device = torch.device(device)
     if device.type != "cpu":

@@ -1,7 +1,8 @@
 """Helpers for trainer classes: seeds, scalars, AdamW, a LoRA-style checkpoint.
 
-All helpers work without genlight's runtime. They import torch when they are called, so that importing this module is
-cheap.
+`lora_checkpoint.py` has the checkpoint; `components.py` loads the safetensors files of a model folder. All helpers work
+without genlight's runtime. They import torch when they are called, so that importing this module is cheap. This folder
+may import the contract, plumbing and callbacks.
 """
 
 from __future__ import annotations

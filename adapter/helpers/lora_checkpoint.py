@@ -1,8 +1,8 @@
 """Checkpoints of the trainable part of a module, its optimizer and its scheduler, without pickle.
 
-A checkpoint of adapter weights (such as LoRA) omits the frozen base. Existing tools expect these file names.
-``checkpoint_meta.json`` is written last: if it exists, the other files are complete. Files of the older runtime with
-these names, and its ``optimizer.pt``, are read as well, without unpickling.
+A checkpoint of adapter weights (such as LoRA) omits the frozen base. Its file names are fixed, because existing tools
+expect them. ``checkpoint_meta.json`` is written last: if it exists, the other files are complete. Files of the older
+runtime with these names, and its ``optimizer.pt``, are read as well, without unpickling.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def save_trainable_module_checkpoint(
         final: Whether training is over.
         model_name_or_path: Name or path of the frozen base.
         metadata: Your own facts, as JSON values; each becomes an entry of the meta file and of the result. An entry
-            named ``step``, ``final`` or ``model_name_or_path`` replaces the one of the argument.
+            named ``step``, ``final`` or ``model_name_or_path`` replaces the value of that argument.
         facts: Further entries of `metadata`, as keywords.
 
     Returns:
@@ -98,7 +98,7 @@ def save_trainable_module_checkpoint(
         "model_name_or_path": str(model_name_or_path),
         **own,
     }
-    # Refuse values that cannot be stored before anything is changed.
+    # Before anything is changed, refuse values that cannot be stored.
     for name, state in states.items():
         encode(state, TensorTable(), root=name)
     try:
@@ -153,7 +153,7 @@ def load_trainable_module_checkpoint(
         if name not in states:
             raise CheckpointError(f"{directory} holds no {name}: it was saved without one")
 
-    # An optimizer compares its groups with the saved ones before it changes anything.
+    # The weights come last: if an optimizer has other groups than the saved one, it raises before it changes anything.
     for name, each in targets.items():
         try:
             each.load_state_dict(states[name])

@@ -2,8 +2,9 @@
 
 `BuiltSettings` compares settings of optimizers, schedulers and scalers. A restored optimizer has the learning rate of
 its checkpoint, whatever `configure` built. To notice that `configure` was changed, a checkpoint also holds the settings
-that it had built. If a resume builds others, it logs them, and uses the new ones if the caller lists them. A rate that
-a class or a schedule changed while training does not count: only settings as they were built are compared.
+that it had built. If `configure` builds other settings at a resume, these are logged, and used instead of the
+checkpoint's if `keep` names them. A rate that a class or a schedule changed while training does not count: only
+settings as they were built are compared.
 
 `Replaced` finds objects that training replaced, for example by a new schedule, or by swapping two networks. At a
 resume, each object that `configure` builds gets a saved state, which is right only if the object is at the same place
@@ -38,7 +39,8 @@ log = logging.getLogger(__name__)
 SCHEDULE, SCALER = "schedule", "scaler"
 """Names that stand for all settings of schedulers and of scalers; settings of optimizers have their own names."""
 SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Keys that torch's schedulers put into parameter groups; a trainer may make such a scheduler later."""
+"""Keys that torch's schedulers put into parameter groups. They are no difference between a saved and a built group,
+because a trainer may make a scheduler after `configure`."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Values of a parameter group that are scaled with a new learning rate."""
 _NO_SETTING = {"params", "param_names", *SET_BY_SCHEDULERS}
@@ -86,7 +88,7 @@ class BuiltSettings:
         return {path: dict(settings) for path, settings in self._in_effect.items()}
 
     def reconcile(self, saved: Mapping[str, Mapping[str, str]] | None, *, logs: bool) -> None:
-        """Compare the built settings with the settings in the checkpoint, and restore the built ones that are kept.
+        """Compare the built settings with those in the checkpoint; set the ones that `keep` names to the built values.
 
         Args:
             saved: The result of `record` in the checkpoint; None compares with the restored objects.
@@ -165,7 +167,7 @@ def _groups_of(path: str, optimizer: Optimizer) -> list[tuple[str, dict[str, Any
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    """Set a new learning rate for a group; if a schedule has changed the old rate, change the new one alike."""
+    """Set a new learning rate for a group, scaled by the factor by which a schedule has changed the old rate so far."""
     first = _number(group.get("initial_lr", 0))
     if not first:
         put_setting(group, "lr", rate)

@@ -1,7 +1,7 @@
 """The loop over the steps of an epoch, one step of it, and the metrics that a step logs.
 
-`Step.run` is one long method without helper calls because it runs in every step: with all standard callbacks a step
-may cost 25 µs more than a bare loop.
+`Step.run` is one long method without helper calls because it runs in every step. The limit for all of genlight's code
+in a step, with all standard callbacks, is 25 µs more than a bare loop.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .hosted_trainer import HostedTrainer
 STOP_POLL_S = 0.05
 """Seconds between two checks for a stop request during a pause."""
 CHECK_EVERY_N_STEPS = 1000
-"""Minimum number of steps between two searches for modules that steps have built, after the first step of an epoch.
+"""Minimum number of steps between two calls of `check_unchanged`, which searches for modules that a step has built.
 
-A search takes as long as several small steps, and with rollouts an epoch may have only a few steps. Each save of a
-checkpoint searches, too."""
+The loop calls it after the first step of an epoch. A search takes as long as several small steps, and with rollouts an
+epoch may have only a few steps. Each save of a checkpoint also calls it."""
 _MAY_LOG = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -79,7 +79,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         self.loader_ended = False
         """Whether the loader ran out of batches in this epoch, rather than a limit or the module ending the epoch."""
         self._next_check = 0
-        """Number of completed steps from which on the first step of an epoch calls `check_unchanged`."""
+        """The first step of an epoch calls `check_unchanged` only if at least this many steps are completed."""
 
     @property
     def _is_validation_done(self) -> bool:
@@ -88,7 +88,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         return True
 
     def roll_back_to(self, step: int) -> None:
-        """Count on from `step`. Counters of batches and epochs stay, because the data is not rolled back."""
+        """Continue counting from `step`. Counters of batches and epochs stay, because the data is not rolled back."""
         self.global_step = step
         self._batches_that_stepped = step - 1  # the end of the step adds one
         self.step_in_progress = None
@@ -183,7 +183,7 @@ class ContractEpochLoop(TrainingEpochLoop):
     @override
     def on_advance_end(self, data_fetcher: DataFetcher) -> None:
         if self.validates:
-            # During a validation, Lightning reads the validation loop's results instead of this loop's.
+            # Copy the metrics first: in a validation, Lightning reads the validation loop's results, not this loop's.
             self.hosted.feed_callback_metrics()
             super().on_advance_end(data_fetcher)
             return
@@ -275,7 +275,7 @@ class Step:
             strategy_hook if is_overridden("on_train_batch_start", trainer.strategy, pl.strategies.Strategy) else None
         )
         self.starts = bool(self.profiled or self.on_start or self.module_on_start or self.strategy_on_start)
-        # User code may call `pl_module.log` in any step.
+        # Only code of the user calls `pl_module.log` in a step. Without any, skip Lightning's work for it.
         self.has_user_hooks = any(
             _module_hook(module, name) or any(map(_is_user_hook, listeners(trainer, name))) for name in _MAY_LOG
         )
@@ -361,7 +361,7 @@ class Step:
         return bool(response != -1)
 
     def _after_module_hook(self) -> None:
-        """Call the callbacks that follow the module's own hook, and collect the metrics logged in the step."""
+        """Fire ``on_module_batch_end`` if the module has the hook, and collect the metrics logged in the step."""
         for hook in self.after_module_hook if self.module_on_end else ():
             hook(self.trainer, self.module)
         self.names["_current_fx_name"] = None
@@ -375,7 +375,7 @@ class Step:
 
 
 class LoggedInSteps(ResultCollection):
-    """Metrics that user callbacks logged, and the last step's for readers of ``trainer.callback_metrics``.
+    """The metrics that user code logged, and the last step's metrics, for readers of ``trainer.callback_metrics``.
 
     Lightning asks this object at each access, so no step makes tensors of metrics that nobody reads.
     ``trainer.progress_bar_metrics`` has the metrics last sent to loggers.

@@ -106,7 +106,10 @@ class FoundState:
             )
 
     def _fingerprints(self, now: Discovered) -> dict[str, str]:
-        """Return fingerprints of all values outside of modules, by the names that the class's author knows."""
+        """Return fingerprints of all values outside of modules; those with the same first part of the path are joined.
+
+        The keys are these first parts (`_NAME`), because the author of the class recognizes them.
+        """
         parts: dict[str, list[Any]] = defaultdict(list)
         for name, path, node in self._values_of(now):
             # An iterator starts again after a resume. Its position cannot be read, so it counts as changed.
@@ -179,7 +182,7 @@ def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _constant_and_fingerprint(value: Any) -> tuple[Any, Any]:
-    """Return `value` if it is immutable, otherwise an object that is no attribute; and the fingerprint of `value`."""
+    """Return `value` if it is immutable, otherwise an object that no attribute is; and the fingerprint of `value`."""
     items = value if type(value) is tuple else (value,)
     return value if all(type(item) in _NUMBERS for item in items) else _ABSENT[0], _fingerprint(value)
 

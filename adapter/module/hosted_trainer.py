@@ -52,7 +52,7 @@ class HostedTrainer:
         job: Identity, cadences and hyperparameters; None takes the contract's defaults.
         context: The context before device, rank and run state are filled in.
         keeps_dtype: Whether the ``dtype`` of `context` stays instead of following the Lightning trainer's precision.
-        keep_on_resume: Settings that stay as they were built; see `BuiltSettings`.
+        keep_on_resume: Settings that a resume leaves as ``configure`` built them; see `BuiltSettings`.
 
     Raises:
         ContractError: The import path does not name a conforming trainer, or the object is not one.
@@ -93,7 +93,7 @@ class HostedTrainer:
         self._cancel_checks: list[Callable[[], bool]] = [] if context.is_canceled is None else [context.is_canceled]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "router": None}  # a router has hooks in the torch of this process
+        return {**vars(self), "router": None}  # a router has replaced functions of torch, in this process only
 
     @property
     def is_configured(self) -> bool:
@@ -149,7 +149,7 @@ class HostedTrainer:
             job = dataclasses.replace(job, max_steps=trainer.max_steps)
         if isinstance(ctx.job.hyperparams, CountedDict):
             job = dataclasses.replace(job, hyperparams=ctx.job.hyperparams)
-        elif "omegaconf" not in sys.modules:  # OmegaConf accepts only plain dictionaries
+        elif "omegaconf" not in sys.modules:  # a class may pass them to OmegaConf, which refuses subclasses of `dict`
             job = dataclasses.replace(job, hyperparams=CountedDict(job.hyperparams))
         slurm_job = current_job_context()
         context = dataclasses.replace(
@@ -173,7 +173,7 @@ class HostedTrainer:
             self._state.is_sharded = shard_for(self.module.trainer.strategy, self._state.discovered)
 
     def open_router(self) -> None:
-        """Route the following steps through strategy and precision, if these change anything. Collective."""
+        """Make and open the router of the following steps, unless plain torch does the same. Collective."""
         trainer, discovered = self.module.trainer, self.state.discovered
         self.router = step_router(trainer, self.module, discovered, rank_local_of(self.plugin), self.router)
         if self.router is not None:
@@ -183,17 +183,17 @@ class HostedTrainer:
             self.rollouts.channel = self.rank_channel
 
     def close_router(self) -> None:
-        """Restore torch after a training that ended or failed."""
+        """Undo the router's replacements in torch, after training has ended or failed."""
         if self.step_result is not None:
             self._warn_of_unread_hyperparams()
         if self.router is not None:
             self.router.close()
 
     def train_raw_batch(self, raw: Any) -> Mapping[str, Any]:
-        """Run one step of the trainer on a raw batch; return its metrics unchanged.
+        """Run one step of the trainer on a raw batch; return its metrics, with full tensors in place of shards.
 
         Raises:
-            ContractError: ``train_step`` returned no metrics, or in the first step an invalid one.
+            ContractError: ``train_step`` returned no metrics, or, in the first step, a metric that is not a number.
         """
         assert self._state is not None
         state, ctx = self._state.value, self.ctx
@@ -249,13 +249,13 @@ class HostedTrainer:
         )
 
     def count_steps(self) -> int:
-        """Return ``ctx.step``; without a fit, the completed steps of the checkpoint that was loaded last."""
+        """Return ``ctx.step``: in a fit its completed steps, otherwise those of the checkpoint that was loaded last."""
         trainer = attached_trainer(self.module)
         steps = 0 if trainer is None else trainer.global_step
         return steps if trainer is not None and trainer.state.fn == TrainerFn.FITTING else steps or self.restored_step
 
     def add_cancel_check(self, check: Callable[[], bool]) -> Callable[[], None]:
-        """Let `is_canceled` call `check` too, until the returned function is called. Stop callbacks use this."""
+        """Let `is_canceled` call `check` too, until the returned function is called. `StopRequests` uses this."""
         self._cancel_checks.append(check)
         return functools.partial(self._cancel_checks.remove, check)
 
@@ -314,7 +314,7 @@ class BareParameters(nn.Module):
             self.register_buffer(name, tensor)
 
     def named_bare_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors. A checkpoint also holds their gradients while the class accumulates, as for parameters."""
+        """Yield the tensors by name; `rank_state.py` also saves their gradients, as it does for parameters."""
         yield from self.named_buffers()
 
     @override

@@ -103,7 +103,9 @@ class ContractFitLoop(FitLoop):
     restarted_mid_epoch: bool = False
     """Whether an earlier attempt began this epoch and called its ``on_train_epoch_start``."""
     raises_stops = True
-    """This loop raises `TrainingCanceled` itself, once every callback has seen the step after which the run stops."""
+    """This loop raises `TrainingCanceled` itself, once every callback has seen the step after which the run stops.
+
+    `is_own_loop` recognizes genlight's loop by this attribute."""
 
     def __init__(
         self, trainer: pl.Trainer, hosted: HostedTrainer, *, min_epochs: int | None, max_epochs: int | None
@@ -136,7 +138,7 @@ class ContractFitLoop(FitLoop):
 
     @override
     def _load_combined_loader_states(self) -> None:
-        if self._combined_loader is not None:  # Lightning makes the iterators right after this
+        if self._combined_loader is not None:  # replace loaders now: Lightning makes their iterators next
             loaders = self._combined_loader.flattened
             positioned = [with_position(loader) for loader in loaders]
             if any(new is not old for new, old in zip(positioned, loaders, strict=True)):
@@ -146,7 +148,7 @@ class ContractFitLoop(FitLoop):
             load_loader_states(self._combined_loader, self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
             if self.epoch_loop.batch_progress.is_last_batch and not self.epoch_loop.loader_ended:
-                # Advance loaders that count their epochs themselves.
+                # A limit ended the epoch, so the loader did not see its end. Advance loaders that count their epochs.
                 skip_to_next_epoch(
                     loader
                     for loader in self._combined_loader.flattened

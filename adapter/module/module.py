@@ -45,7 +45,7 @@ from .trainer_files import check_result
 log = logging.getLogger(__name__)
 
 _KINDS = {TrainerFn.FITTING: "validation", TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test"}
-"""The kind of evaluation that Lightning makes in each of its functions."""
+"""The word in the names of Lightning's evaluation hooks (``validation_step``), by the Trainer's running method."""
 
 
 class ContractModule(pl.LightningModule):
@@ -108,7 +108,8 @@ class ContractModule(pl.LightningModule):
     ) -> Self:
         """Load a trainer class from a checkpoint, without a Lightning trainer: to sample, evaluate or inspect it.
 
-        Only the weights are loaded from a file of torch, such as an exported checkpoint. Nothing is ever unpickled.
+        If the file was written by torch, such as an exported checkpoint, only its weights are loaded. Nothing is ever
+        unpickled.
 
         Args:
             checkpoint_path: A record, the folder that holds it, or a ``.ckpt`` file.
@@ -138,7 +139,7 @@ class ContractModule(pl.LightningModule):
     def resume_from(
         self, *, step: int, payload: dict[str, object] | None = None, checkpoint_dir: Path | None = None
     ) -> None:
-        """Start after `step` with the state that a trainer saved there, instead of from a Lightning checkpoint.
+        """Start after `step` with a state that the trainer class saved itself, instead of from a Lightning checkpoint.
 
         Args:
             step: Steps that count as completed.

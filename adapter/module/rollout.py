@@ -63,7 +63,7 @@ class RolloutBatches:
         channel: The channel by which the ranks of the training agree.
     """
 
-    begins_anew = True  # each pass is a new rollout; see `loader_position`
+    begins_anew = True  # each pass is a new rollout, so `warn_of_lost_positions` warns only of `lost_on_resume`
     state: Any
     ctx: StepContext
 
@@ -75,7 +75,7 @@ class RolloutBatches:
         """Why the phase of the checkpoint cannot be continued; None if it can, or if there is none."""
         self._has_warned_of_unequal_passes = self._has_warned_of_environments = False
         self._counted = 0
-        """Environment steps of all ranks in the run state when they were last added up."""
+        """``agent_step`` of the run state after the ranks last added up their environment steps."""
         self.metrics: dict[str, float] = {}
         """Seconds of the last rollout and of the last update, and environment steps if the trainer counts them."""
 
@@ -133,7 +133,7 @@ class RolloutBatches:
             )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue the phase that `save` put into a checkpoint. Collective."""
+        """Pass the saved ``rollout_state`` to the trainer, and continue the saved phase if possible. Collective."""
         load_state = optional_hook(self._plugin, "load_rollout_state")
         if load_state is not None and "rollout_state" in saved:
             on_device = saved.get("rollout_state_on_device", [])
@@ -167,7 +167,7 @@ class RolloutBatches:
         self._phase = None
 
     def _rest_of_pass(self, phase: Phase) -> Iterator[Any]:
-        """Yield the minibatches of this update epoch that all ranks have."""
+        """Yield the remaining minibatches of this update epoch, until one rank has no more."""
         run_state = run_state_of(self._module.trainer)
         is_collecting = isinstance(phase.batches, Iterator)
         batches = phase.rest_of_pass()
@@ -269,10 +269,10 @@ def collect(batches: Iterator[Any], run_state: RunState) -> list[Any]:
 
 
 def batches_and_stats(returned: Any) -> tuple[Iterable[Any], dict[str, Any] | None]:
-    """Return the batches of a rollout, and the statistics if it returned a pair.
+    """Return the batches of a rollout, and its statistics; these are None if it `returned` only batches.
 
     Raises:
-        ContractError: It returned neither.
+        ContractError: It returned neither an iterable of batches nor a pair of these and statistics.
     """
     if isinstance(returned, tuple) and len(returned) == 2 and _is_stats(returned[1]) and not _is_stats(returned[0]):
         return _check_batches(returned[0]), None if returned[1] is None else dict(returned[1])

@@ -102,14 +102,14 @@ class ToRestore:
 
 
 class ConfiguredState:
-    """The state that ``configure`` of a trainer built, as it changes while training.
+    """The objects that ``configure`` of a trainer built, with their state as it changes while training.
 
     Args:
         module: Hosts the trainer; the discovered objects are registered in it.
         plugin: The trainer.
         value: The result of ``configure``.
         discovered: The objects found in that result and on the trainer.
-        keep: Settings that stay as they were built at a resume; see `BuiltSettings`.
+        keep: Settings that a resume leaves as ``configure`` built them; see `BuiltSettings`.
 
     Raises:
         ContractError: `keep` names a setting that nothing has.
@@ -138,10 +138,11 @@ class ConfiguredState:
         self._warned_of_ranks = False
 
     def check_unchanged(self) -> Discovered:
-        """Discover the trainer's objects again; refuse modules, optimizers, layers and groups that a step added.
+        """Discover the trainer's objects again, and return them.
 
         Raises:
-            ContractError: A step added objects; names the path of each.
+            ContractError: A step built modules or optimizers, or added, removed or resized layers or groups; names the
+                path of each.
         """
         return check_unchanged(self.discovered, self.value, self.plugin, host=self.module)
 
@@ -191,7 +192,7 @@ class ConfiguredState:
             router: The router of the training.
 
         Raises:
-            ContractError: A step changed objects that `configure` built, or ``state_dict`` did not return a dict.
+            ContractError: `check_unchanged` refuses the objects, or ``state_dict`` did not return a dict.
         """
         trainer, now = self.module.trainer, self.check_unchanged()
         parts = checkpoint.setdefault(CONTRACT_KEY, {})
@@ -294,7 +295,7 @@ class ConfiguredState:
         load_checkpoint = optional_hook(self.plugin, "load_checkpoint")
         if directory is not None and load_checkpoint is not None:
             load_checkpoint(state=self.value, checkpoint_dir=str(directory), payload=payload or {}, ctx=ctx)
-        # This comes after the hooks of the class, which may load an optimizer again.
+        # This comes after the hooks of the class, which may load an optimizer again: torch then casts its state.
         restore_optimizers_as_stored(self.optimizers, pending.optimizer_states, parts.get(OPTIMIZER_DEVICES, ()))
         now, is_first = self._discover(), self.module.global_rank == 0
         if _REPLACED in parts:
@@ -307,7 +308,7 @@ class ConfiguredState:
         if attached_trainer(self.module) is not None:  # without a Lightning trainer no optimizer was restored
             self.built_settings.reconcile(parts.get(_BUILT), logs=is_first)
         states = dict(parts.get(_GENERATORS, {}))
-        # This comes last, because the code above may draw numbers, or restore these generators to the same states.
+        # This comes last, because the hooks above may draw numbers from these generators.
         for found in now.generators:
             if found.path in states:
                 set_state(found.value, states.pop(found.path))
@@ -359,7 +360,8 @@ def _move_to_device(payload: Mapping[str, Any], on_device: Sequence[bool], devic
 def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[Mapping[str, Any]]) -> None:
     """Refuse states of another kind of optimizer, or with other groups: they would fail within a step.
 
-    A new release of torch adds settings or drops some. Only another kind of optimizer does both at once.
+    A release of torch may add settings, or drop some. If the saved groups both lack settings and have unknown ones,
+    they are of another kind of optimizer.
 
     Raises:
         CheckpointError: Names the optimizer, the difference and the way out.
@@ -414,7 +416,7 @@ def _buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 
 def _fit_buffers(module: nn.Module, weights: Mapping[str, Any], resized: Collection[str]) -> None:
-    """Give the buffers of `module` that were `resized` while training their shapes in `weights`.
+    """Give each buffer of `module` that `resized` names, because training changed its shape, its shape in `weights`.
 
     For example, `configure` builds an empty queue that training fills, or statistics whose value a step sets first.
     """

@@ -1,6 +1,7 @@
 """Check which Lightning strategies, settings and callbacks work with a trainer class that owns its update.
 
-The tables here name everything that does not work, with the reason and the way out; `genlight doctor` reads them, too.
+`_REFUSED` and `_REFUSED_CALLBACKS` list the classes that do not work, with the reason and the way out; the functions
+also check settings. `genlight doctor` calls `check_trainer_arguments`, too.
 """
 
 from __future__ import annotations
