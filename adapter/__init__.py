@@ -1,5 +1,8 @@
 """The binding of a trainer class, a job and a feed to PyTorch Lightning.
 
+`training_loop.py` trains for a caller with its own reporter, and `ray.py` in the workers of Ray Train. CONTRIBUTING.md
+lists the folders.
+
 Names are resolved when they are first used (PEP 562), so that importing the package loads neither torch nor Lightning.
 """
 

@@ -9,7 +9,7 @@
     │   └── AuthError             a server refused our credentials (401, 403)
     ├── CheckpointError           a checkpoint could not be written or used
     │   ├── BrokenCheckpointError     its content contradicts its record
-    │   │   └── UnloadableCheckpointError  its files are intact, but this process lacks a type
+    │   │   └── UnloadableCheckpointError  its files are intact, but a type is missing or different
     │   ├── UnstorableStateError (TypeError)  a value that the format cannot hold
     │   └── UnwrittenCheckpointError (OSError)  the disk did not take it
     ├── HookOrderError (ValueError)  a field is read that no hook writes, or hooks wait for each other

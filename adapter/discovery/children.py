@@ -35,6 +35,7 @@ _TORCH_WITHOUT_USER_OBJECTS = ("torch._", "torch.utils.data")
 _HOSTS = ("lightning.pytorch.", "pytorch_lightning.", "genlight.adapter.module.")
 """Packages whose objects refer back to the run, so `is_opaque` skips these and users' subclasses (callbacks, say)."""
 _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, dict, list)
+"""Types of class attributes that are searched; other class attributes are methods or constants."""
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _HASHES_OF_ADDRESSES: tuple[Any, ...] = (object.__hash__, Tensor.__hash__)
 

@@ -147,11 +147,11 @@ def discover(
     """Find the modules, optimizers, schedulers and scalers in `state` and on `trainer`.
 
     The search covers dicts, lists, tuples, sets, dataclasses, attrs classes, plain objects and the variables that
-    functions close over, also in cycles. It skips classes of the standard library, Lightning's trainers and callbacks,
-    and containers of more than `SEARCHED_ITEMS` items. It also skips a module that is completely on the meta device,
-    which is a skeleton for ``torch.func.functional_call``: if the hosted module contained one meta tensor, Lightning's
-    `ModelParallelStrategy` would call `to_empty` and `reset_parameters` on all submodules. A module with a parameter in
-    an optimizer is not skipped.
+    functions close over, also in cycles. It skips objects of the classes for which `is_opaque` is true, such as
+    Lightning's trainers and callbacks, and containers of more than `SEARCHED_ITEMS` items. It also skips a module that
+    is completely on the meta device, which is a skeleton for ``torch.func.functional_call``: if the hosted module
+    contained one meta tensor, Lightning's `ModelParallelStrategy` would call `to_empty` and `reset_parameters` on all
+    submodules. A module with a parameter in an optimizer is not skipped.
 
     Args:
         state: The result of ``configure``.

@@ -27,8 +27,8 @@ def load_components(
     """Return the tensors of every component of a model folder, by component and tensor name.
 
     A component is a folder with safetensors files: one file, or shards with an index. Files in `directory` itself are
-    the component ``model``. If a folder has ``model.safetensors`` or ``diffusion_pytorch_model.safetensors``, its other
-    files are variants and are skipped.
+    the component ``model``. If a folder has ``model.safetensors`` or ``diffusion_pytorch_model.safetensors``, or an
+    index of shards with such a name, its other files are variants and are skipped.
 
     Args:
         directory: The model folder.

@@ -77,7 +77,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         self.fires_module_batch_end = False
         """Whether ``on_module_batch_end`` is fired in this epoch: the module has an ``on_train_batch_end``."""
         self.loader_ended = False
-        """Whether the loader ran out of batches in this epoch, rather than a limit or the module ending the epoch."""
+        """Whether the loader raised StopIteration in this epoch; False if a length, a limit or the module ended it."""
         self._next_check = 0
         """The first step of an epoch calls `check_unchanged` only if at least this many steps are completed."""
 

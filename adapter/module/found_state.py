@@ -45,7 +45,7 @@ _NAME = re.compile(r"(?:state|trainer)(?:\.\w+|\[[^\]]*\])?")
 
 
 class FoundState:
-    """The state of the objects that ``configure`` built that no other part of a checkpoint stores.
+    """The state of the objects that ``configure`` built, as far as no other part of a checkpoint stores it.
 
     Args:
         built: The objects after ``configure``.

@@ -84,7 +84,9 @@ class HostedTrainer:
         has_rollout = optional_hook(self.plugin, "rollout") is not None
         self.rollouts = RolloutBatches(self.plugin, module) if has_rollout else None
         self.to_restore: ToRestore | None = None
+        """The loaded state that `restore` has not put into the trainer yet."""
         self.router: StepRouter | None = None
+        """Changes ``backward`` and ``step`` of torch during a step; None if this run needs no change."""
         self._state: ConfiguredState | None = None
         self._keeps_dtype = keeps_dtype
         self._keep_on_resume = keep_on_resume

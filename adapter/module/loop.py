@@ -148,7 +148,8 @@ class ContractFitLoop(FitLoop):
             load_loader_states(self._combined_loader, self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
             if self.epoch_loop.batch_progress.is_last_batch and not self.epoch_loop.loader_ended:
-                # A limit ended the epoch, so the loader did not see its end. Advance loaders that count their epochs.
+                # The epoch ended before the loader raised StopIteration, for example because its length is known. So
+                # advance loaders that count their epochs themselves.
                 skip_to_next_epoch(
                     loader
                     for loader in self._combined_loader.flattened
