@@ -181,7 +181,7 @@ class StepResult:
 
 @runtime_checkable
 class TrainerPlugin(Protocol):
-    """A trainer class; the README documents each hook.
+    """A trainer class; ``adapter/README.md`` documents each hook.
 
     The optional hooks (`OPTIONAL_HOOKS`) and the optional attribute ``rank_local`` (names of parts of the state that
     differ by rank) are not part of the protocol, because a class without them conforms.

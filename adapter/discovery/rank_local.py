@@ -83,7 +83,10 @@ class RankLocal:
         return [value for value in {id(value): value for value in values}.values() if isinstance(value, Tensor)]
 
     def optimizer_states(self, discovered: Discovered) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that optimizers keep for shared parameters, and parameters that only an optimizer has."""
+        """Yield the tensors that optimizers keep for parameters that are equal on all ranks, with their paths.
+
+        Also yield parameters that belong to no module, and that only an optimizer holds.
+        """
         paths = {id(p): path for found in discovered.modules for path, p in self.parameters(found)}
         paths |= {id(p): path for path, p in self.bare(discovered)}
         local = self.ids(discovered)

@@ -67,7 +67,7 @@ class ContractEpochLoop(TrainingEpochLoop):
         self.exhausted = False
         """Whether the epoch is over: its batches are used up, or the module ended it. The step limit does not count."""
         self.step_in_progress: int | None = None
-        """The step (from 1) that is being executed; stays until the next one begins."""
+        """The step (from 1) that is being executed or was executed last; None if no step began."""
         self.validates = False
         """Whether this run validates at all."""
         self.validates_within = False

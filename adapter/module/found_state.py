@@ -37,7 +37,7 @@ _OPTIMIZER_ATTRIBUTES = frozenset(vars(Optimizer([torch.zeros(())], {})))
 _ABSENT = (object(), None)
 """A result of `_constant_and_fingerprint` that differs from all others, for an attribute that did not exist."""
 _SAMPLED = 4096
-"""Number of elements of a large tensor that are compared; a sample is enough, because the result is only a warning."""
+"""About how many elements of a large tensor are compared; a sample is enough, because the result is only a warning."""
 _CHANGES = itertools.count()
 """Numbers that make the fingerprint of an iterator new each time."""
 _NAME = re.compile(r"(?:state|trainer)(?:\.\w+|\[[^\]]*\])?")
@@ -106,9 +106,9 @@ class FoundState:
             )
 
     def _fingerprints(self, now: Discovered) -> dict[str, str]:
-        """Return fingerprints of all values outside of modules; those with the same first part of the path are joined.
+        """Return fingerprints of all values outside of modules, by name; values with the same name share a fingerprint.
 
-        The keys are these first parts (`_NAME`), because the author of the class recognizes them.
+        A name is the first part of a path (`_NAME`), an attribute of an optimizer, or a global variable.
         """
         parts: dict[str, list[Any]] = defaultdict(list)
         for name, path, node in self._values_of(now):

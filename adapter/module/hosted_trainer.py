@@ -251,7 +251,7 @@ class HostedTrainer:
         )
 
     def count_steps(self) -> int:
-        """Return ``ctx.step``: in a fit its completed steps, otherwise those of the checkpoint that was loaded last."""
+        """Return ``ctx.step``: ``trainer.global_step``; outside of a fit, if that is 0, the steps of the checkpoint."""
         trainer = attached_trainer(self.module)
         steps = 0 if trainer is None else trainer.global_step
         return steps if trainer is not None and trainer.state.fn == TrainerFn.FITTING else steps or self.restored_step

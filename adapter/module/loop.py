@@ -1,8 +1,7 @@
 """The training loop, as a Lightning loop.
 
-Lightning has no public loop class since 2.0, so two protected ones are subclassed.
-`genlight.callbacks.lightning_internals` imports their names that are used here; if a release of Lightning lacks one,
-that import fails.
+Lightning has no public loop class since 2.0, so two protected ones are subclassed. Their protected names come from
+`genlight.callbacks.lightning_internals`; if a release of Lightning lacks one, the import of that module fails.
 
 One epoch, with the hooks in Lightning's order::
 
@@ -74,8 +73,8 @@ log = logging.getLogger(__name__)
 def install_loop(trainer: pl.Trainer, hosted: HostedTrainer, *, start_step: int = 0) -> ContractFitLoop:
     """Replace the fit loop of `trainer` by ours, with the limits and data sources of the old one.
 
-    The module's ``setup("fit")`` calls this. By then Lightning has parsed its limits and attached the data, and it has
-    not restored the state of its loops yet.
+    The module's ``setup("fit")`` calls this. By then Lightning has parsed the trainer's limits and attached the data,
+    and it has not restored the state of its loops yet.
     """
     old = trainer.fit_loop
     if isinstance(old, ContractFitLoop):
@@ -168,7 +167,7 @@ class ContractFitLoop(FitLoop):
         self.epoch_loop.restarting = self.restarted_mid_epoch
         for counters in counts:
             if self.restarted_mid_epoch:
-                # For Lightning, reaching the step limit has ended this epoch, although data was left.
+                # If the step limit ended the run, Lightning has counted this epoch as completed, though data was left.
                 counters.processed = counters.completed = counters.started - 1
             else:
                 counters.ready = counters.started = counters.completed = counters.processed

@@ -45,7 +45,7 @@ from .trainer_files import check_result
 log = logging.getLogger(__name__)
 
 _KINDS = {TrainerFn.FITTING: "validation", TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test"}
-"""The word in the names of Lightning's evaluation hooks (``validation_step``), by the Trainer's running method."""
+"""The word in the names of Lightning's evaluation hooks, such as ``validation_step``, by ``trainer.state.fn``."""
 
 
 class ContractModule(pl.LightningModule):

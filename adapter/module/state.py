@@ -179,7 +179,7 @@ class ConfiguredState:
             for path, state in self._replaced.states(now).items():
                 encode(state, TensorTable(), root=path)
             for found in now.optimizers:
-                if not hasattr(found.value, "consolidate_state_dict"):  # such an optimizer has to gather a state first
+                if not hasattr(found.value, "consolidate_state_dict"):  # ZeroRedundancyOptimizer must gather it first
                     encode(found.value.state_dict(), TensorTable(), root=found.path)
 
     def put_into(self, checkpoint: dict[str, Any], metrics: Mapping[str, Tensor], router: StepRouter | None) -> None:
@@ -358,7 +358,7 @@ def _move_to_device(payload: Mapping[str, Any], on_device: Sequence[bool], devic
 
 
 def _check_optimizers(optimizers: Sequence[Found[Optimizer]], states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states of another kind of optimizer, or with other groups: they would fail within a step.
+    """Refuse states of another kind of optimizer, or with other groups: a step would fail with such a state.
 
     A release of torch may add settings, or drop some. If the saved groups both lack settings and have unknown ones,
     they are of another kind of optimizer.
