@@ -23,7 +23,7 @@ NO_DATA = "The job names no data: add `dataset.parquet_paths`, `data` or `mock_b
 
 
 class _OneRank:
-    """The attributes of a trainer that our data modules read."""
+    """Stands in for the Lightning trainer: it has only the attributes that our data modules read."""
 
     global_rank, world_size = 0, 1
 
@@ -31,17 +31,17 @@ class _OneRank:
 def job_batches(
     config: RunConfig, plugin: Any, ctx: StepContext, stack: ExitStack, *, parquet_paths: Sequence[str] = ()
 ) -> tuple[StepContext, Iterator[Any] | None]:
-    """Return the raw batches of a job in one process, step by step; None if the job has no data.
+    """Return the context with the data of a job, and its raw batches in one process, step by step.
 
     Args:
         config: The job.
         plugin: The trainer; its ``train_loader`` is called when the first batch is read. None uses only the job's data.
-        ctx: The context of a training without the data.
+        ctx: The context of the training, still without its ``dataset``.
         stack: Closes the data at its end.
         parquet_paths: Local copies of the data files; empty uses the paths of the job.
 
     Returns:
-        The context with its ``dataset``, and the batches.
+        The context with its ``dataset``, and the batches; None instead of the batches if the job has no data.
 
     Raises:
         InputError: The data cannot be read.
@@ -72,7 +72,7 @@ def _repeat(make_feed: Callable[[], Iterable[Any]], epochs: int) -> Iterator[Any
         is_empty = True
         for batch in feed:
             is_empty = False
-            # A class may change a raw batch in place; the run needs the original.
+            # A class may change a raw batch in place, and a feed may yield the same object again.
             yield batch if isinstance(batch, pa.RecordBatch | pa.Table) else copy.deepcopy(batch)
         done += 1
 

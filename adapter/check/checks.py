@@ -1,9 +1,9 @@
 """The checks of ``genlight check``, in the order in which they are printed.
 
-hooks · configure, first step · devices · metrics · updates · hyperparams · gradients · changed gradients · evaluate ·
-storable state · state round trip · reproducible · resume · resume on ranks · two ranks · sharded · batch size ·
-bf16-mixed. A check is reported as skipped if an earlier fault makes it meaningless. The resume uses the loader and the
-precision of the job.
+hooks · discovered · devices · metrics · updates · hyperparams · gradients · changed gradients · evaluate · state ·
+state round trip · reproducible · resume · resume on ranks · ranks · rank state · sharded · batch size · bf16-mixed. If
+the class cannot be trained at all, "steps" or "devices" has the reason, and the checks after "hooks" are not run. The
+check "resume" trains with the loader and the precision of the job; the others use fp32, except for bf16-mixed.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from .snapshot import Snapshot, compare_snapshots, flatten, live_weights
 from .subject import REFUSED, RESUMED, SHARDED, Observer, RanksError, Subject, train_on_ranks
 
 TRAINED = ("optimizer state", "weight")
-"""Kinds of values compared between two trainings. Optimizer states show that a gradient was scaled. Weights may not:
-Adam's steps are the same for any multiple of a gradient."""
+"""Kinds of values compared between two trainings. Optimizer states show that a gradient was scaled by a factor, and
+weights may not: Adam's steps are the same for any multiple of a gradient."""
 SAME = 1e-5
 """Largest relative difference of weights that rounding explains."""
 ROUNDINGS = 10
 """A value may differ by this many times its distance in `_Case.rounding_distances`."""
 NOTHING = 1e-6
-"""Weights with at most this norm count as zeros."""
+"""The distance of a value with a smaller norm is relative to this norm; otherwise, values near zero would seem far
+apart."""
 CLOSE = 0.2
 """Largest relative difference of weights that bf16 explains over a few steps: a bias that began at zero has moved by
 only a few steps of Adam, and rounding changes those by a tenth."""
@@ -185,7 +186,7 @@ def _check_training(subject: Subject, folder: Path) -> Iterator[Finding]:
 
     try:
         full_run = subject.train(Observer(keep=True), at_update=at_update)
-    except Exception as error:  # noqa: BLE001  # as above
+    except Exception as error:  # noqa: BLE001  # whatever the class raises is the finding
         yield _finding("devices" if _ABOUT_CUDA.search(safe_str(error)) else "steps", "fail", describe_error(error))
         return
     case = _Case(subject, full_run, had_gradients, folder)
@@ -194,7 +195,7 @@ def _check_training(subject: Subject, folder: Path) -> Iterator[Finding]:
             for finding in check(case):
                 case.levels[finding.check] = finding.level
                 yield finding
-        except Exception as error:  # noqa: BLE001  # as above
+        except Exception as error:  # noqa: BLE001  # whatever the class raises is the finding
             yield Finding(name, "fail", describe_error(error))
 
 
@@ -247,7 +248,7 @@ def check_metrics(case: _Case) -> Iterator[Finding]:
 
 
 def check_updates(case: _Case) -> Iterator[Finding]:
-    """Check that weights change, and that optimizers hold them."""
+    """Check that some weight changes. An optimizer that never had a gradient may hold copies of the weights."""
     run, discovered, steps = case.full_run, case.full_run.discovered, max(case.full_run.snapshots)
     parameters = {
         *(f"{found.path}.{name}" for found in discovered.modules for name, _ in found.value.named_parameters()),
@@ -280,10 +281,11 @@ class _StaleGradientError(Exception):
 
 
 def check_gradients(case: _Case) -> Iterator[Finding]:
-    """Report gradients that a ``zero_grad`` should have cleared, and changes between two backward calls of one update.
+    """Report gradients that a ``zero_grad`` should have cleared, and gradients that change between backward calls.
 
-    After each step, a gradient is set to nan if the last update used it and nothing has changed it since. That has no
-    effect on a class that clears its gradients. In another class, the nan is found at a later update.
+    Only changes between two backward calls of one update count. To find gradients that were not cleared, each gradient
+    that the last update used, and that nothing has changed since, is set to nan after the step. That has no effect on a
+    class that clears its gradients. In another class, the nan is found at a later update.
     """
     used: dict[int, tuple[Tensor, Tensor, int]] = {}  # parameter, gradient and its version at the last update, by id
     spoiled: set[int] = set()  # ids of parameters whose gradient was set to nan
@@ -341,7 +343,7 @@ def check_gradients(case: _Case) -> Iterator[Finding]:
 
 
 def check_evaluate(case: _Case) -> Iterator[Finding]:
-    """Check that ``evaluate`` does not change weights, optimizer states and the modes of modules."""
+    """Check that ``evaluate`` changes no weights, no optimizer states and no modes (train or eval) of modules."""
     if optional_hook(case.subject.make(), "evaluate") is None:
         return
     trained = case.subject.train(Observer(stop_after=1))
@@ -436,8 +438,8 @@ def _judge_resume(subject: Subject, full: Observer, again: Observer, resumed: Ob
         return "fail", f"the first difference is {unequal[0]}; {lost[0]} was not restored ({len(lost)} values)"
     if unequal:
         return "fail", f"the first difference is {unequal[0]}, although everything in state and trainer was restored"
-    # Other values of a class that collects its batches may differ: environments keep values that no later rollout
-    # depends on, such as whether a wrapper has warned.
+    # If the class collects its own batches, only weights are compared: environments keep values that no later rollout
+    # depends on, such as whether a wrapper has warned, and these may differ.
     if not subject.batches and resumed.rollouts:
         return "pass", f"bit-equal, with {resumed.rollouts} rollouts after the resume"
     if not subject.batches:
@@ -468,7 +470,9 @@ def check_ranks(case: _Case) -> Iterator[Finding]:
     if expected["weight"] and len(pairs) == len(subject.batches):
         jobs["halves"] = [[pair[i] for pair in pairs] for i in range(2)]
     if expected["weight"]:
-        jobs[SHARDED] = jobs.get("halves", jobs["same"])  # last, because after an error there the ranks no longer match
+        jobs[SHARDED] = jobs.get(
+            "halves", jobs["same"]
+        )  # last, because an error in it leaves the ranks at different points
     try:
         results = train_on_ranks(subject, jobs, case.folder)
     except RanksError as error:
@@ -492,7 +496,8 @@ def check_ranks(case: _Case) -> Iterator[Finding]:
     distances = _distances(results["same"][0], expected)
     distance, path = max(((size, path) for path, size in distances.items()), default=(0.0, ""))
     halved, halved_path = case.furthest(results["halves"][0], expected) if "halves" in results else (math.inf, "")
-    # One agreement is enough: a class that sums over ranks counts the same rows twice, and is right with halved rows.
+    # It is enough if one of the two agrees: a class that sums over ranks counts the same rows twice, but is right with
+    # halved rows.
     if distance > SAME and halved > SAME:
         yield _finding(
             "ranks", "fail", f"two processes with the same rows end {distance:.1e} away from one process, at {path}"

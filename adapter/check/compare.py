@@ -184,10 +184,11 @@ def compare_job(
         config: The job, on one device; strategy, precision and plugins of its ``lightning`` block are used.
         steps: Number of steps, at least 1; fewer if the job has fewer steps or batches.
         against: ``module:function``, an old training function that runs instead of the plain loop and is compared at
-            each of `steps` calls of ``optimizer.step``. It is called with those arguments that its signature names:
+            each of its first `steps` calls of ``optimizer.step``. It is called with those arguments that its signature
+            names:
             ``batches`` (the raw batches of the job), ``ctx``, ``steps``, ``hyperparams`` and ``device``.
         rtol: Distances up to this count as equal; None uses 0.05 in half precision, otherwise 1e-5.
-        seed: Seed of the random numbers of both.
+        seed: Seed of the random numbers of both loops.
 
     Raises:
         ContractError: The job has several ranks, the function does not exist or needs other arguments, or one of the
@@ -224,7 +225,7 @@ def compare_job(
             else:
                 _record_function(function, replace(ctx, dataset=batches), steps, comparison.recording)
             del plugin, ctx, batches
-        release_memory()  # the hosted training needs it
+        release_memory()  # the hosted training needs the memory that the first loop has used
         module = ContractModule(make_trainer(target), config.job, model_handles=handles)
         if function is None:
             callbacks_of(trainer).append(step_comparison(steps, comparison))
@@ -333,7 +334,7 @@ class _Updates:
                 handle.remove()
 
     def with_name(self, place: str, discovered: Discovered) -> str:
-        """Replace the place of a weight in an optimizer by its name, if it has one."""
+        """Return `place`, with a weight's place in its optimizer replaced by the name of the weight, if it has one."""
         names = {id(tensor): name for name, tensor in live_weights(discovered).items()}
         by_place = {at: names.get(id(p), at) for each in self._optimizers for at, p in self._places(each)}
         return next((name + place.removeprefix(at) for at, name in by_place.items() if place.startswith(at)), place)

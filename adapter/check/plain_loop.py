@@ -35,7 +35,7 @@ from .snapshot import KINDS, Snapshot, live_weights, snapshot
 
 
 class PlainLoop:
-    """A trainer class in a plain loop: sets it up, configures it, trains steps and calls the hooks that it brings.
+    """A trainer class in a plain loop: sets it up, configures it, trains steps and calls its own hooks (`own_hooks`).
 
     A `TrainerState` and `RolloutBatches` get this object in place of the Lightning trainer, the module and its
     `HostedTrainer`.
@@ -74,11 +74,11 @@ class PlainLoop:
         self.call_hooks("on_rollout_start")
 
     def on_rollout_end(self, *_: Any) -> None:
-        """Pass the event on."""
+        """Pass the event on, as `on_rollout_start` does."""
         self.call_hooks("on_rollout_end")
 
     def begin(self, batches: Iterable[Any] | None) -> Iterator[Any]:
-        """Begin the run; return an iterator over its `batches`, or without end over those that the class collects."""
+        """Begin the run; return an iterator over `batches`, or an endless one over batches that the class collects."""
         if batches is None and optional_hook(self.plugin, "rollout") is None:
             raise InputError(NO_DATA)
         self.call_hooks("on_new_training_run")

@@ -1,6 +1,6 @@
 """Snapshots of everything that a trainer class keeps, by path, with digests; the distance between two snapshots.
 
-``genlight check`` and ``genlight compare`` decide only by these.
+``genlight check`` and ``genlight compare`` compare two trainings only by their snapshots.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _LONGEST = 100
 _PLACE = re.compile(r"\[state|\[trainer|\[param_groups| \[")
 """Beginning of a parameter's place in the name of an optimizer state; the name of the optimizer is before it."""
 NOISE = 1e-5
-"""Below this share of the largest first moment, a gradient is only rounding around zero."""
+"""A weight whose first moment (``exp_avg``) is below this share of the largest in its optimizer has a gradient that
+consists only of rounding errors around zero."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,10 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 def values_of_optimizer(found: Found[Optimizer], names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield kind, path and value of settings and states. A parameter that is not in `names` has its place as a name."""
+    """Yield kind, path and value of settings and states.
+
+    A parameter that is not in `names` is named by its place, such as ``param_groups[0][3]``.
+    """
     places: dict[int, str] = {}
     for g, group in enumerate(found.value.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -193,8 +197,8 @@ def compare_snapshots(
         hosted: The snapshot under genlight.
         kinds: The kinds to compare.
         exact: Whether both compute in the same order and precision. If not, weights whose gradient is nothing but
-            rounding are skipped, because Adam makes full steps of it.
-        floor: Smallest norm that a value is relative to.
+            rounding are skipped, because Adam makes full steps even from these.
+        floor: Smallest norm that a distance is relative to.
     """
     scales = _scales(plain["optimizer state"])
     noise = frozenset[str]() if exact else _noisy_weights(plain["optimizer state"], scales)

@@ -41,7 +41,7 @@ WORLD_SIZE = 2
 RANKS_WITHIN_S = 120.0
 """Seconds that two processes may take for all their jobs."""
 RESUMED = " resumed"
-"""Suffix of the name of a job that was resumed half-way."""
+"""Suffix of the name of a job's results after a resume half-way."""
 SHARDED = "sharded"
 """The job that runs under FSDP 2 instead of DDP."""
 REFUSED = "refused"
@@ -124,7 +124,7 @@ class Subject:
     batches: tuple[Any, ...]
     """Raw batches, one for each step; twice as many as `steps`. Empty if the class collects its own by ``rollout``."""
     steps: int
-    """Half of the steps of a run; the step of the interruption."""
+    """Half of the steps of a run; a run that is resumed was interrupted after this step."""
     search_path: tuple[str, ...] = ()
     hyperparams: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0

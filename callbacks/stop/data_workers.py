@@ -63,7 +63,7 @@ def protected_workers(on_wait: Callable[[float], None] | None = None) -> Iterato
 
     Args:
         on_wait: Called about every 0.1 s while a thread waits for a batch of workers, with the duration of the wait so
-            far in seconds. It ends the wait by raising.
+            far in seconds. It ends the wait by raising an exception.
     """
     kinds = {kind: vars(kind)[_ENTRY] for kind in _kinds(DataLoader) if _ENTRY in vars(kind)}
     if isinstance(kinds[DataLoader], functools.partialmethod):  # an outer block has replaced the methods
@@ -90,10 +90,10 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     """Return the iterator of `loader` that `start` makes, with workers that ignore stop signals.
 
     The loader itself is not changed. Workers of a fork server are less protected: a signal that comes before they run
-    ends them, and if a signal ends the server, they end after their next batch.
+    `_begin` ends them, and if a signal ends the server, they end after their next batch.
     """
     init = loader.worker_init_fn
-    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # the method of a subclass has prepared it
+    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # a subclass's method calls its base's
         return start(loader)
     ours, theirs = multiprocessing.Pipe(duplex=False)[::-1]
     util.register_after_fork(ours, Connection.close)
@@ -104,7 +104,8 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     finally:
         loader.worker_init_fn = init
         theirs.close()
-    # Close the pipe when the iterator is gone, and at exit: multiprocessing then waits for workers that ignore SIGTERM.
+    # Closing the pipe ends the workers. Close it when the iterator is gone, or at exit before multiprocessing waits for
+    # the workers: its SIGTERM does not end them.
     util.Finalize(iterator, ours.close, exitpriority=0)
     if hasattr(iterator, "_try_get_data"):
         iterator.__class__ = _stoppable_class(type(iterator))
@@ -152,10 +153,10 @@ def _block_stop_signals(loader: DataLoader[Any]) -> Iterator[None]:
     """Block stop signals for processes started in this block, until they call `_begin`."""
     context = loader.multiprocessing_context or multiprocessing
     method = context.get_start_method()
-    if method == "forkserver":  # every process that it makes later would inherit the mask
+    if method == "forkserver":  # the server may start here, and every later process of it would inherit the mask
         yield
         return
-    if method == "spawn":  # Python 3.11 starts this helper before the first process, and unblocks signals with it
+    if method == "spawn":  # Python 3.11 would start this helper inside of the block, which unblocks signals
         resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
     try:

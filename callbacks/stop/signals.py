@@ -24,10 +24,10 @@ REASON_OF_SIGNAL = {signal.Signals[name]: why for name, why in _REASONS.items() 
 """Signals that ask for a stop. Some commands also work on Windows, which lacks SIGUSR1."""
 
 LEFT_AFTER_S = 1.0
-"""Timeout for the end of the thread that reads arrivals."""
+"""Seconds that `end_watch` waits for the end of the thread that reads the wakeup file."""
 REPEATS_WITHIN_S = 3.0
-"""Seconds within which a repeated signal does not count as a second one: schedulers signal every process, and agents
-forward it."""
+"""Seconds within which a repeated signal does not count as a second one: a scheduler signals every process, and an
+agent such as torchrun forwards its own signal to its ranks, so a rank may receive it twice."""
 
 
 class StopSignals:
@@ -35,12 +35,13 @@ class StopSignals:
 
     Schedulers signal every process of a job, and an agent such as torchrun forwards the signal once more to its ranks.
     Therefore the same signal within `REPEATS_WITHIN_S` of the first does not count. Another signal, or the same one
-    later, is deliberate.
+    later, counts as deliberate.
 
     The handler does nothing else, because a save in it could meet a half-finished step or a held lock. A second signal
     also ends a process whose main thread does not return to Python, for example in a hanging collective. For that, a
-    separate thread reads the interpreter's wakeup file and sees each signal on arrival. If the program has set its own
-    wakeup file, that file stays, and a signal counts when the main thread returns to Python.
+    separate thread reads the interpreter's wakeup file (``signal.set_wakeup_fd``) and sees each signal on arrival. If
+    the program has set its own wakeup file, that file stays, and a signal counts when the main thread returns to
+    Python.
 
     The program's earlier handlers are called too, for every signal. An exception of such a handler is printed, and the
     stop continues.
@@ -54,13 +55,15 @@ class StopSignals:
     def __init__(self) -> None:
         self.reason: StopReason | None = None
         self.on_stop: Callable[[], None] = _do_nothing
-        """Called once `reason` is set, in a signal handler or another thread, so it may only set a flag."""
+        """Called at each signal that asks for a stop, after `reason` is set. It runs in a signal handler or another
+        thread, so it may only set a flag."""
         self.before_exit: Callable[[], None] = _do_nothing
         """Called in the same way before a second signal ends the process, to end child processes that would stay."""
         self.what_next = ""
         """What the program does if the first signal comes now; printed to standard error at that signal."""
         self.exit_code: int | None = None
-        """The reported exit code once the run has ended; later signals do not change it."""
+        """The exit code that the run has reported at its end; a second signal then exits with this code. None before the
+        end."""
         self._unsaid = threading.Lock()
         self._received: list[tuple[int, float]] = []
         """Stop signals so far, each with the time (``time.monotonic``) at which it was read."""
@@ -153,7 +156,11 @@ class StopSignals:
                 _print(f"{signal.Signals(number).name}: the program's own handler raised {error!r}; the stop continues")
 
     def _hears_arrivals(self) -> bool:
-        """Return whether the thread still reads the wakeup file. asyncio, for example, replaces and then clears it."""
+        """Return whether this signal went to the wakeup file that the thread reads.
+
+        asyncio, for example, replaces the interpreter's wakeup file and then clears it. If it is cleared, set ours
+        again.
+        """
         if self._watch is None or self._wakeup_fd is None:
             return False
         current = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
@@ -258,8 +265,8 @@ def exit_on_signal(exit_code: int) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in REASON_OF_SIGNAL:
             signal.signal(number, lambda *_: os._exit(exit_code))
-        # An exiting Python removes its handlers, and the default action would end the process with another code. A
-        # signal that is ignored stays ignored.
+        # An exiting Python removes its handlers, and the default action would end the process with another code.
+        # Ignored signals stay ignored, so they cannot change the code.
         atexit.register(_ignore_signals)
 
 
@@ -271,7 +278,7 @@ def _ignore_signals() -> None:
 def _print(line: str) -> None:
     """Write one line to standard error, bypassing Python's streams: one may be locked when the signal comes."""
     begin = "\n" if os.isatty(2) else ""  # a progress bar, or the ^C of a terminal, may be on the current line
-    with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # standard error may be closed
         os.write(2, f"{begin}{line}\n".encode())
 
 

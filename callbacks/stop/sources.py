@@ -19,11 +19,13 @@ _LONGEST_WORD = 64
 """Maximum bytes, blanks included, of a cancel file with a word of `_NO`."""
 
 SAVE_MARGIN = 1.5
-"""Factor from the longest save so far to the time reserved for the last one."""
+"""The time reserved for the last save is this many times the longest save so far."""
 UNMEASURED_SHARE, UNMEASURED_MOST_S = 0.05, 30.0
-"""Assumed duration of the first save: a share of the total time, and an upper bound."""
+"""Assumed duration of a save before the first was measured: this share of the time until the end, at most this many
+seconds."""
 _DECAY = 0.99
-"""Factor on the longest gap at each check: one slow step at the start must not cost hours at the end."""
+"""Each check multiplies the longest gap between checks by this, so that one slow step at the start does not end the run
+hours too early."""
 
 
 class Deadline:
@@ -88,7 +90,7 @@ class Deadline:
 
 
 class StopSources:
-    """All sources of stop requests for one run, shared by its preparation, its callback and its command.
+    """All sources of stop requests for one run, shared by its command, its preparation and its `StopRequests` callback.
 
     Args:
         cancel_file: A file that asks for a stop as soon as it exists; see `cancel_file_is_set`.

@@ -1,6 +1,6 @@
 """Stop a run on request: at the same step on every rank, after a checkpoint.
 
-`Agreement` brings the ranks to one step, and `SpotNotice` asks a cloud whether it takes the machine back.
+`Agreement` has all ranks stop after the same step; `SpotNotice` asks a cloud whether it is taking the machine back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from .sources import StopSources
 log = logging.getLogger(__name__)
 
 ROUND_S = 0.05
-"""Target time between rounds of `Agreement`; a round takes some 0.3 ms, as long as a step of a small model."""
+"""Target time between rounds of `Agreement`. A round takes about 0.3 ms, as long as a step of a small model, so a round
+in every step would be too expensive."""
 GRACE = (
     "torchrun kills every rank %s s after a stop signal: the current step, its checkpoint and the remaining uploads "
     "have to fit into that. Set another time with its `--shutdown-timeout`, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -49,7 +50,7 @@ GRACE = (
 WAIT_PATIENCE_S = 15.0
 """Seconds that a wait for a batch may last after a stop request, if no checkpoint can be saved during the wait."""
 MOST_STEPS = 32
-"""Maximum steps between rounds, for a run whose steps suddenly become slow."""
+"""Maximum steps between rounds, so that the next round is not far away if steps suddenly become slow."""
 
 
 class Agreement:
@@ -82,7 +83,7 @@ class Agreement:
         """Exchange numbers at once and return the result; waits for all ranks."""
         self._begin(number, trains=True)
         agreed = self._read()
-        self._distance = 1  # ranks do not start at the same time
+        self._distance = 1  # the time before this round contained no step, so it says nothing about the speed of steps
         return agreed
 
     def after_step(self, step: int, read_number: Callable[[], int]) -> int:
@@ -111,7 +112,10 @@ class Agreement:
         self.due_step = min(self.due_step, step + 1)
 
     def leave(self) -> None:
-        """Take part in rounds until no rank trains any longer: without this rank, the others would wait forever."""
+        """Take part in rounds until one has a result other than 0, or no rank trains any longer.
+
+        Without this rank, the others would wait forever in their next round.
+        """
         while not self._is_over:
             if self._work is None:
                 self._begin(0, trains=False)
@@ -145,7 +149,7 @@ POLL_S = 5.0
 """Seconds between two requests. AWS gives 120 s of notice, GCP and Azure 30 s."""
 _TIMEOUT_S = 2.0
 _LARGEST = 1 << 16
-_OPENER = build_opener(ProxyHandler({}))  # the address is on this machine, whatever the proxy
+_OPENER = build_opener(ProxyHandler({}))  # no proxy: only this machine itself reaches the address
 
 
 class SpotNotice:
@@ -156,7 +160,7 @@ class SpotNotice:
         address: Another address to read, without a path; for tests.
 
     Raises:
-        ValueError: `cloud` is none of the three.
+        ValueError: `cloud` is not ``aws``, ``gcp`` or ``azure``.
     """
 
     def __init__(self, cloud: Cloud, address: str | None = None) -> None:
@@ -236,9 +240,10 @@ class StopRequests(Hook):
     From ``setup`` on, worker processes of torch data loaders ignore these signals. Otherwise a signal to the whole
     process group would kill the workers while the training process still needs their batches to finish its step.
 
-    If a single rank waits for workers that deliver no batch, a stop saves the last completed step and ends the wait. A
-    wait in validation, inside a step, or on one of several ranks ends after 15 s, without another checkpoint. A dataset
-    that blocks in the training process cannot be interrupted safely: `WatchHangs` or a second signal ends such a run.
+    If a run with one rank waits between two steps for a batch that its data workers do not deliver, a stop saves the
+    last completed step and ends the wait. A wait in validation, inside a step, or in a run with several ranks ends once
+    it has lasted 15 s since the request, without another checkpoint. A dataset that blocks in the training process
+    itself cannot be interrupted safely: `WatchHangs` or a second signal ends such a run.
 
     Args:
         cancel_file: A file that requests a stop once it exists, whatever its content, except for a word that means no
@@ -308,7 +313,7 @@ class StopRequests(Hook):
             self._wake()
         return self._requested
 
-    def _stops(self) -> bool:  # a method, because a copy of this object can hold it, unlike a lambda
+    def _stops(self) -> bool:  # unlike a lambda, it can be copied and pickled with its hosted trainer
         return self.requested() is not None
 
     def _wake(self) -> None:
@@ -362,7 +367,7 @@ class StopRequests(Hook):
             reason: str | None = STOP_REASONS_BY_CODE[self._agreement.after_step(step, self._code)]
             self.next_due_step = self._agreement.due_step
         else:
-            self.next_due_step = self._pace.next_look(step)  # before the check: a signal in between wakes the hook
+            self.next_due_step = self._pace.next_look(step)  # set before the check, so that `_wake` can overwrite it
             reason = self.requested()
         if reason is not None:
             run_state_of(trainer).stop_reason = reason
@@ -373,8 +378,8 @@ class StopRequests(Hook):
         """End a wait for a batch of data workers if the run was asked to stop.
 
         If there is one rank, and it waits for its next training batch, it saves the last step and stops. Any other wait
-        ends only after `WAIT_PATIENCE_S`, because it loses the steps since the last checkpoint: other ranks may be
-        inside the step, and nothing can be saved during a validation or inside a step.
+        ends only after `WAIT_PATIENCE_S`, because ending it loses the steps since the last checkpoint: other ranks may
+        be inside the step, and nothing can be saved during a validation or inside a step.
 
         Raises:
             TrainingCanceled: The run stops here.
@@ -438,7 +443,7 @@ class StopRequests(Hook):
 def _is_between_steps(trainer: pl.Trainer) -> bool:
     """Whether the training thread waits for a batch and has trained all batches before it.
 
-    If Lightning fetches batches ahead, the thread has not: it waits for the batch after the next one.
+    False if Lightning fetches batches ahead, because the thread then waits for the batch after the one to train next.
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches = loop.batch_progress.current
