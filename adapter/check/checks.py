@@ -470,9 +470,8 @@ def check_ranks(case: _Case) -> Iterator[Finding]:
     if expected["weight"] and len(pairs) == len(subject.batches):
         jobs["halves"] = [[pair[i] for pair in pairs] for i in range(2)]
     if expected["weight"]:
-        jobs[SHARDED] = jobs.get(
-            "halves", jobs["same"]
-        )  # last, because an error in it leaves the ranks at different points
+        # Last, because an error in this job leaves the ranks at different points.
+        jobs[SHARDED] = jobs.get("halves", jobs["same"])
     try:
         results = train_on_ranks(subject, jobs, case.folder)
     except RanksError as error:

@@ -48,7 +48,7 @@ class WatchNonfinite(Hook):
     synchronization and on all ranks. A finding is reported with its step, and sent to every logger as the metric
     ``trainer/nonfinite_step``. Gradients are not checked while a gradient scaler is active, because the scaler produces
     infinite gradients now and then and skips those updates itself. Buffers are not checked, since infinities are common
-    there. `Recover` skips updates that are not finite.
+    there. It only reports; to skip an update that is not finite, use `Recover`.
 
     Args:
         policy: ``warn`` logs a warning and continues. ``stop`` ends the run with an error that names step and tensor,
@@ -135,12 +135,14 @@ class Diagnosis(Hook):
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
       the step of the check (`trace_modules`: in any step). An update that a gradient scaler skips is not a fault.
     - ``vanishing_gradients``; ``exploding_gradients``: a norm above 10,000, or above 100 times the usual norm
-    - ``dead_parameters``: no gradient for three checks
+    - ``dead_parameters``: parameters that had no gradient at three checks in a row
     - ``large_updates``, ``small_updates``: above 0.3 or below 1e-8 of the weights' norm
-    - ``loss_spike``: 8 standard deviations above the median of the last 256 losses, by median absolute deviation
+    - ``loss_spike``: 8 standard deviations above the median of the last 256 losses; the median absolute deviation
+      estimates the standard deviation
     - ``zero_learning_rate``, ``rising_learning_rate`` (it rises after it fell)
-    - ``latent_collapse``: the metric ``latent_std`` or ``z_std``, or the root of ``latent_var`` or ``z_var``
-    - ``straggler``: a rank, by its host, that takes twice as long as the others that wait for it
+    - ``latent_collapse``: the metric ``latent_std`` or ``z_std``, or the root of ``latent_var`` or ``z_var``, is below
+      `latent_std_min`
+    - ``straggler``: a rank that takes at least twice as long as the others, which wait for it; named with its host
     - ``repeated_data``: the same batch twice in a row, or on all ranks
 
     A fault has ended after two checks without it. An event has the figures in its ``artifacts``, and suggestions as
@@ -198,7 +200,7 @@ class Diagnosis(Hook):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count from the step that is completed now."""
+        """Discard the readings so far, and count from the step that is completed now."""
         self._close()
         self._step = trainer.global_step
         self._next_check = next_multiple(self._step, self.check_interval)
@@ -262,7 +264,8 @@ class Diagnosis(Hook):
         everyone = [(read(), None)] if trainer.world_size == 1 else gather_results(read, self._group)
         reading = Reading.of_ranks([reading_of_rank for reading_of_rank, _ in everyone if reading_of_rank is not None])
         if (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) < trainer.world_size:
-            reading = replace(reading, batches=reading.batches[:1])  # ranks get equal batches on purpose
+            # Tensor-parallel ranks get equal batches on purpose.
+            reading = replace(reading, batches=reading.batches[:1])
         self.judge(trainer, reading)
 
     def judge(self, trainer: pl.Trainer, reading: Reading) -> None:

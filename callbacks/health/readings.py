@@ -31,7 +31,7 @@ a step reports counts."""
 MOST_COMPARED = 64
 """Maximum number of weights of an optimizer that are compared before and after an update, evenly spread."""
 SAMPLES_OF_TENSOR = 256
-"""Approximate number of elements of each weight that are compared, because a copy of all would double the memory. With
+"""Approximate number of elements of each weight that are compared; a copy of all elements would double the memory. With
 16,000 elements in total the norm is accurate to one percent, which is enough for every rule."""
 LOSSES = ("loss", "train/loss", "train_loss")
 """Names of the loss among the results of a step; the first one present counts."""
@@ -41,7 +41,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _within_step(method: _Method) -> _Method:
-    """Wrap a method that torch calls within a step: exceptions go to ``self._failures``; the check raises them."""
+    """Wrap a method so that its exceptions do not end the step; `Probe.read` raises the first of them."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class Probe:
 
     Args:
         trainer: The trainer, set up.
-        module: Its module.
+        module: The module that it trains.
         most_losses: Number of newest losses that are kept.
         traces: Whether modules are watched in every step.
     """
@@ -82,7 +82,7 @@ class Probe:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) in updated}
         self._names = {id(p): name for name, p in named.items()}
         self._first: Any = next(iter(named.values()), None)
-        """The parameter whose gradient comes last: the first that a forward uses."""
+        """The first parameter: usually the forward uses it first, so that its gradient comes last."""
         self._parts = [(name, part) for name, part in module.named_modules() if name and not any(part.children())]
         """The modules without children, with their names."""
         self._timer: list[RemovableHandle] = []
@@ -93,7 +93,7 @@ class Probe:
         self._batches: deque[tuple[torch.Tensor, ...]] = deque(maxlen=2)
         self._running_step = trainer.global_step + 1
         self._began: _Moment | None = None
-        """The end of the last step, until the last gradient of this step."""
+        """Time at the end of the last step; None once the last gradient of this step has come."""
         self._spans: list[tuple[_Moment, _Moment]] = []
         """The measured times: each from the end of a step to the last gradient of the next."""
         self._seen: list[tuple[tuple[int, bool, str], torch.Tensor]] = []
@@ -342,7 +342,7 @@ def _seconds_of(span: tuple[_Moment, _Moment]) -> float:
 
 
 def fingerprint(batch: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return a digest of a batch as a tensor on `device`, without waiting for the device.
+    """Return a digest of a batch as one tensor on `device`, in a tuple, without waiting for the device.
 
     Of an Arrow batch only the first and the last row count.
 

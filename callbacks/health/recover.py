@@ -44,7 +44,7 @@ Rung = Literal["skip", "lower_lr", "roll_back"]
 RULES_OF_FAULTS = {"nonfinite": ("nonfinite_loss", "nonfinite_gradients"), "loss_spike": ("loss_spike",)}
 """The faults that a run can recover from, with the rules that find them."""
 ALL_PARAMETERS = "all parameters"
-"""Name for the gradients of an update in messages."""
+"""Name in messages for all gradients of an update together."""
 
 _OF_THE_DATA = ("run_id", "epoch", "minibatch_index", "latest_checkpoint_uri")
 """Fields of the run state that a roll-back does not restore."""
@@ -80,7 +80,7 @@ class Recover(Hook):
     Every update is checked before it is made, and an update with a fault is never made, on any rank. Buffers, such as
     running statistics, are reset to their values before that step. Then the next rung of the ladder is taken:
 
-    - ``skip``: nothing more. The step counts, and training continues with the next batch.
+    - ``skip``: nothing else is done. The step counts, and training continues with the next batch.
     - ``lower_lr``: the learning rate is multiplied by `lr_factor` for the next `lower_lr_steps` steps. Schedulers are
       not affected. If the rung is taken again during these steps, the rate is lowered further.
     - ``roll_back``: model, optimizers, schedulers, scalers, the state of the class, random states, callbacks and the
@@ -96,8 +96,8 @@ class Recover(Hook):
 
     A warning names each rung with its fault. Loggers receive ``recover/attempt`` (0 when the incident has ended),
     ``recover/lr_factor``, the number of times each rung was taken (``recover/skip`` and so on) and, for a roll-back,
-    ``trainer/rolled_back_to_step``, after which later steps are logged again. The state is part of every checkpoint: a
-    resumed run continues on the same rung and gives the same weights as an uninterrupted one.
+    ``trainer/rolled_back_to_step``; the steps after it are then logged a second time. The state is part of every
+    checkpoint: a resumed run continues on the same rung and gives the same weights as an uninterrupted one.
 
     It works with a trainer class in a `ContractModule`. With accumulated gradients a fault is found in the step of
     their update, and the update of the whole window is skipped. Costs: the device is synchronized at each update,
@@ -159,7 +159,7 @@ class Recover(Hook):
         self._found: Fault | None = None
         """The current step's fault."""
         self._reading: Reading | None = None
-        """The last update, with its loss, if this step made one."""
+        """The update of this step, made or prevented, with its loss; None if the step has no update."""
         self._target: CheckpointRecord | None = None
 
     @property
@@ -188,7 +188,7 @@ class Recover(Hook):
         self._trainer = trainer
         self._train_began_at = time.monotonic()
         run_state_of(trainer).rolls_back = False
-        run_id_of(trainer)  # distinguishes checkpoints from those of other runs
+        run_id_of(trainer)  # makes an id if there is none, to recognize this run's checkpoints
         self._saver = _saver_of(trainer)
         channel = pl_module.hosted_trainer.rank_channel
         if "roll_back" in self.ladder and self._saver is not None and channel.size > 1:

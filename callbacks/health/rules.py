@@ -39,7 +39,7 @@ STRAGGLES_BY_S = 0.002
 
 @dataclass(frozen=True)
 class Reading:
-    """One check, of one rank or of all. A number is ``nan`` if it is not finite or not known."""
+    """The readings at a check, of one rank or merged over all. A number that is not finite or not known is ``nan``."""
 
     step: int
     gradient_norms: Mapping[str, float] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Reading:
     ranks: Sequence[tuple[str, float]] = ()
     """Host of each rank, and its seconds from one update to the last gradient before the next."""
     batches: Sequence[tuple[float, ...]] = ()
-    """Digests of the last batches of each rank; empty if one is unknown."""
+    """Digests of the last two batches of each rank; an empty tuple for a rank whose digests are not both known."""
 
     @property
     def largest_norm(self) -> float:
@@ -99,7 +99,7 @@ class Fault:
     figures: Mapping[str, Any]
     """The numbers behind it."""
     step: int
-    """The check at which it was found."""
+    """Completed steps at the check that found it."""
     is_over: bool = False
 
 
@@ -133,7 +133,7 @@ class History:
         """Add the faults of a check.
 
         Returns:
-            The faults that begin now, and the faults that have ended: as they were at the begin, but with ``is_over``.
+            The faults that begin now, and the faults that have ended: unchanged since they began, but with ``is_over``.
         """
         now = {fault.kind: fault for fault in found}
         begins = [fault for kind, fault in now.items() if kind not in self.active]
@@ -270,7 +270,8 @@ def small_updates(case: Case) -> Found:
 def loss_spike(case: Case) -> Found:
     """A loss far above those before, by median and median absolute deviation.
 
-    The factor of the standard deviation is 1.4826 for normally distributed values (Rousseeuw and Croux 1993).
+    For normally distributed values, 1.4826 times the median absolute deviation estimates the standard deviation
+    (Rousseeuw and Croux 1993).
     """
     if len(case.before.losses) < LOSSES_FOR_SPREAD or not case.now.losses:
         return

@@ -62,8 +62,7 @@ class StopSignals:
         self.what_next = ""
         """What the program does if the first signal comes now; printed to standard error at that signal."""
         self.exit_code: int | None = None
-        """The exit code that the run has reported at its end; a second signal then exits with this code. None before the
-        end."""
+        """The exit code that the run has reported at its end, and with which a second signal then ends the process."""
         self._unsaid = threading.Lock()
         self._received: list[tuple[int, float]] = []
         """Stop signals so far, each with the time (``time.monotonic``) at which it was read."""

@@ -1,4 +1,4 @@
-"""The witness of a run: a record of what each rank trained, with which a restarted run proves that it repeats steps.
+"""The witness of a run: a record of what each rank trained. A restarted run repeats steps, and compares them with it.
 
 `entry` has the entries, their file and their comparison, and needs neither torch nor Lightning; `recording` takes the
 digests of a step; `witness` keeps the file while a run trains, and compares the steps that a resumed run repeats;

@@ -40,7 +40,7 @@ RANDOM_STATES = (
 )
 """Kinds of random states, in the order of `Entry.random`."""
 ON_DEVICE, OF_MODEL = 3, 5
-"""Positions of two kinds in `RANDOM_STATES`."""
+"""Indices in `RANDOM_STATES` of the states on the accelerator, and of the generators that the model holds."""
 
 Kind = Literal["rows", "random numbers", "settings", "loss", "checkpoint"]
 Key = tuple[int, int, int]
@@ -63,7 +63,7 @@ class Entry(msgspec.Struct, frozen=True):
     batch: int
     """Index of the batch in its epoch."""
     attempt: int
-    """Attempt that trained it, from 1; a key of the header's facts."""
+    """Attempt that trained it, from 1; a key of `Header.attempts`."""
     rows: int
     """Digest of the batch as the loader gave it."""
     random: tuple[int, ...]
@@ -164,7 +164,7 @@ def _refuse_linked_folder(path: Path) -> None:
 
 
 class WitnessFile:
-    """The file of this rank, open for its attempt. A full disk ends the recording, but not the training.
+    """The file of this rank, open while an attempt trains. A full disk ends the recording, but not the training.
 
     Args:
         path: The file.
@@ -291,7 +291,7 @@ def compare(
     generators = [RANDOM_STATES[at] for at in states if at not in left_out]
     has_other_loss = with_values and earlier.losses != now.losses
     if has_other_loss and OF_MODEL in states and not generators:
-        # Only with another loss: by itself this is no difference, since a model may make a generator at any time.
+        # The model's generators count only if the loss differs, too: a model may make a generator at any time.
         generators = [RANDOM_STATES[OF_MODEL]]
 
     def differing(kind: Kind, text: str) -> StepDifference:
@@ -315,9 +315,9 @@ def compare(
 
 
 def limit_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return whether steps of two attempts can be compared, and the reason in words if that is limited.
+    """Return whether steps of two attempts can be compared, and in words what limits the comparison, or ``""``.
 
-    If there is a reason, losses and learning rates are not compared.
+    If there is a limit, losses, learning rates and random states of an accelerator are not compared.
 
     Args:
         before: Facts about one attempt, as in `Header`.
@@ -383,17 +383,17 @@ class Proof:
 
 
 def describe_steps(steps: Sequence[int]) -> tuple[str, str, str]:
-    """Return the words for compared steps, in order: their name, ``has`` or ``have``, and a remark on gaps in them."""
+    """Return the words for `steps`, which are sorted: their name, ``has`` or ``have``, and a remark on gaps in them."""
     first, last, count = steps[0], steps[-1], len(steps)
     compared = f" ({count} of them compared)" if count < last - first + 1 else ""
     return (f"step {first}", "has", compared) if first == last else (f"steps {first} to {last}", "have", compared)
 
 
 def summarize(results: Sequence[tuple[Iterable[int], StepDifference | None]], limits: str = "") -> Proof | None:
-    """Return the result over all ranks, in their order; None if no rank compared anything.
+    """Return the result over all ranks; None if no rank compared anything.
 
     Args:
-        results: The equal steps of each rank, and its first difference.
+        results: For each rank, in order: the equal steps, and the first difference.
         limits: As in `Proof`.
     """
     differences = [difference for _, difference in results if difference is not None]

@@ -138,7 +138,7 @@ def _random_digests(sources: Sources) -> tuple[int, ...]:
 def _state_of_numpy() -> bytes:
     generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # its stubs lack it
     if type(generator) is np.random.MT19937:
-        # The words of the state and the position in them, as they are in memory: `get_state` takes 20 us.
+        # The words of the state and the position in them, read from memory, because `get_state` would take 20 us.
         return ctypes.string_at(generator.ctypes.state_address, 4 * (624 + 1))
     return repr(generator.state).encode()
 
@@ -227,7 +227,7 @@ def _of_arrow(value: Any) -> list[Any] | None:
     spaced = value[:: max(1, len(value) // _MOST_LEAVES)] if hasattr(value, "slice") else value
     try:
         return [len(value), value.to_numpy(zero_copy_only=True)]
-    except (ValueError, TypeError, NotImplementedError):  # texts, missing values, bits: not as they are in memory
+    except (ValueError, TypeError, NotImplementedError):  # strings, nulls, booleans: not without a copy
         return [len(value), repr(spaced.to_pylist())]
 
 

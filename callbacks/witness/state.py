@@ -38,7 +38,7 @@ _OF_AN_ATTEMPT = (RUN_STATE_KEY, "callbacks", "loops", "pytorch-lightning_versio
 """Parts of a checkpoint that differ between attempts: number, files, clocks and settings of an attempt. Of the loops,
 only the positions of loaders are compared, because after a resume Lightning counts epochs in another way."""
 _OF_A_START = ("elapsed_s", "is_between_batches", "metrics", "changed", WITNESS)
-"""Parts of genlight's member that differ between attempts: duration, speed, identity, and values not restored."""
+"""Parts of `CONTRACT_KEY` that differ between attempts: duration, speed, identity, and values not restored."""
 _NAMED_AT_MOST = 5
 
 

@@ -1,9 +1,9 @@
 """Keep the witness of this rank while a run trains, and compare the steps that a resumed run repeats.
 
-A run that was killed repeats the steps after its newest checkpoint. It has written entries for some of these steps: for
-the first steps after each checkpoint, then at the cadence of metrics, and more rarely the longer ago the checkpoint
-was. Only the number of a step decides whether it has an entry, so that all ranks and all attempts have entries for the
-same steps. A repeated step must have the same entry.
+A run that was killed repeats the steps after its newest checkpoint. The killed attempt has written entries for some of
+these steps: for the first steps after each checkpoint, then at the cadence of metrics, and more rarely the longer ago
+the checkpoint was. Only the number of a step, and the step of the checkpoint before it, decide whether it has an entry,
+so that all ranks and all attempts have entries for the same steps. A repeated step must have the same entry.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LEAST_CADENCE = 10
 _KEPT_CHECKPOINTS = 2
 """The entries after this many of the newest checkpoints are kept: a resume may fall back to the oldest of these."""
 _DENSE_ENTRIES = 32
-"""Number of entries after a checkpoint at the first cadence. Then the cadence doubles, and again each time that the
-distance to the checkpoint has doubled.
+"""Number of entries after a checkpoint with the first distance between them. Then this distance doubles, and again each
+time that the distance to the checkpoint has doubled.
 
 So steps of any length take at most 1% longer, and the file stays small. The distance between two entries is at most a
 sixteenth of the distance to the checkpoint."""
@@ -145,7 +145,7 @@ class Witness:
             log.warning("This attempt keeps no further witness: batch %d cannot be read: %r", key[2], error)
 
     def _cadence(self, step: int) -> int:
-        """Return the distance between entries at `step`: the cadence of metrics; far from a checkpoint a multiple."""
+        """Return the steps between two entries at `step`: `_every`, or a multiple of it far from the last checkpoint."""
         dense = self._every * _DENSE_ENTRIES
         behind = step - self._saves[-1]
         return self._every << (behind // dense).bit_length() if behind >= dense > 0 else self._every
@@ -209,7 +209,7 @@ class Witness:
             self._file.drop(before=self._saves[0])
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after `step`, because the run was put back to it. Called on all ranks."""
+        """Forget the steps after `step`, to which the run was rolled back, and compare no more. Called on all ranks."""
         self._pending.clear()
         self._steps, self._expected, self.next_step = [], {}, 0
         self._saves = deque([step], maxlen=_KEPT_CHECKPOINTS + 1)
