@@ -36,7 +36,7 @@ from .repetition import Done, PastRun, Repetition, Traces, open_run, read_traces
 log = logging.getLogger(__name__)
 
 MOST_DIGESTS = 64
-"""Maximum number of steps whose digests one repetition takes. A longer interval is narrowed first."""
+"""Maximum number of steps whose digests one repetition takes. A longer interval needs several repetitions."""
 NAMES = ("RUN_A", "RUN_B")
 _KINDS = ("rows", "random numbers", *KINDS, "value")
 """Kinds of values in the order in which a step makes them, so that a cause precedes its effects."""
@@ -87,7 +87,7 @@ def bisect(folders: Sequence[Path], scratch: Path) -> Bisection:
         scratch: An empty folder for everything that repetitions write.
 
     Raises:
-        UsageError: They have nothing in common that can be compared.
+        UsageError: The runs have nothing in common that can be compared.
     """
     traces, summaries = (
         [read_traces(folder) for folder in folders],
@@ -217,7 +217,7 @@ class _States(Repetition):
         super().on_mb_end(trainer, pl_module)
 
     def _take(self, module: Any) -> None:
-        """Take the digests of the complete state, if they are wanted after this step."""
+        """Take the digests of the complete state, if the completed step is one of `steps`."""
         if (step := module.completed_steps) not in self.steps:
             return
         values = dict(snapshot(module.contract_state, module.plugin, kinds=EVERYTHING, host=module).values)
@@ -286,7 +286,8 @@ class _Search:
     def _differing_at_start(self, pair: Sequence[_States]) -> set[str]:
         """Return the paths of values that differ at the start and are no result of a step, such as hyperparameters."""
         paths = set(differing_paths(*(each.digests[each.steps[0]] for each in pair)))
-        # After a common checkpoint, whatever differs is not part of it. Before the first step, weights may differ, too.
+        # After a common checkpoint, whatever differs is not part of that checkpoint. Before the first step, a difference
+        # of weights or optimizers may be the one that is searched for, so only other values are returned.
         return paths if self._result.after else paths & (pair[0].others | pair[1].others)
 
     def _states(self, side: int, steps: tuple[int, ...]) -> _States:
@@ -316,7 +317,7 @@ class _Search:
         result.cause = CAUSES.get("start" if step == 0 else kind, "")
 
     def _judge(self, side: int, states: _States) -> str:
-        """Return why a run and its replay have different steps; empty if the steps are the same."""
+        """Return why the replay of a run differs from the run; empty if it does not."""
         name, summary, result = NAMES[side], self._summaries[side], self._result
         result.notes.append(f"{name}, trained again: {states.text}")
         if (found := states.difference) is None:

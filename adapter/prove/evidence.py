@@ -28,7 +28,7 @@ class Evidence:
     state: Mapping[str, Any]
     """The values of the final checkpoint by path, without facts of the attempt such as its duration."""
     repeated: int
-    """Number of steps that rank 0 trained more than once."""
+    """How often rank 0 trained a step again; a step that it trained three times counts twice."""
 
     @property
     def first_nonfinite(self) -> int | None:

@@ -33,7 +33,7 @@ class Fault:
     """``kill``: SIGKILL at a random moment of the step. ``kill while saving``: SIGKILL as soon as the files of
     another checkpoint appear, from this step on. ``kill after saving``: SIGKILL once there are two checkpoints.
     ``stop``: SIGTERM. ``pause``: SIGSTOP. ``full disk``: from this step on, files can only grow to half of the largest
-    so far."""
+    checkpoint file so far."""
     step: int
     """The step in which it happens; steps count from 1."""
     rank: int = 0

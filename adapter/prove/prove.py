@@ -90,7 +90,8 @@ def prove(
         found.append(outcome)
     reference, second = found
     difference = first_difference(reference, second)
-    tolerance = SLACK * difference[1] if difference else -1.0  # if the unbroken runs are equal, so must others be
+    # If the unbroken runs are equal, broken runs must be, too.
+    tolerance = SLACK * difference[1] if difference else -1.0
     yield _unbroken(difference, runs, reference)
     limit_s = max(MIN_LIMIT_S, SLOWER * runs[0].attempts[0].seconds)
     cases = list(_cases(scene.every_n_steps, len(reference.witness)))
@@ -204,13 +205,13 @@ def _complete(run: Rehearsal, start: Callable[[], Attempt]) -> Evidence | str:
 
 
 def _is_saved(run: Rehearsal, step: int) -> str | None:
-    """Return the fault if a stop in `step` left no checkpoint of this step or of a later one."""
+    """Return what is wrong if a stop in `step` left no checkpoint of this step or of a later one, otherwise None."""
     newest = max((record.step for record in run.records()), default=0)
     return None if newest >= step else f"after the stop in step {step}, the newest checkpoint is of step {newest}"
 
 
 def _is_clean(run: Rehearsal) -> str | None:
-    """Return the fault if a full disk left broken checkpoints."""
+    """Return what is wrong if a full disk left broken checkpoints, otherwise None."""
     broken = [each.path.name for each in list_checkpoints(run.checkpoints) if each.is_own_but_broken]
     return f"it left broken checkpoints: {', '.join(broken)}" if broken else None
 

@@ -82,7 +82,7 @@ class Rehearsal:
     folder: Path
     faults: Sequence[Fault] = ()
     settings: tuple[str, ...] = ()
-    """Further settings, as of ``--set``."""
+    """Further settings, each as for ``--set``."""
     limit_s: float = 600.0
     """Seconds after which an attempt is ended."""
     interrupted: threading.Event = field(default_factory=threading.Event)
@@ -164,7 +164,7 @@ class Rehearsal:
             f"max_steps={scene.steps}",
             f"checkpoint_every={scene.every_n_steps}",
             "checkpoints.keep_last=0",
-            "checkpoints.weights=all",  # checkpoints are compared without the class
+            "checkpoints.weights=all",  # without the class, nothing else has the frozen weights
             f"lightning.callbacks={json.dumps([*scene.lightning_callbacks, breaks])}",
             *([f"lightning.devices={ranks}"] if ranks else []),
             *([f"seed={scene.seed}"] if scene.seed is not None else []),

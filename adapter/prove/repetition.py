@@ -1,6 +1,6 @@
 """Train steps of a run again, in a scratch folder, and compare them with the witness and the checkpoints of the run.
 
-Its ranks are this process and those that Lightning starts. The folder of the run is only read, and nothing is uploaded.
+Rank 0 is this process; Lightning starts the others. The folder of the run is only read, and nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Traces:
 
 
 def read_traces(folder: Path) -> Traces:
-    """Read the traces of the run in `folder`; needs no job."""
+    """Read the traces of the run in `folder`, which need not have a job file."""
     checkpoints = folder_of_checkpoints(folder) or folder
     listed = [each.record for each in reversed(list_checkpoints(checkpoints)) if each.record is not None]
     witness, limits = {}, []
@@ -109,7 +109,7 @@ class PastRun:
     config: RunConfig
     """Its job, with all files of a repetition in a scratch folder."""
     own_start: str | None
-    """The checkpoint or reference that its job names to begin with; None if the run began at step 0."""
+    """The checkpoint or reference that its job names as the start; None if the run began at step 0."""
     here: Sequence[Path]
     """Folders with its modules."""
     target: Any
@@ -122,7 +122,7 @@ def open_run(traces: Traces, scratch: Path, overrides: Sequence[str] = ()) -> Pa
     Args:
         traces: The run.
         scratch: A folder for everything that the training writes.
-        overrides: Changes of its job, as of ``--set``.
+        overrides: Changes of its job, each as for ``--set``.
 
     Raises:
         UsageError: It has no job of genlight.
@@ -182,7 +182,7 @@ class Repetition(pl.Callback):
         self.run, self.last, self.with_debugger = run, last, with_debugger
         self.running_step: int | None = None
         self.entry: Entry | None = None
-        """The entry of a witness for the newest batch that was read here."""
+        """The digests of the newest batch that was read here, as an entry of a witness."""
         self.difference: StepDifference | None = None
         """The first difference from the run."""
         self._equal: Sequence[int] = ()
@@ -190,7 +190,7 @@ class Repetition(pl.Callback):
         self._limits = run.traces.limits if 0 not in run.traces.witness else ""
         """Why steps cannot be compared, if that is known."""
         self._is_compared = True
-        """Whether exact numbers can be equal on this machine and on the machine of the run."""
+        """Whether this repetition has as many ranks as the run; otherwise, its steps have other rows."""
         self._expected: dict[Key, Entry] = {}
         """The entries of this rank in the witness of the run."""
         self._facts: dict[int, Mapping[str, Any]] = {}
@@ -198,7 +198,7 @@ class Repetition(pl.Callback):
         self._sources: Sources | None = None
 
     def is_read(self, step: int) -> bool:
-        """Whether the batch of a step is read although the run has recorded nothing of it."""
+        """Whether to read the batch of a step even if the witness of the run has no entry for it."""
         return step == self.last
 
     @override

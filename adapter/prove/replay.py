@@ -1,6 +1,7 @@
-"""Replay a run from the newest checkpoint before a step to that step, and show what happened in it: ``replay``.
+"""Replay a run to a step, and show what happened in that step: ``genlight replay``.
 
-It shows the norms of that step by module, its first value that is not finite, and the rows that cause it.
+The replay starts from the newest checkpoint before the step. It shows the norms of the step by module, its first value
+that is not finite, and the rows that cause it.
 """
 
 from __future__ import annotations
@@ -255,11 +256,11 @@ class Replay:
     is_same: bool | None = None
     """Whether the replayed steps have the same bits as in the run; None if none could be compared."""
     witness: str = ""
-    """The comparison in words."""
+    """The comparison of the replayed steps with the run, in words."""
     error: str = ""
     """The exception that ended the replay, and its place."""
     rows: str = ""
-    """Type and shape of the raw batch of the step."""
+    """Type and shape of the raw batch of the step, as text."""
     digest: str = ""
     """Digest of that batch."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -273,7 +274,7 @@ class Replay:
     search: RowSearch | None = None
     """The search for the rows that make the step fail; None if the loss and all gradients are finite."""
     ids: Sequence[Any] = ()
-    """The values of these rows in the column ``id``, if there is one."""
+    """The values of the column ``id``, if there is one, in the rows that `search` found."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the result as a JSON object; a number that is not finite is a text."""
@@ -282,7 +283,7 @@ class Replay:
 
 
 class _Observer(Repetition):
-    """Reads the last step.
+    """Reads the values of the last step, and searches for the rows that make it fail.
 
     Args:
         run: The run.
@@ -309,7 +310,7 @@ class _Observer(Repetition):
         self._raw = batch if isinstance(batch, pa.RecordBatch | pa.Table) else copy.deepcopy(batch)
         self.result.rows = describe_batch(batch)
         self._before: SavedState | None = None
-        with contextlib.suppress(Exception):  # objects of users may raise anything, and only the search needs it
+        with contextlib.suppress(Exception):  # users' objects may raise anything, and only the search needs a copy
             self._before = SavedState(pl_module.discovered)
         self._view = StepView(pl_module.discovered, counts_memory=self._counts_memory)
         self._watching = self._view.watching()
@@ -382,7 +383,7 @@ def replay(
         run: The folder of a run.
         step: The step to show, from 1.
         folder: An empty folder for everything that the training writes.
-        overrides: Changes of the job, as of ``--set``.
+        overrides: Changes of the job, each as for ``--set``.
         with_debugger: Whether to open the debugger in ``train_step`` of the step, and after an exception.
         counts_memory: Whether to count what modules keep for their backward.
 

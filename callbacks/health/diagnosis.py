@@ -48,7 +48,7 @@ class WatchNonfinite(Hook):
     synchronization and on all ranks. A finding is reported with its step, and sent to every logger as the metric
     ``trainer/nonfinite_step``. Gradients are not checked while a gradient scaler is active, because the scaler produces
     infinite gradients now and then and skips those updates itself. Buffers are not checked, since infinities are common
-    there. It only reports; to skip an update that is not finite, use `Recover`.
+    there. It never skips an update; `Recover` skips those that are not finite.
 
     Args:
         policy: ``warn`` logs a warning and continues. ``stop`` ends the run with an error that names step and tensor,

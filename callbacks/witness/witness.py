@@ -145,7 +145,7 @@ class Witness:
             log.warning("This attempt keeps no further witness: batch %d cannot be read: %r", key[2], error)
 
     def _cadence(self, step: int) -> int:
-        """Return the steps between two entries at `step`: `_every`, or a multiple of it far from the last checkpoint."""
+        """Return the steps between entries at `step`: `_every`, or a multiple of it far from the last checkpoint."""
         dense = self._every * _DENSE_ENTRIES
         behind = step - self._saves[-1]
         return self._every << (behind // dense).bit_length() if behind >= dense > 0 else self._every
