@@ -288,6 +288,7 @@ def _noisy_weights(states: Mapping[str, Any], scales: Mapping[str, float]) -> fr
         if name.endswith(".exp_avg") and float(as_numbers(state).norm()) <= NOISE * scales[name]:
             place = name.removesuffix(".exp_avg")
             optimizer, _ = _optimizer_and_key(name)  # its name may contain brackets: ``state["opt"]``
+            # The weight's name in a comparison of updates, and its name in a comparison of steps.
             found |= {place, place[len(optimizer) + 1 : place.rindex("]")]}
     return frozenset(found)
 

@@ -286,8 +286,8 @@ class _Search:
     def _differing_at_start(self, pair: Sequence[_States]) -> set[str]:
         """Return the paths of values that differ at the start and are no result of a step, such as hyperparameters."""
         paths = set(differing_paths(*(each.digests[each.steps[0]] for each in pair)))
-        # After a common checkpoint, whatever differs is not part of that checkpoint. Before the first step, a difference
-        # of weights or optimizers may be the one that is searched for, so only other values are returned.
+        # After a common checkpoint, whatever differs is not part of that checkpoint. Before the first step, different
+        # weights or optimizers may be the result of the search, so only other values are returned.
         return paths if self._result.after else paths & (pair[0].others | pair[1].others)
 
     def _states(self, side: int, steps: tuple[int, ...]) -> _States:

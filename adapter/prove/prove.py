@@ -71,7 +71,7 @@ def prove(
         keep: Whether the files of each rehearsal stay in `folder`.
 
     Raises:
-        UsageError: There is no rehearsal of a name in `only`.
+        UsageError: `only` has a name that no rehearsal has.
     """
     names = [case.name for case in _cases(every=1, ranks=2)]
     if unknown := [name for name in only if name not in names]:

@@ -164,7 +164,8 @@ class Rehearsal:
             f"max_steps={scene.steps}",
             f"checkpoint_every={scene.every_n_steps}",
             "checkpoints.keep_last=0",
-            "checkpoints.weights=all",  # without the class, nothing else has the frozen weights
+            # Checkpoints are read without the class, which could otherwise supply frozen weights.
+            "checkpoints.weights=all",
             f"lightning.callbacks={json.dumps([*scene.lightning_callbacks, breaks])}",
             *([f"lightning.devices={ranks}"] if ranks else []),
             *([f"seed={scene.seed}"] if scene.seed is not None else []),

@@ -133,7 +133,7 @@ class Diagnosis(Hook):
     their readings and reach the same verdict. Faults:
 
     - ``nonfinite_loss``, ``nonfinite_gradients``: with the first module that gave such a value, forward or backward, in
-      the step of the check (`trace_modules`: in any step). An update that a gradient scaler skips is not a fault.
+      the step of the check (with `trace_modules`, in any step). An update that a gradient scaler skips is not a fault.
     - ``vanishing_gradients``; ``exploding_gradients``: a norm above 10,000, or above 100 times the usual norm
     - ``dead_parameters``: parameters that had no gradient at three checks in a row
     - ``large_updates``, ``small_updates``: above 0.3 or below 1e-8 of the weights' norm

@@ -93,7 +93,8 @@ def start_workers(loader: DataLoader[Any], start: _Start = _start) -> Iterator[A
     `_begin` ends them, and if a signal ends the server, they end after their next batch.
     """
     init = loader.worker_init_fn
-    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:  # a subclass's method calls its base's
+    # If a subclass's method calls its base's, this runs twice; the outer call has already set `_begin`.
+    if loader.num_workers == 0 or getattr(init, "func", None) is _begin:
         return start(loader)
     ours, theirs = multiprocessing.Pipe(duplex=False)[::-1]
     util.register_after_fork(ours, Connection.close)
@@ -156,7 +157,7 @@ def _block_stop_signals(loader: DataLoader[Any]) -> Iterator[None]:
     if method == "forkserver":  # the server may start here, and every later process of it would inherit the mask
         yield
         return
-    if method == "spawn":  # Python 3.11 would start this helper inside of the block, which unblocks signals
+    if method == "spawn":  # otherwise Python 3.11 starts this helper within the block, and thereby unblocks signals
         resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, REASON_OF_SIGNAL)
     try:

@@ -34,7 +34,8 @@ def launcher_grace_s() -> float | None:
 def announces_time_limit(now_s: float) -> bool:
     """Return whether a stop signal at `now_s` means that the job's time is over; otherwise it is a preemption.
 
-    ``TRAINER_STOP_GRACE_SECONDS`` is the scheduler's warning time before the end; without it there is no warning.
+    ``TRAINER_STOP_GRACE_SECONDS`` says how many seconds before the end the scheduler sends the signal. Without it, the
+    job has requested no early signal, and `WITHOUT_WARNING_S` applies.
 
     Args:
         now_s: Seconds since 1970.

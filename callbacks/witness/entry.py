@@ -106,7 +106,8 @@ class Header(msgspec.Struct, frozen=True):
     rank: int
     attempts: dict[int, dict[str, Any]] = msgspec.field(default_factory=dict)
     """Facts about each attempt, by its number: ``numerics``, ``packages``, ``host``, ``device`` and ``ranks``;
-    ``built``, a digest of the settings in effect from `configure`; and ``kept``, settings that a start has changed."""
+    ``built``, a digest of the initial settings of optimizers and schedulers; and ``kept``, descriptions of the settings
+    that the resume left as `configure` built them, instead of restoring them."""
 
 
 @dataclass
