@@ -283,9 +283,9 @@ class _StaleGradientError(Exception):
 def check_gradients(case: _Case) -> Iterator[Finding]:
     """Report gradients that a ``zero_grad`` should have cleared, and gradients that change between backward calls.
 
-    Only changes between two backward calls of one update count. To find gradients that were not cleared, each gradient
-    that the last update used, and that nothing has changed since, is set to nan after the step. That has no effect on a
-    class that clears its gradients. In another class, the nan is found at a later update.
+    A change counts only if it happens between two backward calls of one update. To find a gradient that is not cleared,
+    the check sets it to nan after the step, if the last update used it and nothing has changed it since. That has no
+    effect on a class that clears its gradients. In another class, the nan is found at a later update.
     """
     used: dict[int, tuple[Tensor, Tensor, int]] = {}  # parameter, gradient and its version at the last update, by id
     spoiled: set[int] = set()  # ids of parameters whose gradient was set to nan

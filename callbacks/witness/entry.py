@@ -106,8 +106,8 @@ class Header(msgspec.Struct, frozen=True):
     rank: int
     attempts: dict[int, dict[str, Any]] = msgspec.field(default_factory=dict)
     """Facts about each attempt, by its number: ``numerics``, ``packages``, ``host``, ``device`` and ``ranks``;
-    ``built``, a digest of the initial settings of optimizers and schedulers; and ``kept``, descriptions of the settings
-    that the resume left as `configure` built them, instead of restoring them."""
+    ``built``, a digest of the initial settings of optimizers, schedulers and scalers; and ``kept``, descriptions of the
+    settings that the resume left as `configure` built them, instead of restoring them."""
 
 
 @dataclass
@@ -316,9 +316,9 @@ def compare(
 
 
 def limit_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return whether steps of two attempts can be compared, and in words what limits the comparison, or ``""``.
+    """Return whether steps of two attempts can be compared, and in words what prevents or limits that.
 
-    If there is a limit, losses, learning rates and random states of an accelerator are not compared.
+    If there is only a limit, losses, learning rates and random states of an accelerator are not compared.
 
     Args:
         before: Facts about one attempt, as in `Header`.
