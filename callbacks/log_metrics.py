@@ -82,7 +82,7 @@ class LogMetrics(Hook):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and hosted_by(pl_module) is None and trainer.is_global_zero:
             name = type(pl_module).__name__
-            log.warning("LogMetrics has no effect: %s does not host a trainer and logs by itself", name)
+            log.warning("LogMetrics sends no metrics of steps: %s does not host a trainer and logs by itself", name)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -106,7 +106,9 @@ class LogMetrics(Hook):
         rollout_metrics: dict[str, float] = {}
         # Steps come one by one, so a multiple of the cadence is a crossed boundary.
         is_due = every > 0 and step % every == 0
-        hosted = getattr(pl_module, "hosted_trainer", None) if is_due else None  # `hosted_by`, without a call
+        hosted = (
+            getattr(pl_module, "hosted_trainer", None) if is_due else None
+        )  # `hosted_by` inlined: this saves a call
         if hosted is not None and hosted.step_result is not None and not suppressed(pl_module):
             step_metrics = hosted.metrics()
             run_state = run_state_of(trainer)
@@ -190,7 +192,7 @@ def _send(
     figures: Mapping[str, float],
     step: int,
 ) -> None:
-    """Send `metrics` to monitors, and with `figures` to all loggers."""
+    """Send `metrics` to monitors and progress bars, and one record of `metrics` and `figures` to all loggers."""
     hosted = getattr(pl_module, "hosted_trainer", None)
     if hosted is not None:
         hosted.published.update(metrics)  # read lazily by monitors and progress bars

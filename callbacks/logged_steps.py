@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 METRICS_FILE = "metrics.csv"
 _BACKUP_FILE = ".metrics-before.csv"
 _LARGEST = 16 << 20
-"""Maximum bytes of a file with the last steps."""
+"""Maximum size in bytes of a file that holds a `_Logged`."""
 
 
 def keep_logged_steps(trainer: pl.Trainer) -> None:
@@ -53,7 +53,8 @@ class _Logged(msgspec.Struct):
     run: str
     """The run of the logger; for another run the steps do not count."""
     last: dict[str, int]
-    """The last step of each metric: a kill may come after the loss of a step and before its scores."""
+    """The last logged step of each metric. One step for all would not do: a kill may come after the loss of a step was
+    logged, and before its scores."""
 
 
 def log_each_step_once(logger: Logger, path: Path, run: str, *, resumes: bool) -> None:
@@ -116,16 +117,16 @@ def _keep_file(logger: CSVLogger) -> bool:
     if not backup.is_file():
         return False
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Experiment logs directory")  # it warns that it deletes the file
+        warnings.filterwarnings("ignore", "Experiment logs directory")  # Lightning warns that it deletes the file
         _ = logger.experiment
     os.replace(backup, file)
     return True
 
 
 class _KeepLoggedSteps(Callback):
-    """Removes steps that training repeats from the files of loggers, before its first step.
+    """Removes steps that training will repeat from the files of loggers.
 
-    The next step that Lightning's own loop logs is known only when the first batch begins.
+    It does so when the first batch begins, because only then it is known at which step Lightning's own loop logs next.
 
     Args:
         csv_loggers: Loggers whose file has rows of an earlier attempt.
@@ -142,7 +143,7 @@ class _KeepLoggedSteps(Callback):
         if self._is_done:
             return
         self._is_done = True
-        # A hosted trainer logs the number of completed steps.
+        # A hosted trainer logs at the number of completed steps, Lightning's own loop at the index of the batch.
         first = trainer.global_step + 1 if hosted_by(pl_module) is not None else logged_step(trainer)
         for logger in self._csv_loggers:
             _drop_rows(logger, first if trainer.global_step else 0)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_genlight_trainer_state"
 _FACTS = {each.name: each.name for each in fields(RunState)} | {"mb_idx": "minibatch_index"}
-"""Fields stored in the run state, with the names that they have there."""
+"""Fields of a `TrainerState` that the run state holds, by name; the value is the name in the run state."""
 _LIVE = ("optimizer", "policy", "experience", "stats_tracker", "timer", "training_env_id")
 """Fields that are live objects; no checkpoint holds them."""
 
@@ -269,10 +269,10 @@ def setup_wandb_metrics(wandb_run: Any) -> None:
 def _interval(name: str, argument: int | None, holder: Any, path: str, default: int | None = None) -> int:
     """Return a cadence in epochs: `argument`, otherwise the entry at `path` of a configuration, otherwise `default`.
 
-    Without any of them, the cadence is 1.
+    Without a configuration (`holder` is None), the last resort is 1.
 
     Raises:
-        ValueError: It is not an integer >= 0, or there is no default and the configuration does not have it.
+        ValueError: The cadence is not an integer >= 0, or there is no default and the configuration lacks the entry.
     """
     value = functools.reduce(get_entry, path.split("."), holder) if argument is None else argument
     if value is None and default is None and holder is not None:
@@ -283,7 +283,7 @@ def _interval(name: str, argument: int | None, holder: Any, path: str, default: 
 
 
 class CheckpointHook(TrainerHook):
-    """Saves by the run's `Checkpoint` at the end of epochs, and waits until the files are durable.
+    """Saves with the run's `Checkpoint` at the end of epochs, and waits until the files are durable.
 
     ``latest_checkpoint_uri`` then names the checkpoint of this epoch for all later hooks. With `wandb_run` the
     files also become an artifact of W&B, whose address is ``latest_wandb_uri``; it is None after an epoch whose
@@ -301,7 +301,7 @@ class CheckpointHook(TrainerHook):
         wandb_interval: Upload the first checkpoint after each multiple of this number of epochs; None uploads all.
 
     Raises:
-        ValueError: An interval is not an integer >= 0, or `trainer_cfg` has none.
+        ValueError: An interval is not an integer >= 0; or there is no `interval`, and `trainer_cfg` has none either.
         CheckpointError: At the end of an epoch: the trainer has no `Checkpoint`, or a file cannot be written.
     """
 

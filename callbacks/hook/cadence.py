@@ -11,7 +11,7 @@ from typing import Any
 from ...adapter.plumbing.text import require
 
 NEVER = sys.maxsize
-"""The `next_due_step` of a hook that no step needs to call."""
+"""Value of `next_due_step` for a hook that need not be called after any step."""
 
 
 def step_cadence(name: str, every: Any) -> int:
@@ -38,19 +38,19 @@ def positive(name: str, value: float) -> float:
 
 
 class Boundaries:
-    """The boundaries of a cadence that a hook has passed. It acts once at each; a roll-back rewinds them.
+    """Tells a hook when training passes a boundary, a multiple of the hook's cadence, so that it acts once at each.
 
     Args:
-        hook: Its ``next_due_step`` is set to the next boundary.
-        step: The step that was completed last; boundaries before it are over.
-        every: The cadence; None is the ``every_n_steps`` of the hook.
+        hook: `crosses` sets its ``next_due_step`` to the next boundary.
+        step: The step that was completed last; boundaries up to it do not count.
+        every: The cadence in steps; None means the hook's own ``every_n_steps``.
     """
 
     def __init__(self, hook: Any, step: int = 0, *, every: int | None = None) -> None:
         self._hook, self._step, self._every = hook, step, every
 
     def rewind(self, step: int) -> None:
-        """Wait again for the boundaries after `step`."""
+        """Count the boundaries after `step` again, because the run was rolled back to it."""
         self._step = step
 
     def crosses(self, step: int) -> bool:
@@ -97,7 +97,8 @@ class Pace:
 def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int:
     """Return how many steps fit into `seconds` if the last `steps` took `took_s` seconds.
 
-    The result is at least 1, and at most `most` and twice `steps`.
+    The result is at least 1 and at most `most`. It is also at most ``2 * steps``: a measurement over few steps says
+    little about many.
     """
     most = max(1, min(2 * steps, most))
     return most if took_s * most <= seconds * steps else max(1, math.ceil(seconds * steps / took_s))
@@ -106,8 +107,8 @@ def steps_within(seconds: float, *, steps: int, took_s: float, most: int) -> int
 def crossed(previous: int, current: int, every: int) -> bool:
     """Whether a multiple of `every` lies in ``(previous, current]``; never if `every` is 0.
 
-    A bare modulo misses its boundary when a counter advances by more than one (several environment steps, a resume
-    between boundaries); crossing does not.
+    ``current % every == 0`` would miss a boundary if a counter advances by more than one (several environment steps, a
+    resume between boundaries).
     """
     return every > 0 and current // every > previous // every
 

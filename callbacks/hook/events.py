@@ -23,7 +23,7 @@ FIGURES_FIELD = "figures"
 _PLAIN = (type(None), bool, int, float, str)
 _WARNED_ATTRIBUTE = "_genlight_has_warned_of_scores"
 _DEEPEST_NAME = 8
-"""Maximum depth of an object that is searched for numbers; it may refer to itself."""
+"""Depth to which `numbers_of` searches nested objects; without a limit, an object that refers to itself has no end."""
 _RUN_STATE_ATTRIBUTE = "_genlight_run_state"
 _ANNOUNCES_ATTRIBUTE = "_genlight_announces_its_end"
 
@@ -56,7 +56,7 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def fire(trainer: pl.Trainer, event: str, *args: Any) -> None:
-    """Deliver one of genlight's own events to every callback that has it."""
+    """Deliver one of genlight's own events to every callback that has a method of this name."""
     module = trainer.lightning_module
     for callback in callbacks_of(trainer):
         method = getattr(callback, event, None)
@@ -168,7 +168,10 @@ def publish_scores(trainer: pl.Trainer, scores: dict[str, float], step: int) -> 
 
 
 def publish_figures(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
-    """Send `figures` to every logger of the trainer, in one record with the other metrics of the step."""
+    """Send `figures` to every logger of the trainer.
+
+    `LogMetrics` sends them in one record with the metrics of the step. Without it, rank zero sends a separate record.
+    """
     if any(hasattr(callback, "on_figures") for callback in callbacks_of(trainer)):
         fire(trainer, "on_figures", figures)
     elif trainer.is_global_zero:
@@ -194,13 +197,13 @@ def timed(trainer: pl.Trainer, what: str) -> Iterator[None]:
 
 
 def awaits_module_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-    """Whether ``on_module_batch_end`` is still to come in this step; call it in ``on_train_batch_end``.
+    """Whether ``on_module_batch_end`` is still to come in this step; for a callback's ``on_train_batch_end``.
 
-    genlight's loop fires that event itself. Under Lightning's own loop, this call replaces the module's hook once, by
-    a hook that fires the event afterwards.
+    genlight's loop fires that event itself. Under Lightning's own loop, this call wraps the module's
+    ``on_train_batch_end`` for this step, so that the event is fired after it.
 
     Returns:
-        False if the module does not override the hook, so there is nothing to wait for.
+        False if the module does not override ``on_train_batch_end``, so there is nothing to wait for.
     """
     hook = pl_module.on_train_batch_end
     if getattr(hook, "__func__", None) is pl.LightningModule.on_train_batch_end:
@@ -214,7 +217,7 @@ def awaits_module_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bo
 
 
 def _announce_end_of_hook(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    """Replace the module's hook by one that calls it, fires the event, and is used once."""
+    """Wrap the module's ``on_train_batch_end``: its next call removes the wrapper, then fires the event at its end."""
     hook = pl_module.on_train_batch_end
     is_of_instance = "on_train_batch_end" in vars(pl_module)
 

@@ -1,14 +1,16 @@
 """The base class of genlight's callbacks: a Lightning callback with a policy for failures, ranks and order.
 
 A subclass states its policy as class (or instance) attributes and overrides the events it wants. The policy holds
-under genlight's loop and under a plain ``lightning.pytorch.Trainer`` alike, because it is bound to the methods
-themselves:
+under genlight's loop and under a plain ``lightning.pytorch.Trainer`` alike, because `Hook.__init_subclass__` wraps the
+event methods themselves:
 
-- **failure**: an exception of a hook that is not `critical` is logged once per event with its traceback, counted, and
-  summed up at the end; training continues. A critical hook's exception ends the run.
-- **rank**: with ``ranks = "zero"`` the events of other ranks are not delivered.
+- **failure**: if a hook that is not `critical` raises an exception, training continues. The first one of each event is
+  logged with its traceback; later ones are counted, and the end of the fit logs the counts. A critical hook's exception
+  ends the run.
+- **rank**: with ``ranks = "zero"`` a hook receives events only on rank zero.
 - **order**: a hook with a field of the run state in `reads` runs after the hooks with this field in `writes`, whatever
-  the order of registration. Other callbacks keep their places, but run before a hook that saves checkpoints.
+  the order of registration. Callbacks that are not a `Hook` keep their places, but run before a hook that saves
+  checkpoints.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class RunContext(Protocol):
     record: RecordMeta | None
     """Metadata of the run for every checkpoint record; None if it is not known before the fit."""
     uploader: Uploader | None
-    """Sends the run's artifacts, on rank zero. Its opener sets it; the run settles and closes it."""
+    """Sends the run's artifacts, on rank zero. ``genlight run`` opens it, in other fits `UploadArtifacts`; in both cases
+    the session waits for its uploads and closes it."""
     requires_uploads: bool
     """Whether a completed run fails if an upload did not arrive."""
     deadline_s: float
@@ -115,7 +118,7 @@ class Hook(pl.Callback):
                 setattr(cls, name, _apply_policy(name, method))
 
     def __getstate__(self) -> dict[str, Any]:
-        # `_inside_event` is left out: an event that runs in this object does not run in the copy.
+        # An event that runs in this object does not run in the copy, and the copy may be at another step.
         left = {"_inside_event", "next_due_step", *self._of_this_process}
         return {name: value for name, value in vars(self).items() if name not in left}
 
@@ -211,7 +214,10 @@ class Hook(pl.Callback):
     def on_checkpoint_budget(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, level: Literal["ok", "warn"], text: str
     ) -> None:
-        """The time between checkpoints that follows from a budget has changed; on rank zero."""
+        """`Checkpoint` has changed the time between checkpoints, to keep its budget; fired on rank zero.
+
+        `text` describes the change; `level` is ``warn`` if the budget cannot be kept.
+        """
 
     def on_resume_proof(self, trainer: pl.Trainer, pl_module: pl.LightningModule, proof: Proof) -> None:
         """Steps that the run repeated after a restart were compared with the earlier attempt; fired on rank zero."""
@@ -226,7 +232,7 @@ class Hook(pl.Callback):
         """Samples of `step` are on disk: the record of each, with the files that belong to it."""
 
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The run is to be rolled back after this step; genlight's loop fires it if ``rolls_back`` is set."""
+        """The run is to be rolled back after this step. genlight's loop fires it if `Recover` has set ``rolls_back``."""
 
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """`Recover` has rolled the run back to ``trainer.global_step``; counters of steps continue from there."""
@@ -235,7 +241,7 @@ class Hook(pl.Callback):
         """`Diagnosis` has found a fault, the same on all ranks; ``fault.is_over`` is true when it has ended."""
 
     def on_hold_up(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str | None) -> None:
-        """`what` delays training from now on: a name of ``on_time_spent``, or a pause. None: training continues."""
+        """`what` delays training from now on: ``pause``, or a name of ``on_time_spent``. None: training continues."""
 
     def on_time_spent(self, trainer: pl.Trainer, pl_module: pl.LightningModule, what: str, seconds: float) -> None:
         """`what` delayed training for `seconds`: ``checkpoint``, ``samples``, ``evaluation`` or ``rollout``.
@@ -280,7 +286,7 @@ def ending_the_run(error: Exception) -> Exception:
 
 def judge(hook: Hook, event: str, error: Exception) -> None:
     """Raise `error` again if it ends the run, and note it otherwise."""
-    # The mark may come from a critical hook that received an event from this one.
+    # `error` may be marked: this hook may have fired an event, and a critical hook that received it has failed.
     if hook.critical or isinstance(error, TrainingCanceled) or hasattr(error, _ENDS_RUN_ATTRIBUTE):
         raise ending_the_run(error)
     hook._failures = hook._failures or Counter()
@@ -316,7 +322,7 @@ def order_callbacks(trainer: pl.Trainer) -> None:
     # A new list, because Lightning is iterating over the old one while it calls `setup`.
     callbacks = [next(ordered) if isinstance(callback, Hook) else callback for callback in registered]
     # A checkpoint must contain the changes that other callbacks make after its step. Lightning puts checkpoint
-    # callbacks last. Only hooks that read what they write come after them.
+    # callbacks last. Only hooks that read a field that a checkpoint callback writes may come after it.
     is_saver = [isinstance(callback, Hook) and isinstance(callback, LightningCheckpoint) for callback in callbacks]
     first = is_saver.index(True) if any(is_saver) else len(callbacks)
     before, behind = callbacks[:first], callbacks[first:]
@@ -332,7 +338,7 @@ def in_order(hooks: Sequence[Hook]) -> list[Hook]:
     Raises:
         HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
     """
-    # By position: a hook that is a dataclass can be neither hashed nor distinguished from its equal.
+    # The nodes are positions, not hooks: a hook that is a dataclass may have no hash, and may be equal to another hook.
     graph = TopologicalSorter({position: _predecessors(position, hooks) for position in range(len(hooks))})
     try:
         graph.prepare()
@@ -383,10 +389,10 @@ def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
 
 
 def skippable(method: _Method) -> _Method:
-    """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``; it sets that at each call.
+    """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``, which it sets at each call.
 
     genlight's loop does not call it before that step, except at the first step of an epoch and after a stop request. A
-    call without work still costs some 2 µs, because its code has left the processor's caches; with all calls, the
+    call without work still costs some 2 µs, because its code has left the processor's caches. Without this decorator, the
     callbacks of a job would take 28 µs a step instead of 12. A hook that gets work from another event sets
     ``next_due_step`` to 0. Lightning's own loop calls the method after every step. A method of a subclass that
     overrides a marked one must be marked too.

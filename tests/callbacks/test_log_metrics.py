@@ -111,7 +111,7 @@ def test_a_module_that_hosts_no_trainer_class_causes_a_warning(fit_plain, caplog
 
     assert trainer.global_step == 4
     assert logger.calls == []
-    assert "LogMetrics has no effect: Plain does not host a trainer and logs by itself" in caplog.messages
+    assert "LogMetrics sends no metrics of steps: Plain does not host a trainer and logs by itself" in caplog.messages
 
 
 @pytest.mark.parametrize("value", [2**70, Fraction(1, 3), np.uint64(2**64 - 1), np.longdouble(0.25)])
