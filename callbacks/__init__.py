@@ -1,7 +1,14 @@
 """Lightning callbacks for training jobs; each also works by itself in any ``Trainer(callbacks=[…])``.
 
+- reports: `log_metrics`, `logged_steps`, `telemetry`, `job_progress`, `profile_steps`, `train_job_status`
+- files: `checkpoint`, `write_samples`, `upload_artifacts`
+- decisions: `stop`, `early_stopping`, `evaluation`
+- checks: `health`, `finite`, `replica_guard`, `watch_hangs`, `witness`
+- other styles of callbacks: `other_styles`, `trainer_hooks`, `compat`, `hugging_face`
+- shared code: `hook`, `lightning_internals`, `optimizer_state`, `rank_channel`
+
 Names are resolved when they are first used (PEP 562), so that code which lists and verifies checkpoints loads neither
-torch nor Lightning.
+torch nor Lightning. May import the reporters, the cluster, the plumbing and the contract.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class StopVote:
     """A stop that any rank may request; all ranks stop after the same step, at most `AGREE_EVERY` steps later.
 
     Args:
-        hook: The hook that calls `is_due`; its ``next_due_step`` is set.
+        hook: The hook that owns this vote; `is_due` sets its ``next_due_step``.
         step: The step that was completed last.
     """
 
@@ -122,7 +122,7 @@ class EarlyStopping(Hook):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Mapping[str, float], step: int
     ) -> None:
         self.judge(trainer, metrics, step)
-        # If nothing evaluates, no scores will come.
+        # If something evaluates, the monitored name may be a score that comes later.
         if self.best is None and not _has_evaluation(trainer):
             raise self._missing_value(f"the metrics of step {step} do not have it")
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 _NORMED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 _WIDENED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
-"""Types for which torch cannot compute a norm."""
+"""Types for which torch cannot compute a norm; they are converted to float32 first."""
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
@@ -32,7 +32,7 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
 def _magnitudes(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return each tensor's largest magnitude, or its minimum and maximum; nan if an element is nan.
 
-    A sum of squares could overflow.
+    It does not use the 2-norm, whose sum of squares could overflow.
     """
     if dtype in _WIDENED:
         return torch.stack([tensor.float().abs().max() for tensor in tensors])

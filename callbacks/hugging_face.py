@@ -64,7 +64,7 @@ class GenlightCallback(TrainerCallback):  # type: ignore[misc]  # transformers m
         self._reason: str | None = None
 
     def train(self, trainer: Any, **arguments: Any) -> Any:
-        """Train `trainer`, whose callbacks have this object, and return the result of its ``train(**arguments)``.
+        """Train `trainer`, which must have this callback, and return the result of its ``train(**arguments)``.
 
         Raises:
             SystemExit: The training was stopped; the code is 75.
@@ -123,7 +123,7 @@ class GenlightCallback(TrainerCallback):  # type: ignore[misc]  # transformers m
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Make the checkpoint of this step durable, then mark it as complete."""
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        self._channel.gather_everywhere(None)  # every rank has written its files
+        self._channel.gather_everywhere(None)  # wait until every rank has written its files
         if state.is_world_process_zero:
             _mark_complete(folder)
             if self._log is not None:
@@ -137,7 +137,7 @@ class GenlightCallback(TrainerCallback):  # type: ignore[misc]  # transformers m
             self._log.metrics(numbers, step=state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let the other ranks end as well."""
+        """Leave the agreement on stops; otherwise ranks that still train would wait for this one."""
         if self._agreement is not None:
             self._agreement.leave()
 

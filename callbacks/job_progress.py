@@ -79,7 +79,7 @@ class JobProgress(Hook):
         if trainer.global_step:
             sys.stderr.write(f"continuing after step {trainer.global_step:,}\n")
         if sys.stderr.isatty():
-            # Drawn from the training thread only: rich's own thread would take turns with it ten times a second.
+            # Only the training thread draws: rich's own thread would interrupt it ten times a second.
             self._live = Live(console=Console(stderr=True), auto_refresh=False)
             self._live.start()
 

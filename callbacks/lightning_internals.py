@@ -171,7 +171,9 @@ def only_iterator(loader: CombinedLoader) -> Iterator[Any]:
 
 
 def call_hooks(trainer: pl.Trainer, name: str, *args: Any) -> Any:
-    """Call a hook of all callbacks, the module and the strategy as Lightning does, with its profiler.
+    """Call a hook of all callbacks and of the module, timed by the profiler, as Lightning does.
+
+    ``on_train_batch_start`` is also called on the strategy.
 
     Returns:
         The result of the module's hook.
@@ -239,7 +241,7 @@ def set_run_of_logger(logger: WandbLogger | MLFlowLogger | CSVLogger | TensorBoa
             return False
         logger._run_id, logger._initialized = run_id, False
         return True
-    if logger._experiment is not None:  # its constructor received a run
+    if logger._experiment is not None:  # the user passed an existing run as `experiment`
         return bool(logger._experiment.id == run_id)
     if run_id is not None and logger._wandb_init["id"] not in (None, run_id):
         return False

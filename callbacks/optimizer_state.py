@@ -62,7 +62,7 @@ def settings_and_counters(path: str, optimizer: Optimizer) -> Iterator[tuple[str
 
 
 def with_step_hooks(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers whose step calls its hooks, with wrapped optimizers in place of wrappers without hooks.
+    """Return the optimizers whose ``step`` calls step hooks; a wrapper without hooks is replaced by what it wraps.
 
     A wrapper that does not call the constructor of `torch.optim.Optimizer`, like opacus' DPOptimizer, has no hooks.
     """
@@ -102,7 +102,8 @@ def restore_as_stored(
 
     Args:
         optimizer: An optimizer that has loaded `stored`.
-        stored: The state dict. A state dict of unknown form changes nothing, because its class restores it.
+        stored: The state dict. Without a mapping ``state`` in it, nothing changes: only the optimizer's class knows
+            how to restore such a state.
         devices: The result of `unusual_devices` when the state was saved.
     """
     entries, state = stored.get("state"), optimizer.state
@@ -149,14 +150,14 @@ def _as_stored(stored: Any, loaded: Any, place: Place, parameter: Tensor | None,
         if isinstance(parameter, DTensor) and stored.shape == parameter.shape:
             return sharded_like(stored, parameter)
         return unsharded(stored).to(device)
-    if isinstance(stored, dict) and isinstance(loaded, dict):  # in place: an optimizer may keep the entry elsewhere
+    if isinstance(stored, dict) and isinstance(loaded, dict):  # in place, as it may be referenced elsewhere
         for key in stored.keys() & loaded.keys():
             loaded[key] = _as_stored(stored[key], loaded[key], (*place, key), parameter, on_host)
         return loaded
     if type(stored) in (list, tuple) and type(loaded) is type(stored) and len(stored) == len(loaded):
         pairs = enumerate(zip(stored, loaded, strict=True))
         return type(stored)(_as_stored(old, new, (*place, at), parameter, on_host) for at, (old, new) in pairs)
-    return stored if isinstance(stored, str) else loaded  # torch turns a string into "<generator object …>"
+    return stored if isinstance(stored, str) else loaded  # `load_state_dict` breaks strings (`<generator …>`)
 
 
 def _tensors(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:

@@ -85,4 +85,4 @@ def require_events(name: str, callback: Any, events: Sequence[str], base: type) 
         names = ", ".join(events)
         raise TypeError(f"Invalid `{name}` {callback!r}. Expected an object with one of the events {names}.")
     if not isinstance(callback, base):
-        getattr(callback, "state_key", None)
+        getattr(callback, "state_key", None)  # `OtherStyle.state_key` raises the error that names the adapter

@@ -22,8 +22,9 @@ from .hook.hook import Hook
 from .optimizer_state import named_values, settings_and_counters
 
 STEPS_UNTIL_SENT = 1
+"""Steps from the start of a comparison until its digest is sent; by then, the digest has been copied to the host."""
 STEPS_UNTIL_READ = 4
-"""Steps after which a digest is sent, when it has left its device, and after which the result of all ranks is read."""
+"""Steps from the start of a comparison until its result is read; by then, all ranks have sent their digests."""
 
 _LARGEST = 2**62 - 1
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -38,11 +39,12 @@ class ReplicaGuard(Hook):
     gradients used before they are averaged, random numbers that must not differ between ranks (such as weight noise),
     an update made by only one rank, a learning rate that follows the loss of a rank, and faulty hardware.
 
-    By default it compares the replicas after steps 1, 2, 4, 8, … of a run, with each checkpoint, and at the end of
-    training. A comparison hashes all tensors on their devices, by their bits, and exchanges 32 bytes over a separate
-    process group. The result is read four steps later, so that no step waits for it. A save reads it at once, and fails
-    if replicas differ. The error has the values of the first tensor that differs. Entries of the trainer class's
-    ``rank_local``, sharded optimizer states and sharded tensors are not compared. With one rank it does nothing.
+    By default it compares the replicas after 1, 2, 4, 8, … steps of an attempt (counted again after a roll-back), with
+    each checkpoint, and at the end of training. A comparison hashes all tensors on their devices, by their bits, and
+    exchanges 32 bytes over a separate process group. The result is read four steps later, so that no step waits for it.
+    A save reads it at once, and fails if replicas differ. The error has the values of the first tensor that differs.
+    Entries of the trainer class's ``rank_local``, sharded optimizer states and sharded tensors are not compared. With
+    one rank it does nothing.
 
     Args:
         every_n_steps: Compare when the step crosses a multiple of this, and at the end of training; 0 turns it off.
@@ -57,7 +59,7 @@ class ReplicaGuard(Hook):
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         self.doubles = every_n_steps is None
-        """Whether to compare at steps 1, 2, 4, 8, …, and with each checkpoint."""
+        """Whether to compare after 1, 2, 4, 8, … steps, and with each checkpoint."""
         self.every_n_steps = step_cadence("every_n_steps", every_n_steps or 0)
         self._boundaries = Boundaries(self)
         self._first_step = self._next_double = 0
@@ -258,7 +260,7 @@ def _of_module(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[tupl
 def _describe_differences(
     named: Sequence[tuple[str, Tensor]], settings: dict[str, str], step: int, group: dist.ProcessGroup | None
 ) -> str:
-    """Describe the differences between ranks. Settings come first, because they also change weights. Collective."""
+    """Describe the differences between ranks. Settings come first, because they may be the cause. Collective."""
     digests = content_digests([tensor for _, tensor in named])
     tensors = {
         name: (f"shape {tuple(tensor.shape)}", digest) for (name, tensor), digest in zip(named, digests, strict=True)

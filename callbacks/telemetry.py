@@ -65,8 +65,8 @@ class RunEvents:
 class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts products, convolutions and attention by the formulas of torch's own counter.
 
-    Unlike `torch.utils.flop_counter.FlopCounterMode`, it puts no hooks on modules and gradients: other parts of the run
-    may translate or forbid such hooks. A formula that fails ends only the count, not the step.
+    Unlike `torch.utils.flop_counter.FlopCounterMode`, it puts no hooks on modules and gradients: `adapter/gradients`
+    replaces or refuses some of them. A formula that fails ends only the count, not the step.
     """
 
     def __init__(self) -> None:
@@ -101,10 +101,9 @@ class _Mark(NamedTuple):
 class Heartbeat(Hook):
     """Writes a ``heartbeat`` event of WASR telemetry at a cadence, and sends its figures to every logger.
 
-    Throughput is measured since the last heartbeat and over this attempt, without steps before a resume. Further
-    figures go into ``artifacts`` of the event, and to loggers as ``perf/…``:
+    These figures go into ``artifacts`` of the event, and to loggers as ``perf/…``:
 
-    - ``steps_per_sec``, and the same over the attempt (``attempt_steps_per_sec``)
+    - ``steps_per_sec`` since the last heartbeat, and ``attempt_steps_per_sec`` since training began in this attempt
     - ``flops_per_sec`` of this device: the operations of a step, by the formulas of ``torch.utils.flop_counter``. They
       are counted in the second step, and again after a heartbeat at which batches have other shapes
     - ``tokens_per_sec`` of all ranks, if steps report the metric ``tokens``: the tokens of their batch on this rank
@@ -112,9 +111,10 @@ class Heartbeat(Hook):
     - ``watts`` of an NVIDIA GPU by NVML (needs ``nvidia-ml-py``)
     - ``memory_bytes`` and ``peak_memory_bytes``: of the GPU by torch, or of this process
 
-    Figures that cannot be measured are taken from the metrics ``flops_estimate`` or ``flops``, operations a second, and
-    ``watts_estimate`` or ``power_watts``; otherwise they are null. ``duration_sec`` is the time since training began,
-    ``ttfi_sec`` the time from the set-up of the fit to the end of its first step.
+    If ``flops_per_sec`` cannot be measured, it is the metric ``flops_estimate`` or ``flops`` (operations per second).
+    For ``watts`` it is ``watts_estimate`` or ``power_watts``. Without such a metric, the figure is null.
+    ``duration_sec`` is the time since training began in this attempt, ``ttfi_sec`` the time from the set-up of the fit
+    to the end of its first step. A roll-back starts the measurements of speed and ``duration_sec`` again.
 
     Args:
         interval_steps: Cadence in steps; 0 turns it off.
@@ -164,7 +164,7 @@ class Heartbeat(Hook):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Both figures of speed start again, because the undone steps would count twice.
+        # The two figures of speed start again: otherwise a step that was undone and repeated would count twice.
         self._window = self._attempt = _Mark(time.monotonic(), trainer.global_step, self._batches)
 
     @override
@@ -280,7 +280,7 @@ class SystemMonitor(Hook):
       ``gpu0_power_watts``, ``gpu0_temperature_celsius``. Requires ``nvidia-ml-py`` (``pip install nvidia-ml-py``).
 
     Args:
-        every_s: Seconds between two readings. Shorter runs report nothing.
+        every_s: Seconds between two readings. A run that is shorter than this reports nothing.
 
     Raises:
         ValueError: `every_s` is not positive.
@@ -327,7 +327,7 @@ class SystemMonitor(Hook):
             "memory_used_bytes": memory.used,
             "process_cpu_percent": process.cpu_percent(),
             "process_memory_bytes": process.memory_info().rss,
-            # A run may have written nothing yet.
+            # The folder does not exist before the run has written something into it.
             "disk_free_bytes": psutil.disk_usage(directory if os.path.exists(directory) else os.curdir).free,
         }
         for gpu in self._gpus:
@@ -347,7 +347,7 @@ def _load_of(gpu: int) -> dict[str, float]:
 
 
 def read_nvml(read: Callable[[], _Figures], what: str) -> _Figures | None:
-    """Return the result of `read`, a query of NVML; None after logging that it fails, so that it is not repeated."""
+    """Return the result of `read`, a query of NVML. If it fails, log that and return None: the caller stops trying."""
     try:
         return read()
     except Exception as error:  # noqa: BLE001  # NVML's own errors, whose class only that package has
@@ -356,7 +356,7 @@ def read_nvml(read: Callable[[], _Figures], what: str) -> _Figures | None:
 
 
 def _gpus_of_this_machine(trainer: pl.Trainer, device: torch.device) -> tuple[int, ...]:
-    """Return the devices of the ranks on this machine, if this process can see them, otherwise its own."""
+    """Return the GPUs of all ranks on this machine if this process can see them, otherwise only its own GPU."""
     count = torch.cuda.device_count()
     own = device.index or 0
     return tuple(range(trainer.num_devices)) if own < trainer.num_devices <= count else (own,)

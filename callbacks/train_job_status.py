@@ -26,11 +26,13 @@ from .hook.hook import Hook, skippable
 log = logging.getLogger(__name__)
 
 URL_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"
-"""Address for the status. The controller sets it in the pods of a TrainJob if its gate ``TrainJobStatus`` is on."""
+"""Address for the status. The controller sets it in the pods of a TrainJob if its feature gate ``TrainJobStatus``
+is on."""
 TOKEN_VARIABLE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # noqa: S105 - the name of a variable
 """Path of the file with the token, which Kubernetes replaces from time to time."""
 CA_VARIABLE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
-"""Path of the certificate of the authority that signed the server's certificate; if absent, the usual ones count."""
+"""Path of the certificate of the authority that signed the server's certificate. If it is not set, the
+authorities of the system count."""
 MOST_METRICS = 256
 """Maximum number of metrics that the server accepts."""
 LARGEST_TOKEN = 1 << 16

@@ -127,19 +127,19 @@ class UploadArtifacts(Hook):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Queue the checkpoint that the run resumes from and earlier ones; a kill may have prevented this.
+        """Queue the checkpoint from which the run resumes, and earlier ones that a killed attempt did not queue.
 
         Delivered checkpoints are not sent again, and checkpoints of other runs are not sent. A checkpoint without a
         `run_id`, of a module that genlight does not host, belongs to this run if this fit saves to the same folder.
         """
-        if self._uploader is None or trainer.ckpt_path is None:  # earlier hooks do not know the path under FSDP
+        if self._uploader is None or trainer.ckpt_path is None:  # under FSDP, earlier events have no path
             return
         try:
             path = find_checkpoint(trainer.ckpt_path)
             record = read_record(path)
-        except (FileNotFoundError, BrokenCheckpointError):  # it may have another format
+        except (FileNotFoundError, BrokenCheckpointError):  # it may not be a checkpoint of genlight
             return
-        if is_in_memory(path):  # such a checkpoint is never sent; but the newest on disk may not be queued yet
+        if is_in_memory(path):  # never sent; instead queue the newest on disk
             on_disk = (each for saver in savers_of(trainer) for each in own_records(list_checkpoints(saver.directory)))
             if (newest := max(on_disk, key=lambda each: each.step, default=None)) is None:
                 return

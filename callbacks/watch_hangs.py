@@ -43,8 +43,8 @@ class WatchHangs(Hook):
     batches count as progress. Before the first step, for example during compilation, only `floor_s` applies.
 
     An evaluation, a rollout, a checkpoint, samples and a pause that a step asked for may take longer than steps. Their
-    limit is `work_limit_s`, or `factor` times the longest of the kind so far. The same limit holds for the ranks that
-    wait meanwhile, if they share the folder of the files.
+    limit is `work_limit_s` or `factor` times the longest of the same kind so far, whichever is longer. It also holds
+    for the other ranks, which wait meanwhile, if all ranks share the folder of the files.
 
     With `end_run` the process ends as well. An exception cannot be raised in a thread that waits inside a collective or
     a driver, so the watching thread reports the failure itself (if the run has set ``on_hang``) and calls ``os._exit``.
@@ -55,7 +55,7 @@ class WatchHangs(Hook):
         directory: Folder for the files; None means ``<default_root_dir>/hangs``.
         factor: A step that takes this many times the usual duration counts as a hang.
         floor_s: Shortest duration that counts as a hang, in seconds.
-        work_limit_s: The same limit for an evaluation, a rollout, a checkpoint, samples or a pause.
+        work_limit_s: The same for an evaluation, a rollout, a checkpoint, samples or a pause, in place of `floor_s`.
         end_run: Whether a hang ends the run.
 
     Raises:
@@ -138,7 +138,7 @@ class WatchHangs(Hook):
             now, newest, work = time.monotonic(), batches(), self._work
             since_s = max(seen_at_s, self._work_ended_s) if work is None else work[1]
             if newest != seen:
-                # Lightning counts from 0 again in each validation.
+                # The difference may be negative, because Lightning counts from 0 again in each validation.
                 step_s = max(now - since_s, 0.0) / max(1, newest - seen)
                 usual_s = SMOOTHING * usual_s + (1 - SMOOTHING) * step_s if usual_s else step_s
                 seen, seen_at_s, reported = newest, now, False
@@ -148,7 +148,7 @@ class WatchHangs(Hook):
                 if others and now - since_s < limit_s:
                     _touch(_work_file(directory, rank))
             elif any(map(_is_fresh, others)):
-                seen_at_s = now  # this rank waits for their work
+                seen_at_s = now  # this rank waits for the work of another
                 continue
             if now - since_s >= limit_s and not reported:
                 reported = True

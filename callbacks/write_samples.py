@@ -72,9 +72,9 @@ class WriteSamples(Hook):
     until its files are on disk, and the JSON is written last: a sample without it does not count, and leftovers of a
     killed run are removed at the next start. If the trainer has no generator, the JSON holds only the request. Without
     requests, the generator, if there is one, is called once with the default request, and a text file
-    ``step-00000200.txt`` is written as well. Random numbers drawn by sampling do not affect training. A run that
-    resumes from a checkpoint that was saved before the samples of its step first makes these samples, because a kill
-    may have prevented them.
+    ``step-00000200.txt`` is written as well. Random numbers drawn by sampling do not affect training. If a checkpoint
+    was saved before the samples of its step, a kill may have prevented them; a run that resumes from it makes them
+    first.
 
     Args:
         directory: Folder for samples.

@@ -1,6 +1,7 @@
-"""Records of a run: event log, Lightning logger, telemetry, uploads. None of them depends on the Lightning loop.
+"""Records of a run: its event log and Lightning logger (`events`), `telemetry`, and `uploads`.
 
-Names are resolved when they are first used (PEP 562), so that reading an event log loads neither torch nor Lightning.
+None of them depends on a training loop. Names are resolved when they are first used (PEP 562), so that reading an event
+log loads neither torch nor Lightning. May import the cluster, the plumbing and the contract.
 """
 
 from __future__ import annotations

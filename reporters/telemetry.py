@@ -49,7 +49,7 @@ class TelemetryEvent(msgspec.Struct, kw_only=True):
 
 
 OPTIONAL_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(TelemetryEvent) if not f.required)
-"""Keys that an event may lack a value for; it is then null, or an empty list."""
+"""Keys without a required value; if it is missing, null or an empty list is written."""
 REQUIRED_EVENT_FIELDS: Final = tuple(f.name for f in msgspec.structs.fields(TelemetryEvent) if f.required)
 """Keys with a value in every event; of these, only an unknown number is null."""
 

@@ -1,5 +1,6 @@
-"""The six-hook style: callbacks that receive the trainer at the begin and end of training, of epochs and of steps.
+"""The six-hook style: callbacks that receive the trainer at the beginning and end of training, of epochs and of steps.
 
+`callback_list` has the callbacks and the list that runs them, `trainer_view` the trainer that they receive.
 Names are resolved when they are first used (PEP 562). May import all callbacks, the reporters, the plumbing and the
 contract.
 """

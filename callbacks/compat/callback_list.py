@@ -100,7 +100,7 @@ class LoggingCallback(_Periodic):
     Args:
         log_interval: Cadence in steps; 0 turns it off.
         use_wandb: Whether to add Lightning's ``WandbLogger`` to the trainer's loggers, if there is none.
-        wandb_project: Project of that logger; None is Lightning's ``lightning_logs``.
+        wandb_project: Project of that logger; None means Lightning's default, ``lightning_logs``.
         wandb_run_name: The name that wandb shows; with None, wandb chooses one.
 
     Raises:
@@ -416,7 +416,8 @@ class CallbackList(Hook):
         if view.stop_vote.is_due(trainer):
             view.stop_vote.agree(trainer)
 
-    # The six hooks, for your own loop to call. Lightning and genlight also call the last two, with a module.
+    # Your own loop may call these six hooks. The last two are also events of `Hook`: then they get a module, and do
+    # nothing, because the callbacks of this list receive the event themselves.
 
     def on_train_begin(self, trainer: Any) -> None:
         """Training begins."""

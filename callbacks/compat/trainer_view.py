@@ -28,7 +28,7 @@ from ..early_stopping import StopVote
 from ..hook.events import is_number, model_of, run_state_of, step_metrics
 
 ESSENTIAL: Final = ("model_state_dict", "optimizer_state_dict", "global_step")
-"""Without these a file is not a checkpoint."""
+"""Keys that every checkpoint of this style has."""
 
 _ATTRIBUTE = "_genlight_trainer_view"
 _LOSSES = ("loss", "train/loss", "train_loss")
@@ -113,8 +113,8 @@ class TrainerView:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step, as the step named them and as they are reported; read from the device once."""
-        if self._metrics_step != self.global_step:  # without a `CallbackList`, nothing reports the end of a step
+        """Metrics of the last step, under its own names and those in reports; read from the device once."""
+        if self._metrics_step != self.global_step:  # without a `CallbackList`, nobody calls `step_ended`
             self._metrics_step = self.global_step
             own = {str(name): float(value) for name, value in self._named.items() if is_number(value)}
             self._metrics = {**step_metrics(self.lightning, self.module), **own}

@@ -56,7 +56,7 @@ class EvaluateCommand(Hook):
     Args:
         command: Program and arguments, as a list or as one string that is split as a shell splits it. No shell runs it.
         every_n_steps: Score the first checkpoint after every N steps, and the final one; 1 scores each, 0 none.
-        time_limit_s: Seconds after which a command is killed, between two steps.
+        time_limit_s: Seconds after which a command is killed; checked between two steps.
         critical: Whether a failure ends the run.
 
     Raises:
@@ -112,7 +112,7 @@ class EvaluateCommand(Hook):
 
     @override
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_train_start(trainer, pl_module)  # drop scores of undone steps: their numbers will come again
+        self.on_train_start(trainer, pl_module)  # drop scores of undone steps: the steps will be repeated
 
     @override
     def on_checkpoint_durable(
@@ -140,7 +140,7 @@ class EvaluateCommand(Hook):
             while self._running is not None and all(stop.requested() is None for stop in stops):
                 try:
                     self._report(trainer)
-                except EvaluationError as error:  # another checkpoint may be queued
+                except EvaluationError as error:  # still score the checkpoint that may be queued
                     judge(self, "on_fit_end", error)
                 time.sleep(POLL_S)
         finally:
@@ -247,7 +247,7 @@ class ScoreCommand:
         self._close()
 
     def _has_ended(self) -> bool:
-        """Return whether it has ended; does not reap it, so that its number stays reserved until `_kill`."""
+        """Return whether it has ended; does not reap it, so that its process id stays reserved until `_kill`."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _kill(self) -> None:

@@ -69,8 +69,8 @@ class RunContext(Protocol):
     record: RecordMeta | None
     """Metadata of the run for every checkpoint record; None if it is not known before the fit."""
     uploader: Uploader | None
-    """Sends the run's artifacts, on rank zero. ``genlight run`` opens it, in other fits `UploadArtifacts`; in both cases
-    the session waits for its uploads and closes it."""
+    """Sends the run's artifacts, on rank zero. ``genlight run`` opens it; in ``genlight fit``, `UploadArtifacts` does.
+    In both cases the session waits for the uploads and closes it."""
     requires_uploads: bool
     """Whether a completed run fails if an upload did not arrive."""
     deadline_s: float
@@ -232,7 +232,7 @@ class Hook(pl.Callback):
         """Samples of `step` are on disk: the record of each, with the files that belong to it."""
 
     def on_roll_back_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The run is to be rolled back after this step. genlight's loop fires it if `Recover` has set ``rolls_back``."""
+        """The run is to be rolled back after this step; genlight's loop fires it if ``rolls_back`` is set."""
 
     def on_roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """`Recover` has rolled the run back to ``trainer.global_step``; counters of steps continue from there."""
@@ -392,8 +392,8 @@ def skippable(method: _Method) -> _Method:
     """Mark an ``on_train_batch_end`` that has nothing to do before ``self.next_due_step``, which it sets at each call.
 
     genlight's loop does not call it before that step, except at the first step of an epoch and after a stop request. A
-    call without work still costs some 2 µs, because its code has left the processor's caches. Without this decorator, the
-    callbacks of a job would take 28 µs a step instead of 12. A hook that gets work from another event sets
+    call without work still costs some 2 µs, because its code has left the processor's caches. Without this decorator,
+    the callbacks of a job would take 28 µs a step instead of 12. A hook that gets work from another event sets
     ``next_due_step`` to 0. Lightning's own loop calls the method after every step. A method of a subclass that
     overrides a marked one must be marked too.
     """

@@ -49,8 +49,8 @@ class EventLogger(Logger):
     - ``completed`` or ``failed`` when the fit ends, with the number of completed optimizer steps; for ``genlight fit``,
       after its uploads.
 
-    Each fit is one attempt of the run. A ``validate`` or ``test`` that logs something is a separate attempt. It names
-    its ``stage``, and readers keep all steps of the fit.
+    Each fit is one attempt of the run. Each ``validate`` or ``test`` is a separate attempt, which names its ``stage``
+    so that readers do not take it for one that trains these steps again.
 
     Args:
         path: The log. Lightning saves checkpoints next to it.
@@ -139,7 +139,7 @@ class EventLogger(Logger):
             self._trainer = model.trainer
             self._recorder = RecordEvents(self._started_log())
             self._trainer.callbacks.append(self._recorder)  # type: ignore[attr-defined]
-        elif stage in ("validate", "test"):  # already here, because its first metric comes only at its end
+        elif stage in ("validate", "test"):  # the first metric comes only at the end
             self._started_log()
 
     @override
@@ -151,7 +151,7 @@ class EventLogger(Logger):
         event_log = (self._last_step and self._log) or self._started_log()
         self._last_step = max(self._last_step, at)
         values = metrics
-        if "epoch" in metrics:  # Lightning's own
+        if "epoch" in metrics:  # the column that Lightning adds
             values = {name: value for name, value in metrics.items() if name != "epoch"}
         try:
             event_log.metrics(values, step=at)
@@ -318,7 +318,7 @@ class RecordEvents(Callback):
 
 
 def has_stock_checkpoint(trainer: pl.Trainer) -> bool:
-    """Return whether a restart finds a checkpoint of Lightning's callback, or the start of this attempt."""
+    """Return whether a restart finds a checkpoint of `ModelCheckpoint`, or the one from which this attempt started."""
     stock = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return trainer.ckpt_path is not None or any(each.last_model_path or each.best_model_path for each in stock)
 

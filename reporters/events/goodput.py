@@ -71,7 +71,7 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """The share of steps whose work was kept, from 0 to 1."""
+        """The share of the wall time spent on steps whose work was kept, from 0 to 1."""
         return self.seconds["steps"] / self.wall_s if self.wall_s > 0 else 0.0
 
 
@@ -82,7 +82,7 @@ class _Attempt:
     is_evaluation: bool = False
     resumed_from: int = 0
     undone_after: int | None = None
-    """The attempt replaced the earlier steps after this one; None if it replaced none."""
+    """The last step that still counts after this attempt replaced later ones; None if it replaced none."""
     last_step: int = 0
     upload_wait_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -131,7 +131,8 @@ class Ledger:
         if isinstance(event, Started):
             stage = evaluation_stage(event)
             attempts.append(_Attempt(event.timestamp_ms / 1000, event, is_evaluation=stage is not None))
-        elif attempts and not (isinstance(event, Failed) and attempts[-1].ended):  # that is a start that failed
+        # A ``failed`` after a terminal event belongs to an attempt that failed before it started.
+        elif attempts and not (isinstance(event, Failed) and attempts[-1].ended):
             attempt = attempts[-1]
             if undone_after is not None:
                 before = attempt.undone_after

@@ -34,7 +34,7 @@ decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def encode_json(value: object) -> bytes:
-    """Return compact JSON with sorted keys. A number that is not finite becomes null; `storable` escapes texts."""
+    """Return compact JSON with sorted keys. Numbers that are not finite become null; for texts see `storable`."""
     return encode_lines([value])[:-1]
 
 

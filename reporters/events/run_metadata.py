@@ -84,7 +84,7 @@ def _file_of_module(module: str) -> Path:
 
 
 def numerics() -> dict[str, Any]:
-    """Return the settings of this process that affect the exact numbers of a training, if they are known."""
+    """Return the settings of this process that affect the exact numbers; those of torch only if it is imported."""
     found: dict[str, Any] = {"python": platform.python_version()}
     torch = sys.modules.get("torch")
     if torch is None:

@@ -1,4 +1,9 @@
-"""Uploads: a queue on disk, threads that deliver its entries, and the wire format of the trainer contract."""
+"""Uploads of a run's results.
+
+`config` has the destinations and limits, `queue` the queue on disk, `uploader` the threads that deliver its entries,
+and `destinations` the transfers and the wire format of the trainer contract. May import `events`, the plumbing and the
+contract.
+"""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Delivery:
         for name in entry.to if lane is None else [name for name in entry.to if name in lane]:
             if name == FILE_STORE:
                 parts |= {f"put:{i}": functools.partial(self._put, entry, i) for i in range(len(entry.files))}
-            elif name == ENDPOINT and entry.kind == "sample":  # each picture can be shown separately
+            elif name == ENDPOINT and entry.kind == "sample":  # the receiver can show each file
                 parts |= {f"post:{i}": functools.partial(self._post_about, entry, i) for i in range(len(entry.files))}
             elif name == ENDPOINT:
                 parts["post"] = functools.partial(self._post_about, entry, entry.subject)
@@ -155,7 +155,7 @@ class Delivery:
         try:
             return _check_answer(self._exchange(request), facts, safe_url(url))
         except Contradicted as error:
-            _sha256_of.cache_clear()  # the local file may have been replaced
+            _sha256_of.cache_clear()  # perhaps the file was replaced, with the same size and time
             self._contradictions[entry.seq] += 1
             if self._contradictions[entry.seq] > CONTRADICTIONS_ALLOWED:
                 raise Refused(str(error)) from error
@@ -240,7 +240,7 @@ class Delivery:
                 content = bytearray()
                 for chunk in response.iter_bytes():
                     content += chunk
-                    if len(content) > ANSWER_LIMIT_BYTES:  # the limit on memory
+                    if len(content) > ANSWER_LIMIT_BYTES:  # so that an answer cannot fill the memory
                         raise Refused(f"{where} answered with more than {ANSWER_LIMIT_BYTES} bytes")
             finally:
                 response.close()

@@ -90,7 +90,7 @@ class Entry(msgspec.Struct, kw_only=True):
     reason: str = ""
     """Why the last try failed, without secrets."""
     refusals: dict[str, str] = {}
-    """Destinations that cannot be reached in this attempt, each with the reason."""
+    """Destinations to which this attempt no longer tries to deliver, each with the reason."""
     refused: bool = False
     """Whether no further part can be delivered in this attempt."""
     auth: bool = False
@@ -113,7 +113,7 @@ class Entry(msgspec.Struct, kw_only=True):
 
     @property
     def subject(self) -> int | None:
-        """Index of the reported file; None for a folder."""
+        """Index of the file at `local_path`; None if that is a folder."""
         return next((index for index, file in enumerate(self.files) if file.path == self.local_path), None)
 
     def name_in_store(self, file: File) -> str:
@@ -218,13 +218,13 @@ class Queue:
             ) from error
 
     def _open(self, is_ours: Callable[[Entry], bool]) -> None:
-        """Read the entries of earlier processes, and remove what killed ones have left."""
+        """Read the entries of earlier processes, and remove the incomplete files and links of killed ones."""
         for folder in (self.directory, self.directory / DELIVERED):
             for debris in folder.glob(f"{TEMPORARY_PREFIX}*.json-*"):  # left by a killed process
                 debris.unlink()
         self._delivered = {entry.seq: entry for entry in read_entries(self.directory / DELIVERED)}
         for entry in [*self._delivered.values()]:
-            if entry.files and not (self.root / entry.files[-1].path).exists():  # nobody can queue it again
+            if entry.files and not (self.root / entry.files[-1].path).exists():  # deleted, so nobody can queue it again
                 self._path(entry.seq, DELIVERED).unlink()
                 del self._delivered[entry.seq]
         for seq in self._delivered:  # a process may have been killed before it removed the waiting entry

@@ -1,8 +1,9 @@
 """Deliver the results of a run in the background.
 
-To add an entry, the training thread only writes one small file. Each kind of entry and each lane of destinations has a
-thread, which delivers entries in order. So a metrics endpoint that is down does not delay checkpoints, a large
-checkpoint does not delay metrics, and a target that does not work does not delay the others.
+To add an entry, the training thread only writes one small file. For each kind of entry, every lane (a group of
+destinations) has a thread that delivers the entries in order. So a metrics endpoint that is down does not delay
+checkpoints, a large checkpoint does not delay metrics, and a target that does not work does not delay the other
+targets.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ class Uploader:
             primary_path: The file or folder that the message names; None means `main`.
 
         Raises:
-            UploadError: A file is missing. Or the queue cannot be written; the artifact is then delivered from memory.
+            UploadError: A file is missing, or the queue cannot be written; in the second case this process delivers the
+                artifact from memory.
         """
         if not self.config.wants(kind):
             return
@@ -360,7 +362,7 @@ class Uploader:
                     self._deliver(entry, lane, RETRIES)
 
     def _next(self, kind: Kind, lane: Lane) -> Entry | None:
-        """Return the oldest entry with parts left for `lane`, or with no part left at all: `_deliver` finishes it."""
+        """Return the oldest entry with parts left for `lane`, or with none left at all, so that it can be finished."""
         waiting = (entry for entry in self.queue.entries(kind) if not entry.refused)
         left = self._parts_left
         return next((each for each in waiting if left(each, lane) or not left(each, each.to)), None)
@@ -425,7 +427,10 @@ class Uploader:
             raise Interrupted
 
     def _refuse(self, entry: Entry, lane: Lane, error: Refused) -> None:
-        """Stop trying to deliver `entry` to `lane` in this attempt."""
+        """Stop trying to deliver `entry` to `lane` in this attempt.
+
+        Metrics are dropped, unless the server refused the credentials.
+        """
         if not self.queue.holds(entry):
             return
         if entry.kind == "metrics" and not error.auth:
