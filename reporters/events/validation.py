@@ -157,10 +157,10 @@ def iter_violations(path: str | os.PathLike[str]) -> Iterator[Violation]:
             event = decode_event(line)
         except (ValueError, RecursionError) as error:
             problem = str(error)
-            # Nearly all lines are exactly as `EventLog` writes them, so the slower check of their form and keys can be
-            # skipped. It cannot for ``failed``, because an older runtime wrote such lines without two required keys.
-            # is_as_written = event is not None and type(event) is not Failed and encode_lines([event]) == line for rule,
-            # message in log.check(event) if event and is_as_written else _faults(line, event, problem, log):
+        # Nearly all lines are exactly as `EventLog` writes them, so the slower check of their form and keys can be
+        # skipped. It cannot for ``failed``, because an older runtime wrote such lines without two required keys.
+        is_as_written = event is not None and type(event) is not Failed and encode_lines([event]) == line
+        for rule, message in log.check(event) if event and is_as_written else _faults(line, event, problem, log):
             yield Violation(position.line, rule, message)
 
 
