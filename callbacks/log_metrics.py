@@ -124,7 +124,7 @@ class LogMetrics(Hook):
             return
         if step_metrics is not None:
             run_state.loss_stats = step_metrics
-            for listener in self._listeners:  # like `publish_metrics`, but skips callbacks that do not override it
+            for listener in self._listeners:  # like `publish_metrics`, but only callbacks that override it
                 listener(trainer, pl_module, step_metrics, step)
             metrics = {**step_metrics, **rollout_metrics}
             if self._waited is not None:

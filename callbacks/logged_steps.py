@@ -159,7 +159,7 @@ def _drop_rows(logger: CSVLogger, first: int) -> None:
     path = Path(writer.metrics_file_path)
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        names = sorted(reader.fieldnames or ())  # the order in which the logger appends rows
+        names = sorted(reader.fieldnames or ())  # the order of columns when the logger appends rows
         rows = list(reader)
     kept = [row for row in rows if (row.get("step") or "").isdecimal() and int(row["step"]) < first]
     if rows and not kept:

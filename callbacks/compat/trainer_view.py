@@ -113,7 +113,7 @@ class TrainerView:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step, under its own names and those in reports; read from the device once."""
+        """Metrics of the last step, by the names that it returned and those that are reported; read once."""
         if self._metrics_step != self.global_step:  # without a `CallbackList`, nobody calls `step_ended`
             self._metrics_step = self.global_step
             own = {str(name): float(value) for name, value in self._named.items() if is_number(value)}

@@ -376,7 +376,7 @@ def _predecessors(position: int, hooks: Sequence[Hook]) -> set[int]:
 
 
 def listeners(trainer: pl.Trainer, event: str) -> list[Callable[..., Any]]:
-    """Return the method `event` of every callback that overrides it, for a call in each step.
+    """Return the method `event` of every callback that overrides it; faster than `fire` in each step.
 
     Hooks that do not receive events on this rank are skipped.
     """

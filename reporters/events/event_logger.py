@@ -76,7 +76,7 @@ class EventLogger(Logger):
         self._skipped: set[str] = set()
 
     def join_run(self, run: _HasEventLog) -> None:
-        """Add metrics to the log of `run`. If the run has no log yet, as in a fit, it takes over this logger's log.
+        """Add metrics to the log of `run`. If it has none yet, as in ``genlight fit``, it takes over this logger's log.
 
         A run has one log. A logger with another file keeps its own log and writes the terminal event there.
         """
@@ -96,7 +96,7 @@ class EventLogger(Logger):
         self._log, self._owns_log, self._ends_log = event_log, False, False
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy opens its own log at its first use, because the log of a session is closed in a copy.
+        # A copy of a logger that opened its log opens it again at its first use. A session's log is closed in a copy.
         own_log, owns = None if self._owns_log else self._log, self._owns_log
         return {**vars(self), "_log": own_log, "_ends_log": owns, "_trainer": None, "_recorder": None}
 

@@ -236,7 +236,7 @@ class LineFile:
                 write_all(lock.descriptor, lines[written:])
             self.size, self.lines = self.size + len(lines), self.lines + count
         except BaseException as error:
-            # Also after a KeyboardInterrupt between the write and the update of the counters.
+            # The error may be a KeyboardInterrupt that came after the write: the line is then removed, too.
             self.size, self.lines = before
             self._torn = True
             with contextlib.suppress(EventLogError):  # the next append tries again and reports the error

@@ -81,7 +81,7 @@ def typed_events(
         if len(decoded) == len(block):
             yield from decoded
             continue
-        for number, line in enumerate(block, start=position.line + 1 - len(block)):  # one of them is broken or empty
+        for number, line in enumerate(block, start=position.line + 1 - len(block)):  # a line is broken or empty
             event = event_on(line)
             if event is not None:
                 yield event

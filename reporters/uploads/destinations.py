@@ -72,7 +72,7 @@ class Refused(Exception):
 
 
 class Interrupted(Exception):
-    """The uploader is closing; the transfer continues at the next start."""
+    """The uploader is closing; the transfer is made at the next start."""
 
 
 class Delivery:
