@@ -106,9 +106,7 @@ class LogMetrics(Hook):
         rollout_metrics: dict[str, float] = {}
         # Steps come one by one, so a multiple of the cadence is a crossed boundary.
         is_due = every > 0 and step % every == 0
-        hosted = (
-            getattr(pl_module, "hosted_trainer", None) if is_due else None
-        )  # `hosted_by` inlined: this saves a call
+        hosted = getattr(pl_module, "hosted_trainer", None) if is_due else None  # `hosted_by`, inlined for speed
         if hosted is not None and hosted.step_result is not None and not suppressed(pl_module):
             step_metrics = hosted.metrics()
             run_state = run_state_of(trainer)

@@ -101,7 +101,8 @@ class _Mark(NamedTuple):
 class Heartbeat(Hook):
     """Writes a ``heartbeat`` event of WASR telemetry at a cadence, and sends its figures to every logger.
 
-    These figures go into ``artifacts`` of the event, and to loggers as ``perf/…``:
+    Speed is measured since the last heartbeat and over this attempt. A roll-back starts both measurements again.
+    ``artifacts`` of the event, and loggers as ``perf/…``, get these figures:
 
     - ``steps_per_sec`` since the last heartbeat, and ``attempt_steps_per_sec`` since training began in this attempt
     - ``flops_per_sec`` of this device: the operations of a step, by the formulas of ``torch.utils.flop_counter``. They
@@ -114,7 +115,7 @@ class Heartbeat(Hook):
     If ``flops_per_sec`` cannot be measured, it is the metric ``flops_estimate`` or ``flops`` (operations per second).
     For ``watts`` it is ``watts_estimate`` or ``power_watts``. Without such a metric, the figure is null.
     ``duration_sec`` is the time since training began in this attempt, ``ttfi_sec`` the time from the set-up of the fit
-    to the end of its first step. A roll-back starts the measurements of speed and ``duration_sec`` again.
+    to the end of its first step. A roll-back also starts ``duration_sec`` again.
 
     Args:
         interval_steps: Cadence in steps; 0 turns it off.

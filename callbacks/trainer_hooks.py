@@ -269,7 +269,7 @@ def setup_wandb_metrics(wandb_run: Any) -> None:
 def _interval(name: str, argument: int | None, holder: Any, path: str, default: int | None = None) -> int:
     """Return a cadence in epochs: `argument`, otherwise the entry at `path` of a configuration, otherwise `default`.
 
-    Without a configuration (`holder` is None), the last resort is 1.
+    The cadence is 1 if there is neither an argument nor a configuration nor a default.
 
     Raises:
         ValueError: The cadence is not an integer >= 0, or there is no default and the configuration lacks the entry.

@@ -4,7 +4,7 @@ A subclass states its policy as class (or instance) attributes and overrides the
 under genlight's loop and under a plain ``lightning.pytorch.Trainer`` alike, because `Hook.__init_subclass__` wraps the
 event methods themselves:
 
-- **failure**: if a hook that is not `critical` raises an exception, training continues. The first one of each event is
+- **failure**: if a hook that is not `critical` raises an exception, training continues. The first exception in each event is
   logged with its traceback; later ones are counted, and the end of the fit logs the counts. A critical hook's exception
   ends the run.
 - **rank**: with ``ranks = "zero"`` a hook receives events only on rank zero.
