@@ -90,7 +90,7 @@ def unusual_devices(optimizer: Optimizer) -> list[tuple[Place, bool]]:
     for key, entry in optimizer.state.items():
         for place, tensor in _tensors(entry, (numbers.get(id(key), key),)):
             is_on_host = tensor.device.type == "cpu"
-            # A load leaves ``step`` on the host, unless its group is capturable or fused, and moves all else to the device.
+            # A load moves all but ``step`` to the device, and in a capturable or fused group ``step``, too.
             if is_on_host != (place[1:] == ("step",) and id(key) not in on_device):
                 found.append((place, is_on_host))
     return found
