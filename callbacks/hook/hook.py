@@ -4,8 +4,8 @@ A subclass states its policy as class (or instance) attributes and overrides the
 under genlight's loop and under a plain ``lightning.pytorch.Trainer`` alike, because `Hook.__init_subclass__` wraps the
 event methods themselves:
 
-- **failure**: if a hook that is not `critical` raises an exception, training continues. The first exception of each event
-  is logged with its traceback; later ones are counted, and the end of the fit logs the counts. A critical hook's
+- **failure**: if a hook that is not `critical` raises an exception, training continues. The first exception of each
+  event is logged with its traceback; later ones are counted, and the end of the fit logs the counts. A critical hook's
   exception ends the run.
 - **rank**: with ``ranks = "zero"`` a hook receives events only on rank zero.
 - **order**: a hook with a field of the run state in `reads` runs after the hooks with this field in `writes`, whatever
