@@ -191,6 +191,8 @@ class Repetition(pl.Callback):
         """Why steps cannot be compared, if that is known."""
         self._is_compared = True
         """Whether this repetition has as many ranks as the run; otherwise, its steps have other rows."""
+        self._compares_states = True
+        """Whether its state must equal the run's checkpoints; another device rounds differently."""
         self._expected: dict[Key, Entry] = {}
         """The entries of this rank in the witness of the run."""
         self._facts: dict[int, Mapping[str, Any]] = {}
@@ -212,6 +214,7 @@ class Repetition(pl.Callback):
         if not self.run.traces.witness:
             return
         self._is_compared, limit = limit_between(self.run.traces.facts, now)
+        self._compares_states = self._is_compared and not limit
         self._limits = limit or self._limits
         recorded = self.run.traces.witness.get(self._channel.rank)
         if recorded is not None and self._is_compared:
@@ -236,7 +239,7 @@ class Repetition(pl.Callback):
                 rank, facts, hints = self._channel.rank, self._facts, self.hints
                 self._note(step, compare(earlier, self.entry, rank=rank, facts=facts, hints=hints))
         record = self.run.traces.records.get(step)
-        if record is None or record.final or not self._is_compared:
+        if record is None or record.final or not self._compares_states:
             return
         state = checkpoint_connector(trainer).dump_checkpoint(weights_only=False)
         proof = compare_with_checkpoint(state, record, self._channel)

@@ -313,7 +313,7 @@ def order_callbacks(trainer: pl.Trainer) -> None:
     """Sort the hooks of `trainer` by their reads and writes; once per trainer.
 
     Raises:
-        HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
+        HookOrderError: Hooks wait for each other in a circle, or one reads a field that no hook writes.
     """
     registered = callbacks_of(trainer)
     if getattr(trainer, _ORDERED_ATTRIBUTE, None) is registered:
@@ -336,7 +336,7 @@ def in_order(hooks: Sequence[Hook]) -> list[Hook]:
     """Return the hooks with writers first, otherwise in the order of registration.
 
     Raises:
-        HookOrderError: Hooks wait for each other, or one reads a field that no hook writes.
+        HookOrderError: Hooks wait for each other in a circle, or one reads a field that no hook writes.
     """
     # The nodes are positions, not hooks: a hook that is a dataclass may have no hash, and may be equal to another hook.
     graph = TopologicalSorter({position: _predecessors(position, hooks) for position in range(len(hooks))})
