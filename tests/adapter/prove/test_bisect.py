@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,10 +19,11 @@ from genlight.adapter.contract.exceptions import UsageError
 from genlight.adapter.contract.types import StepResult
 from genlight.adapter.prove import bisect as bisect_module
 from genlight.adapter.prove.bisect import bisect
-from genlight.callbacks.witness.entry import WitnessFile, file_of_rank, read_witness
+from genlight.callbacks.witness.entry import file_of_rank
 from support.jobs import run, write_job
 from support.messages import refusal
 from support.trainer_class import Trains
+from support.witness_files import change_witness
 
 pytestmark = pytest.mark.promise(name="resume")
 
@@ -342,14 +342,6 @@ class Edited(Trains):
     def loss(self, batch, state):
         return super().loss(batch, state) * FACTOR
 """
-
-
-def change_witness(folder, **facts):
-    """Write the witness of a run again, with other facts about its attempts."""
-    path = file_of_rank(folder / "checkpoints", 0)
-    recorded = read_witness(path)
-    attempts = {number: {**known, **facts} for number, known in recorded.header.attempts.items()}
-    WitnessFile(path, msgspec.structs.replace(recorded.header, attempts=attempts), recorded.entries).close()
 
 
 def remove_witness(folder):

@@ -29,6 +29,7 @@ from support import SUPPORT
 from support.jobs import run, write_job
 from support.messages import refusal
 from support.trainer_class import Trains
+from support.witness_files import change_witness
 
 pytestmark = pytest.mark.promise(name="resume")
 
@@ -142,6 +143,16 @@ def test_a_forgotten_counter_is_not_the_same_from_its_first_step(train, tmp_path
     assert result["is_same"] is False
     assert result["witness"].startswith("step 6 is not the same as in the run: the loss is ")
     assert "Before it" not in result["witness"]
+
+
+def test_neither_losses_nor_checkpoints_of_another_device_are_compared(train, tmp_path):
+    folder = train("Forgets")
+    change_witness(folder, device="cuda")
+
+    result = replay(folder, 10, tmp_path / "scratch")
+
+    assert result.is_same
+    assert "cuda and cpu round differently" in result.witness
 
 
 def test_numbers_that_a_callback_draws_after_a_step_are_drawn_again(train, tmp_path):
@@ -272,6 +283,7 @@ FSDP2 = {
 RANKED = """
 import torch
 from support.trainer_class import Trains
+from support.witness_files import change_witness
 
 class Ranked(Trains):
     def prepare_batch(self, raw, state, ctx):
