@@ -38,7 +38,7 @@ TIMED = (
     (readings.Probe, "_after_update"),
     (readings.Probe, "_note_last_gradient"),
     (readings.Probe, "_note_output"),
-    (readings.Probe, "_note"),
+    (readings.Probe, "_note_magnitude"),
 )
 
 

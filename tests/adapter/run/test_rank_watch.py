@@ -22,6 +22,7 @@ from genlight.adapter.run.ranks import (
     RankWatch,
     RankZero,
     after_patience,
+    end_of_rank,
     failed_ranks,
     first_cause,
     paused_ranks,
@@ -44,7 +45,7 @@ def notes(tmp_path):
 
 def processes(*codes):
     """Those of ranks 1 and on, as far as the checks look at them."""
-    failed = next(((rank, code) for rank, code in enumerate(codes, start=1) if code), None)
+    failed = next((end_of_rank(rank, code) for rank, code in enumerate(codes, start=1) if code), "")
     return SimpleNamespace(failed=lambda: failed)
 
 

@@ -49,8 +49,9 @@ class Dies(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step in (ON_LAST_NODE, NEWEST):
             newest = [min(self.step, trainer.global_step)]
-            # A node that receives copies keeps only the newest.
-            while (steps(self.directory) if trainer.global_rank else steps(self.directory)[-1:]) != newest:
+            # A node that receives copies keeps only the newest, unless its disk hangs before it can remove the others.
+            keeps_one = 0 < trainer.global_rank < NODES - 1
+            while (steps(self.directory) if keeps_one else steps(self.directory)[-1:]) != newest:
                 time.sleep(0.01)
             dist.barrier()
         if trainer.global_step == NEWEST:

@@ -77,7 +77,6 @@ class Job:
 
     def __init__(self, folder, ranks=1):
         self.folder = folder
-        self.environ = {**environ_with_tests(), "TRAINER_ARTIFACTS_DIR": str(folder / "runs/r")}
         (folder / "dies.py").write_text(TRAINER)
         lightning = {"accelerator": "cpu", **({"devices": ranks, "strategy": "ddp"} if ranks > 1 else {})}
         job = {"run_id": RUN_ID, "trainer": "dies:Dies", "max_steps": STEPS, "checkpoint_every": 2, "metric_every": 1}

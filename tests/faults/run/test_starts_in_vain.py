@@ -108,7 +108,7 @@ def test_a_stop_before_the_first_step_promises_no_progress_the_second_time(job, 
     assert job.run() == 1
     failed = job.terminal_event()
     assert (failed["error"], failed["category"], failed["resumable"]) == (reason, reason, False)
-    assert "No step was trained. The attempt before" in caplog.text
+    assert "No step was trained. The previous attempt" in caplog.text
     assert "genlight run" not in caplog.text
     assert terminals(job) == ["failed", "failed"]
 
