@@ -57,7 +57,8 @@ class Tiny:
 
 def write_job(folder, run_id, **job):
     """Write the trainer class and a job of it into `folder`; returns the name of the job's file."""
-    (folder / "tiny.py").write_text(TRAINER)
+    if not (folder / "tiny.py").exists():  # a run that was started before may just read it
+        (folder / "tiny.py").write_text(TRAINER)
     hyperparams = {"lr": 0.1, **job.pop("hyperparams", {})}
     batches = [[[1.0, 2.0]]] * (50_000 if "pause_s" in hyperparams else 40)  # its test ends a run that pauses
     job = {
