@@ -115,6 +115,23 @@ def apart(slurm, tmp_path_factory):
     return jobs, slurm.submit(*options, cwd=jobs.folder)
 
 
+@pytest.mark.promise(name="resume")
+def test_supervisors_that_srun_starts_restart_the_ranks_of_both_nodes(jobs):
+    straight = jobs.submit(jobs.write("straight", checkpoint_every=2), "--nodes=2")
+    jobs.write("killed", checkpoint_every=2, hyperparams={"hold": "go"})
+    command = f"srun {sys.executable} -m genlight.adapter.cli run killed.json --restarts 1"
+    options = ("--nodes=2", "--ntasks-per-node=1", "--no-requeue", "--output=killed-%j.out", f"--wrap={command}")
+    killed = jobs.slurm.submit(*options, cwd=jobs.folder)
+    os.kill(jobs.until_reached()[1], signal.SIGKILL)
+    (jobs.folder / "go").touch()
+
+    assert jobs.slurm.wait(killed) == jobs.slurm.wait(straight) == ("COMPLETED", 0)
+    assert [event["value"] for event in jobs.events("killed") if event.get("name") == "trainer/resumed_from_step"] == [
+        2
+    ]
+    assert jobs.weights("killed") == jobs.weights("straight")
+
+
 def test_two_nodes_train_are_preempted_requeued_and_end_as_if_nothing_had_been(jobs):
     stopped = jobs.submit(jobs.write("stopped", hyperparams={"hold": "go"}), "--nodes=2")
     straight = jobs.submit(jobs.write("straight"), "--nodes=2")
