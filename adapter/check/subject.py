@@ -41,11 +41,11 @@ WORLD_SIZE = 2
 RANKS_WITHIN_S = 120.0
 """Seconds that two processes may take for all their jobs."""
 RESUMED = " resumed"
-"""Suffix of the name of a job's results after a resume half-way."""
+"""Appended to the name of a training; results under that name are from the same training, resumed half-way."""
 SHARDED = "sharded"
 """The job that runs under FSDP 2 instead of DDP."""
 REFUSED = "refused"
-"""Kind and path of the reason in the snapshot of a job that could not run."""
+"""A training that could not run has the snapshot ``{REFUSED: {REFUSED: reason}}``."""
 
 
 class Observer(Hook):
@@ -122,7 +122,7 @@ class Subject:
 
     import_path: str
     batches: tuple[Any, ...]
-    """Raw batches, one for each step; twice as many as `steps`. Empty if the class collects its own by ``rollout``."""
+    """Raw batches, one for each of the ``2 * steps`` steps of a run. Empty if the class makes them by ``rollout``."""
     steps: int
     """Half of the steps of a run; a run that is resumed was interrupted after this step."""
     search_path: tuple[str, ...] = ()
@@ -215,7 +215,8 @@ class RanksError(RuntimeError):
 def train_on_ranks(subject: Subject, jobs: dict[str, list[list[Any]]], folder: Path) -> dict[str, list[Snapshot]]:
     """Train on two processes with gloo, without dropout.
 
-    The job called `SHARDED`, which must be the last one, trains under FSDP 2, the others under DDP.
+    The job called `SHARDED` trains under FSDP 2, the others under DDP. It must be the last one, because an error in it
+    leaves the ranks at different points.
 
     Args:
         subject: What to train.
@@ -323,7 +324,7 @@ def _train_rank(name: str, subject: Subject, batches: list[Any], **checkpoints: 
     try:
         ranks: Any = {"devices": WORLD_SIZE, "strategy": strategy}
         observer = subject.train(Observer(dropout=False), batches=batches, **checkpoints, **ranks)
-        # In two snapshots: in one, the state of a wrapper around an optimizer would count as "value".
+        # In two snapshots, because one with "value" has the state of a wrapper around an optimizer only there.
         state = observer.take_snapshot("weight", "optimizer state")
         values = observer.take_snapshot("value")["value"]
     except Exception as error:

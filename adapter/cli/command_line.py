@@ -36,7 +36,7 @@ from .terminal import (
 )
 
 ANYWHERE = ("checkpoints", "events", "init", "path")
-"""Commands that only read and write files, on every operating system."""
+"""The commands that work on every operating system, because they only read and write files."""
 
 COMMANDS = {
     "init": "start a project: a new folder with a trainer class, a job and data",
@@ -151,14 +151,14 @@ def _run(words: list[str]) -> int:
     except OSError as error:
         if error.errno is None:  # raised by genlight, with a complete message
             return print_error(name, error)
-        if error.filename is None:  # an error of the output; `exit_on_broken_pipe` handles it
+        if error.filename is None:  # an error of the output, which `main` handles
             raise
         return print_error(name, f"{text_of_error(error)}; name a path that can be used")
     return code
 
 
 def _install_command(extra: str) -> str:
-    """Return the command that installs the packages of an extra, by name, because no package index has genlight."""
+    """Return a pip command that names the packages of an extra, because no package index has genlight."""
     requires = (required.partition(";") for required in metadata.requires("genlight") or ())
     named = [f"'{package.strip()}'" for package, _, marker in requires if re.search(rf"extra == .{extra}\b", marker)]
     return f"pip install {' '.join(named)}"

@@ -49,7 +49,8 @@ def _end_with_terminal() -> None:
     """Wait for the terminal to close, then end the process by SIGHUP.
 
     The kernel sends SIGHUP only if this terminal is the process's controlling terminal, so the process sends it to
-    itself. Otherwise textual would read end-of-file in a loop, and wait forever for its output. SIGHUP ends the process
+    itself. Without a signal, textual would read end-of-file in a loop, and its exit would wait forever for output
+    that can no longer be written. SIGHUP ends the process
     at once: a view has nothing to save, and there is no terminal to restore.
     """
     hang_up = select.poll()

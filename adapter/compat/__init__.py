@@ -8,7 +8,8 @@ else, so a real package always wins. Every name of ``gen_worker.trainer`` comes 
 `old_names` if only the old package had it. Releases of the old package had the names in different modules, so every
 stand-in module has all names.
 
-``gen_worker/trainer.py`` (`gen_worker_trainer.py` here) does the same in a process that has not imported genlight.
+``gen_worker/trainer.py`` (`gen_worker_trainer.py` here) is a file on the path that imports this package and puts the
+stand-in in its own place, so the old import works before anything has imported genlight.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _WORLDFLUX: Final = {
         ),
     ),
 }
-"""Modules of ``worldflux``: the module of genlight that each stands for, and its names."""
+"""By module of ``worldflux``: the module of genlight that provides its names, and these names."""
 _GEN_WORKER: Final = {"gen_worker", _TRAINER, *(f"{_TRAINER}.{module}" for module in MODULES)}
 
 
@@ -68,8 +69,8 @@ class _Finder(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         parent, _, last = name.rpartition(".")
-        # If a real `worldflux` is installed, none of its modules is replaced or added. A real `gen_worker` may get a
-        # `trainer`.
+        # If a real `worldflux` is installed, none of its modules is replaced or added. To a real `gen_worker`, however,
+        # any module of `_GEN_WORKER` that it lacks is added.
         is_ours = name in _WORLDFLUX and (not parent or getattr(sys.modules[parent], "__loader__", None) is self)
         return ModuleSpec(name, self, is_package=True) if is_ours or (last and name in _GEN_WORKER) else None
 
@@ -123,7 +124,7 @@ def _names_of(module: str) -> tuple[Sequence[str], Callable[[str], Any]]:
 
 def _resolve(name: str) -> Any:
     """Look up a name of ``gen_worker.trainer``. This imports genlight late, because genlight imports this module."""
-    if name == "run_training_runtime_from_env":  # genlight's function of this name returns an exit code
+    if name == "run_training_runtime_from_env":  # after a failure, genlight's returns an exit code, this one raises
         return run_training_runtime_from_env
     old_names = importlib.import_module(_OLD_NAMES)
     return getattr(old_names if name in old_names.__all__ else importlib.import_module(_ADAPTER), name)

@@ -1,7 +1,9 @@
-"""``gen_worker.trainer`` for a process that has not imported genlight; installed as ``gen_worker/trainer.py``.
+"""Makes ``import gen_worker.trainer`` work before anything has imported genlight.
 
-That folder has no ``__init__``. So Python does not use this file if there is a real package ``gen_worker`` anywhere on
-the path, or a real ``gen_worker/trainer/`` in the same folder.
+Installed as ``gen_worker/trainer.py``. After an import of genlight, the finder of `genlight.adapter.compat` answers.
+
+The folder ``gen_worker`` has no ``__init__``. So Python does not use this file if there is a real package
+``gen_worker`` anywhere on the path, or a real ``gen_worker/trainer/`` in the same folder.
 """
 
 from __future__ import annotations

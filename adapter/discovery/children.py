@@ -33,7 +33,8 @@ _TORCH_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _DATA_LIBRARIES = frozenset({"numpy", "pyarrow", "pandas"})
 _TORCH_WITHOUT_USER_OBJECTS = ("torch._", "torch.utils.data")
 _HOSTS = ("lightning.pytorch.", "pytorch_lightning.", "genlight.adapter.module.")
-"""Packages whose objects refer back to the run, so `is_opaque` skips these and users' subclasses (callbacks, say)."""
+"""Prefixes of modules. Objects of their classes and of users' subclasses, such as callbacks, refer back to the run, so
+`is_opaque` is true for them."""
 _KEPT_ON_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler, *GENERATORS, dict, list)
 """Types of class attributes that are searched; other class attributes are methods or constants."""
 _CONTAINERS = (list, tuple, deque, set, frozenset)
@@ -108,7 +109,7 @@ def _items(path: str, mapping: Mapping[Any, Any]) -> Iterator[Reference]:
         yield Reference(f"{path}[{key_text(key)}]", value, put)
         if isinstance(key, Tensor):
             rekey = None if changeable is None else functools.partial(_rekey, changeable, key)
-            yield Reference(f"{path}, which has a key that", key, rekey, is_key=True)
+            yield Reference(f"a key of {path}", key, rekey, is_key=True)
 
 
 def _rekey(mapping: MutableMapping[Any, Any], old: Any, new: Any) -> None:
@@ -119,15 +120,15 @@ def _rekey(mapping: MutableMapping[Any, Any], old: Any, new: Any) -> None:
 
 
 def keeps_state(value: Any) -> bool:
-    """Whether `value` has ``state_dict()`` and ``load_state_dict(state)``, and a checkpoint does not hold it otherwise.
+    """Whether `value` has ``state_dict()`` and ``load_state_dict(state)``, and no other part of a checkpoint saves it.
 
     Modules, optimizers, schedulers and scalers do not count, because other parts of a checkpoint hold them. Neither do
-    iterables, because a loader's position is saved separately.
+    objects with ``__iter__``: they may be data loaders, whose position is saved separately.
     """
     kind = type(value)
     if not hasattr(kind, "state_dict") or isinstance(value, _KEPT_ON_CLASSES) or hasattr(kind, "__iter__"):
         return False
-    try:  # the methods of a trainer class with these names take more arguments
+    try:  # a trainer class also has these methods, but with more arguments
         inspect.signature(value.state_dict).bind()
         inspect.signature(value.load_state_dict).bind({})
     except (AttributeError, TypeError, ValueError):

@@ -34,13 +34,16 @@ decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def encode_json(value: object) -> bytes:
-    """Return compact JSON with sorted keys. Numbers that are not finite become null; for texts see `storable`."""
+    """Return compact JSON with sorted keys. Numbers that are not finite become null.
+
+    Lone surrogates in strings become backslash escapes, as in `storable`.
+    """
     return encode_lines([value])[:-1]
 
 
 def encode_lines(values: Sequence[object]) -> bytes:
     """Return a line for each of `values`: the result of `encode_json` and a newline."""
-    values = list(values)  # msgspec 0.22 never releases the iterator of another iterable
+    values = list(values)  # msgspec 0.22 never releases the iterator of an iterable that is not a list
     try:
         return _encode_lines(values)
     except UnicodeEncodeError:
@@ -91,8 +94,8 @@ class Position(msgspec.Struct):
 def has_long_holes(descriptor: int) -> bool:
     """Return whether the holes of a sparse file have together more bytes than `LONGEST_LINE`.
 
-    Such a file takes no space on disk, but a reader gets gigabytes from it. A power cut leaves only a few unwritten
-    blocks. The result is False on a file system that does not report holes.
+    Such a file takes no space on disk, but a reader gets gigabytes from it. Shorter holes are accepted, because a power
+    cut can leave a few unwritten blocks. The result is False on a file system that does not report holes.
     """
     size, at, total = os.fstat(descriptor).st_size, 0, 0
     while at < size and total <= LONGEST_LINE and hasattr(os, "SEEK_DATA"):
@@ -144,7 +147,8 @@ class LineFile:
     """Appends complete lines to a file that only this process may write.
 
     Only `sync` is thread-safe: the caller must serialize `append` and `close`. In a forked child the file is closed, so
-    that a data loader worker that outlives its parent cannot keep the lock. A copy of the object is closed too.
+    that a data loader worker that outlives its parent cannot keep the lock. A copy of this object is closed from the
+    start, and the original stays open.
 
     Attributes:
         path: The file.
@@ -154,8 +158,9 @@ class LineFile:
 
     Args:
         path: The file; it and its directories are created if absent.
-        decode: Decodes the last line; raises a ValueError if the file has other content.
-        tries: How often to try to take the lock, 50 ms apart; more than 1 if writers hold it only for a line.
+        decode: Decodes the last line; a ValueError from it means that the file is not of the expected kind.
+        tries: How often to try to take the lock, 50 ms apart; more than 1 for a file that its
+            writers open for a single line, as in `reporters/telemetry.py`.
 
     Raises:
         EventLogError: Another writer has locked the file, it cannot be opened, or it has other content.
