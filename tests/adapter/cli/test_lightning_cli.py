@@ -83,6 +83,7 @@ def own_signals():
     """Signals are handled as before, although a command that has run takes them until the end of its process."""
     before = {number: signal.getsignal(number) for number in REASON_OF_SIGNAL}
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -291,18 +291,6 @@ def wakeup_file():
     return descriptor
 
 
-@pytest.fixture
-def _signals_of_a_new_process():
-    """An earlier test of this process may have left handlers installed."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in REASON_OF_SIGNAL}
-    descriptor = signal.set_wakeup_fd(-1)
-    yield
-    signal.set_wakeup_fd(descriptor)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_signals_of_a_new_process")
 @pytest.mark.parametrize("how", ["ends", "is stopped"])
 def test_the_wakeup_file_of_the_interpreter_is_free_again_when_a_fit(train, how):
     """Else a second signal would not end the next fit of the process while that waits in C."""
