@@ -118,9 +118,8 @@ def launcher_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if NODES in os.environ:
         environment = None if has_own else LightningEnvironment()
         devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number(NODES)
-    elif (
-        TorchElasticEnvironment.detect()
-    ):  # also if srun started torchrun, because torchrun numbers its processes itself
+    elif TorchElasticEnvironment.detect():
+        # Also if srun started torchrun, because torchrun numbers its processes itself.
         if not has_own:
             _meet_in_own_store()
         devices, num_nodes = _number("LOCAL_WORLD_SIZE"), _number("GROUP_WORLD_SIZE")

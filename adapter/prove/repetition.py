@@ -189,10 +189,9 @@ class Repetition(pl.Callback):
         """The steps that are the same as in the run."""
         self._limits = run.traces.limits if 0 not in run.traces.witness else ""
         """Why steps cannot be compared, if that is known."""
-        self._is_compared = True
-        """Whether this repetition has as many ranks as the run; otherwise, its steps have other rows."""
         self._compares_states = True
-        """Whether its state must equal the run's checkpoints; another device rounds differently."""
+        """Whether the state must equal the run's checkpoints: with other ranks it sees other rows, and another device
+        rounds differently."""
         self._expected: dict[Key, Entry] = {}
         """The entries of this rank in the witness of the run."""
         self._facts: dict[int, Mapping[str, Any]] = {}
@@ -213,11 +212,11 @@ class Repetition(pl.Callback):
         self._channel, now = Channel(), facts_of_attempt(trainer)
         if not self.run.traces.witness:
             return
-        self._is_compared, limit = limit_between(self.run.traces.facts, now)
-        self._compares_states = self._is_compared and not limit
+        can_compare, limit = limit_between(self.run.traces.facts, now)
+        self._compares_states = can_compare and not limit
         self._limits = limit or self._limits
         recorded = self.run.traces.witness.get(self._channel.rank)
-        if recorded is not None and self._is_compared:
+        if recorded is not None and can_compare:
             self._expected = {
                 key: entry for key, entry in recorded.entries.items() if trainer.global_step < key[0] <= self.last
             }
